@@ -373,7 +373,7 @@ def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
         ({"num_hidden_layers": 9000}, "says 9,000 layers, and the files hold"),
         ({"hidden_size": "x"}, "hidden_size='x': it must be a whole number"),
         ({"vocab_size": 0}, "vocab_size=0"),
-        ({"num_key_value_heads": 3}, "do not divide among 3"),
+        ({"num_key_value_heads": 3}, "do not divide evenly among 3"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: it must be a finite number"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
@@ -381,7 +381,7 @@ def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
         ),
         ({"rope_scaling": "x"}, "rope_scaling='x': it must be an object"),
         ({"model_type": 3}, "model_type=3: it must be a text"),
-        ({"hidden_size": 2**30, "vocab_size": 2**30}, "are taken for a mistake"),
+        ({"hidden_size": 2**30, "vocab_size": 2**30}, "are treated as a mistake"),
     ],
 )
 def test_sizes_that_no_machine_has_are_refused_before_anything_is_made(

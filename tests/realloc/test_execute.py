@@ -376,7 +376,7 @@ def test_sources_of_two_versions(ranks: Ranks) -> None:
 
 def test_a_source_that_changes_meanwhile(ranks: Ranks) -> None:
     said = ranks.run(told, training, APART)
-    assert any("from rank 0" in each and "of version 8, awaited 7" in each for each in said[2:]), (
+    assert any("from rank 0" in each and "of version 8, expected 7" in each for each in said[2:]), (
         said
     )
 
@@ -398,7 +398,7 @@ def test_sources_of_two_dtypes(ranks: Ranks) -> None:
 def test_a_rank_that_is_late(ranks: Ranks) -> None:
     said = ranks.run(told, absent, APART)
     assert all(
-        f"rank {rank} lost what goes" in said[rank] and "rank 3" in said[rank] for rank in (0, 1, 2)
+        f"rank {rank} lost a message" in said[rank] and "rank 3" in said[rank] for rank in (0, 1, 2)
     ), said
 
 
@@ -441,7 +441,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     said = ours.recv()
     for process in processes:
         process.join(60)
-    assert "rank 0 lost what goes" in said and "rank 1" in said
+    assert "rank 0 lost a message" in said and "rank 1" in said
     assert [process.exitcode for process in processes] == [0, 1]
 
 

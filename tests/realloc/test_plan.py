@@ -273,7 +273,7 @@ def test_a_scalar_and_an_empty_part() -> None:
 def test_an_element_that_nobody_has(have: Holdings) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"parameter 'w': rank 5 is to hold \[0:4, 0:4\] and no rank of the source",
+        match=r"parameter 'w': rank 5 needs \[0:4, 0:4\], and no rank of the source",
     ):
         plan(have, {5: {"w": (slice(0, 4), slice(0, 4))}}, node_of=one_node)
 

@@ -10,6 +10,7 @@ from weft.kernels.types import Activation
 
 
 def activate(x: Tensor, name: Activation) -> Tensor:
+    """Apply the activation of this name to every entry."""
     match name:
         case "silu":
             return F.silu(x)

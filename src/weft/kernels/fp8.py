@@ -42,6 +42,7 @@ class Fp8Product:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
+        """Return True if a weight's sizes allow an fp8 product."""
         return all(size % MULTIPLE == 0 for size in weight.shape)
 
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""How large the sizes in a config.json may be; what lies beyond is taken for a mistake."""
+"""Limits of the sizes in a config.json; larger values are treated as mistakes."""
 
 from __future__ import annotations
 
-MOST = 2**31  # a size is below this
+MOST = 2**31  # all sizes are below this
 LAYERS = ("num_hidden_layers", "n_layer")
 MOST_LAYERS = 2**14
 MOST_EXPERTS = 2**14

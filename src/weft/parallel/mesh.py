@@ -127,6 +127,7 @@ class RankMesh:
         return self.rank == self.mesh.ranks[0]
 
     def size(self, *axes: str) -> int:
+        """Return the number of ranks along these axes, this one included."""
         return len(self.mesh.along(self.rank, *axes))
 
     def group(self, *axes: str) -> ProcessGroup:
@@ -163,6 +164,7 @@ class RankMesh:
 
     @property
     def everyone(self) -> ProcessGroup:
+        """Group of all ranks of the mesh."""
         return self._groups.of(self.mesh.ranks)
 
     def shards(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:

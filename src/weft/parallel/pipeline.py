@@ -390,7 +390,7 @@ class _Run:
         what = "states" if target > source else "gradient"
         here, there = (source, target) if sending else (target, source)
         peer = self._pipeline.placement.rank_of(there)
-        verb = "was not taken by" if sending else "did not come from"
+        verb = "was not received by" if sending else "did not come from"
         return RunError(
             f"pipeline stage {here} (rank {self._pipeline.rank}), micro-batch {microbatch}: the "
             f"{what} {verb} stage {there} "

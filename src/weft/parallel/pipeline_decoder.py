@@ -262,7 +262,7 @@ class StagedDecoder:
         try:
             work = dist.isend(tensor, group=group, group_dst=peer)
         except RuntimeError as error:
-            raise self._lost("what is sent was not taken by", peer) from error
+            raise self._lost("a sent tensor was not received by", peer) from error
         assert work is not None
         self._going.append((peer, tensor, work))
         self._num_sent += 1
@@ -274,7 +274,7 @@ class StagedDecoder:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost("what was sent was not taken by", peer) from error
+                raise self._lost("a sent tensor was not received by", peer) from error
 
     def _receive(self, tensor: Tensor, peer: int, what: str, group: ProcessGroup) -> None:
         try:

@@ -42,6 +42,8 @@ TABLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Compute:
+    """Computation of one pass ("F", "B"), or half of a backward pass ("I", "W"), of a stage."""
+
     half: Half
     stage: int
     microbatch: int
@@ -145,7 +147,7 @@ def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
         if not ready:
             stuck = ", ".join(str(own[-1]) for own in left if own)
             raise ValueError(
-                f"this order cannot be run; next are {stuck}, and what they need is never made"
+                f"this order cannot be run; next are {stuck}, and their inputs are never computed"
             )
         for action in ready:
             lists[placement.rank_of(action.stage)].append(action)

@@ -174,7 +174,7 @@ def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) ->
             if own.shape == whole.shape:
                 whole.copy_(own)
                 continue
-            assert experts is not None, f"{name} is a part of the whole one"
+            assert experts is not None, f"{name} is only a part of the whole parameter"
             every = [torch.empty_like(own) for _ in range(experts.size())]
             dist.all_gather(every, own.contiguous(), group=experts)
             whole.copy_(torch.cat(every))

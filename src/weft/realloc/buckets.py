@@ -36,6 +36,7 @@ class Part:
 
     @property
     def end(self) -> int:
+        """Offset at which the next piece can start."""
         return self.offset + aligned(self.num_bytes)
 
 
@@ -54,6 +55,7 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the message including the seal."""
         return aligned(self.seal + SEAL)
 
     def room_for(self, num_bytes: int) -> int:
@@ -62,6 +64,7 @@ class Message:
 
 
 def aligned(num_bytes: int) -> int:
+    """Round up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -173,7 +173,7 @@ class Reallocation:
                 raise RunError(
                     f"reallocation: rank {rank} was given another plan, eta or bucket size than "
                     f"rank {self._rank}; "
-                    "every rank of both layouts is given the same"
+                    "all ranks of both layouts must be given the same ones"
                 )
         versions = {rank: version for rank, (_, has, version) in told.items() if has}
         if len(set(versions.values())) != 1:
@@ -182,7 +182,7 @@ class Reallocation:
             )
             raise RunError(
                 f"reallocation: the source's ranks must hold one version of the weights "
-                f"({shown or 'no rank is one'})"
+                f"({shown or 'no rank is a source'})"
             )
         codes = self._link.tell_everyone(
             [_code(held.get(n)) for held in (gives, takes) for n in self._names]

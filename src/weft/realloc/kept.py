@@ -35,6 +35,7 @@ class Kept:
         return cls(giver.version, parts)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
+        """Iterate over (name, rectangle, values) of these parameters."""
         yield from ((name, *self.parts[name]) for name in names)
 
 

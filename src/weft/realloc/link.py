@@ -13,7 +13,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 from weft.errors import RunError
 from weft.realloc.shelf import laid_out, look
 
-Mail = Sequence[tuple[int, Tensor]]  # (the other rank, what it sends or is sent)
+Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receive)
 
 
 @dataclass(frozen=True)
@@ -117,5 +117,5 @@ class Link:
 
 def _lost(rank: int, others: str, error: RuntimeError) -> RunError:
     return RunError(
-        f"reallocation: rank {rank} lost what goes {others}: {str(error).splitlines()[0]}"
+        f"reallocation: rank {rank} lost a message {others}: {str(error).splitlines()[0]}"
     )

@@ -26,6 +26,8 @@ THANKS = 1  # tag of the acknowledgement that frees the sender's shared memory
 
 
 class Versioned(Protocol):
+    """Engine with a version of its weights."""
+
     version: int
 
 
@@ -47,10 +49,12 @@ class Source:
 
     @property
     def version(self) -> int:
+        """Current version of the source's weights."""
         assert self.engine is not None
         return self.engine.version
 
     def piece(self, name: str, piece: Slice) -> Tensor:
+        """Return a rectangle of a parameter, in coordinates of the whole parameter."""
         where, values = self.held[name]
         return values[
             tuple(
@@ -104,6 +108,7 @@ class Exchange:
 
     @property
     def buffer_bytes(self) -> int:
+        """Bytes of all message buffers."""
         return sum(buffer.nbytes for buffer in (*self._out, *self._in))
 
     def arrivals(self, stays: Iterable[Transfer]) -> Iterator[Values]:
@@ -188,9 +193,9 @@ class Exchange:
                 f"{what}: the checksum of this message is not the sender's; the data were damaged"
             )
         if told != index:
-            raise RunError(f"{what}: sent in round {told}, awaited in round {index}")
+            raise RunError(f"{what}: sent in round {told}, expected in round {index}")
         raise RunError(
-            f"{what}: of version {version}, awaited {self._version}; the source's weights changed "
+            f"{what}: of version {version}, expected {self._version}; the source's weights changed "
             f"while they were read"
         )
 

@@ -42,6 +42,7 @@ class Transfer(NamedTuple):
 
     @property
     def num_elements(self) -> int:
+        """Number of elements of the piece."""
         return math.prod(part.stop - part.start for part in self.piece)
 
     @property
@@ -90,9 +91,8 @@ def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -
             lacking = next((cell for cell, who in cells if not who), None)
             if lacking is not None:
                 raise ConfigError(
-                    f"parameter {name!r}: rank {ranks[0]} is to hold {_shown(box)} and no rank of "
-                    f"the source has "
-                    f"{_shown(lacking)}; reallocate between layouts of one network"
+                    f"parameter {name!r}: rank {ranks[0]} needs {_shown(box)}, and no rank of "
+                    f"the source has {_shown(lacking)}; reallocate between layouts of one network"
                 )
             for rank in ranks:
                 transfers += _to(rank, name, cells, sent, node_of)

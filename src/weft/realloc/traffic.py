@@ -29,10 +29,12 @@ class Traffic:
 
     @property
     def moved(self) -> int:
+        """Bytes sent between ranks."""
         return self.inside + self.across
 
     @property
     def stayed(self) -> int:
+        """Bytes that stay on their rank."""
         return self.kept.total() + self.copied.total()
 
 

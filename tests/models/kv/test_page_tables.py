@@ -126,5 +126,5 @@ def test_pages_grow_up_to_their_limit_and_no_further() -> None:
     assert len(pages) <= 11
     pages.take(3)
     assert len(pages) == 11 and pages.num_used == 10
-    with pytest.raises(AssertionError, match="10 pages are in use and 1 more are asked for, of 11"):
+    with pytest.raises(AssertionError, match="10 of 11 pages are in use, and 1 more are needed"):
         pages.take(1)

@@ -26,6 +26,8 @@ NO_MEMORY = -2  # value of `Outcome` in kernels.h
 
 
 class LinearWeights(NamedTuple):
+    """Weight and bias of a linear layer."""
+
     weight: Tensor  # [out, in]
     bias: Tensor | None = None  # [out]
 
@@ -64,6 +66,7 @@ class NetworkWeights:
     offset: float
 
     def tensors(self) -> list[Tensor]:
+        """Return all parameters, without the cached keys and values."""
         linear = [layer for b in self.blocks for layer in (b.qkv, b.o, b.gate_up, b.down)]
         linear += [] if self.head is None else [self.head]
         norms = [

@@ -1,6 +1,7 @@
-"""Attention on accelerators: flash attention in half precision, FlexAttention for soft-capping,
-shared prefixes and for pages that the installed flash kernel cannot read. Float32 and dropped
-weights take rectangles there, too.
+"""Attention on accelerators.
+
+Flash attention is used in half precision; FlexAttention for soft caps, shared prefixes, and pages
+that the installed flash kernel cannot read; `rectangles` for float32 and dropout of weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.models.kv.pages import Paged
 
 
 def dense(given: AttentionInputs, context: Dense) -> Tensor:
-    """[T, heads, dim]: causal attention within each sequence."""
+    """Compute causal attention within each sequence: [T, heads, dim]."""
     q = given.q
     k = given.k
     v = given.v
@@ -41,12 +42,16 @@ def prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
 
 
 def paged(given: AttentionInputs, context: Paged) -> Tensor:
-    """New tokens of rows whose keys and values lie in pages, theirs included by now."""
+    """Compute attention of new tokens over keys and values in pages.
+
+    The keys and values of the new tokens must already be stored in the pages.
+    """
     q = given.q
     spec = given.spec
     pool = context.pool
     layer = given.layer - pool.first_layer
     history = context.history
+    # In a decode step, read the pages directly.
     if history is None:
         keys = pool.keys[layer]
         values = pool.values[layer]
@@ -58,13 +63,14 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
                 context.table, context.used, size, spec.window
             )
         return flex.paged(q, keys, values, context.masks[spec.window], spec)
-    # as many bytes as the pass reads anyway, and few beside its products
+    # Copy the keys and values of all tokens, which is cheap compared to the products of a prefill.
     keys, values = pool.read(layer, history)
     if flashes(q, spec):
         lengths = VarlenLengths(
             context.cu_seqlens, history.cu_seqlens, context.max_len, history.max_len
         )
         return flash.packed(q, keys, values, lengths, spec)
+    # Without flash attention, compute row by row.
     outputs = []
     bounds = history.cu_seqlens.tolist()
     for new, old in zip(pairwise(context.dense.starts), pairwise(bounds), strict=True):
@@ -77,11 +83,12 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
 
 
 def flashes(q: Tensor, spec: AttentionSpec) -> bool:
+    """Return True if flash attention supports these queries and parameters."""
     return spec.softcap is None and flash.serves(q.device, q.dtype, q.shape[2])
 
 
 def _mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
-    """The mask of one pack, made once for all layers of one window."""
+    """Return the mask of a pack for one window size; all layers with that window share it."""
     if window not in context.masks:
         if isinstance(context, Prefixed):
             joins = [(join.prefix, join.rest) for join in context.joins]

@@ -1,6 +1,4 @@
-"""Attention of new tokens over the keys and values of their slots, by torch, and by the kernels of
-a CPU.
-"""
+"""Attention of new tokens over the keys and values in their slots, by torch or weft's CPU kernels."""
 
 from __future__ import annotations
 
@@ -17,8 +15,11 @@ from weft.models.kv.slots import Cached, KVCache
 
 
 def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
-    """New tokens over their slots, where their own keys lie by now, and over their prefixes."""
-    assert not torch.is_grad_enabled(), "a cache keeps what has no gradient"
+    """Compute attention of new tokens over their slots and prefixes with weft's kernels.
+
+    The keys and values of the new tokens must already be stored in the slots.
+    """
+    assert not torch.is_grad_enabled(), "keys and values in a cache have no gradient"
     q, cache, layer, spec = given.q, context.cache, context.cache.row_of[given.layer], given.spec
     q = q if q.stride(2) == 1 else q.contiguous()
     keys = _rows_of(cache.keys[layer])
@@ -49,15 +50,19 @@ def by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def _rows_of(stored: Tensor) -> Tensor:
-    """Keys or values [slots, kv_heads, room, head_dim] as the kernels want them: the steps between
-    keys, and between heads; the slots follow one another.
+    """Return a view of keys or values [slots, kv_heads, room, head_dim] for the kernels.
+
+    The kernels read only the strides between keys and between heads of the view; they find the
+    slots by the numbers in `Cached.segments`.
     """
     return stored[0].transpose(0, 1)
 
 
 def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
-    """One new token a row: the query heads that share a kv head stand in the query dimension, so
-    nothing is repeated.
+    """Compute attention of one new token per row.
+
+    The query heads that share a kv head are placed in the query dimension, so keys and values are
+    not repeated.
     """
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
@@ -99,7 +104,7 @@ def _prefixes(grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int)
 
 
 def _chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
-    """Some new tokens a row after cached ones, row by row."""
+    """Compute attention of several new tokens per row over cached ones, row by row."""
     starts = context.dense.starts
     outputs = []
     keys = context.cache.keys[layer]

@@ -1,10 +1,9 @@
-"""Attention put together from parts: each part is some rows over some keys, and log-sum-exps join
-them exactly.
+"""Attention merged exactly from parts, each of some rows over some keys, by their log-sum-exps.
 
 For one row with parts i of keys, o_i = softmax(s_i) v_i and l_i = log sum exp s_i: l = log sum exp
 l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention (Dao et al. 2022,
-arXiv:2205.14135, algorithm 4) needs only a row's output and log-sum-exp, so it runs once a part
-with the joined ones, and the gradients of the parts add up.
+arXiv:2205.14135, algorithm 4) needs only a row's output and log-sum-exp, so it runs once per
+part with the merged ones, and the gradients of the parts are added.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ def attend_to(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """Rows q [n, heads, L, dim] over some of their keys, k and v [n, heads, M, dim]; `mask` joins
-    the scores. For CPUs.
+    """Compute attention of rows q [n, heads, L, dim] over keys and values [n, heads, M, dim].
+
+    These are only some of the rows' keys. `mask` is added to the scores. For CPUs.
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
 
 
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
-    """Attention over the keys of both; the two see different keys for the same rows.
+    """Return attention over the keys of both states, which have the same rows and different keys.
 
-    Of functions only exp and log are used: their kernels give a value the same bits wherever it
-    stands in a tensor, and so training and decoding round alike.
+    Only exp and log are used: their kernels give a value the same bits at every position of a
+    tensor, so training and decoding round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -53,13 +53,17 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:
-    """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim]; every row is in one causal
-    part and in any number of others. heads is a multiple of kv_heads.
+    """Return attention [T, heads, dim] of q [T, heads, dim] over k and v [T, kv_heads, dim].
+
+    Every row is in exactly one causal part and in any number of other parts. heads is a multiple of
+    kv_heads.
     """
     return _Cascade.apply(q, k, v, parts, scale)
 
 
 class _Cascade(torch.autograd.Function):
+    """Autograd function of `attend`; saves the merged output and log-sum-exp of each row."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float
@@ -68,9 +72,10 @@ class _Cascade(torch.autograd.Function):
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         group = q.shape[1] // k.shape[1]
         for part in parts:
+            # Attend to the keys of this part only.
             cells = _rectangles(q, k, v, part, group)
             length = part.queries.index.shape[1]
-            # as `attention` pads, for the same rounding
+            # Pad keys to whole vectors, as `rectangles` does, for the same rounding.
             tail = (0, 0, 0, in_vectors(length, q.device) - length)
             padded = [F.pad(x, tail) if part.causal or x is cells[0] else x for x in cells]
             seen = attend_to(padded[0], padded[1], padded[2], scale, causal=part.causal)
@@ -79,6 +84,7 @@ class _Cascade(torch.autograd.Function):
             new = AttentionState(
                 _rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1)
             )
+            # The causal part is the first of each row; merge the others with it.
             if part.causal:
                 _put(out, part.queries, new.out)
                 _put(lse, part.queries, new.lse)
@@ -135,18 +141,18 @@ def _rectangles(
 
 
 def _cells(x: Tensor, bucket: Bucket) -> Tensor:
-    """[T, heads, dim] -> [n, heads, L, dim]."""
+    """Return the tokens of a bucket as a padded rectangle: [T, heads, dim] -> [n, heads, L, dim]."""
     return _at(x, bucket, padded=True).unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)
 
 
 def _rows(cells: Tensor, bucket: Bucket) -> Tensor:
-    """[n, heads, L, dim] -> [tokens, heads, dim] without the padding."""
+    """Return a rectangle's tokens without padding: [n, heads, L, dim] -> [tokens, heads, dim]."""
     flat = cells.transpose(1, 2).flatten(0, 1)
     return flat if bucket.valid is None else flat.index_select(0, bucket.valid)
 
 
 def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
-    """[n, L]: 1 for a token, 0 for padding."""
+    """Return a mask [n, L]: 1 for a token, 0 for padding."""
     assert bucket.valid is not None
     return (
         like.new_zeros(bucket.index.numel())
@@ -156,7 +162,7 @@ def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, bucket: Bucket, padded: bool = False) -> Tensor:
-    """The bucket's tokens of x [T, ...]."""
+    """Return the bucket's tokens of x [T, ...]; if `padded`, its padding cells too."""
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)

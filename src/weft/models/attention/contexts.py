@@ -1,10 +1,9 @@
-"""Which tokens of a pack see which: whole sequences (`Dense`), or sequences of which some share a
-prefix (`Prefixed`).
+"""Attention contexts: which tokens of a pack attend to which.
 
-New tokens of cached sequences have contexts of their own, beside the caches:
-`weft.models.kv.slots.Cached`, `weft.models.kv.pages.Paged`; so have the tokens of a pack that
-several ranks share: `weft.models.attention.portions.Portion`. All have what `AttentionContext`
-names.
+`Dense` is for whole sequences and `Prefixed` for sequences of which some share a prefix. Contexts
+of new tokens of cached sequences are defined with the caches (`weft.models.kv.slots.Cached`,
+`weft.models.kv.pages.Paged`), and that of a pack whose tokens are split over ranks is
+`weft.models.attention.portions.Portion`. All implement `AttentionContext`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# of a bucket's area at most; more padding costs more than another kernel launch saves
+# Largest share of padding in a bucket: more padding costs more than a saved kernel launch gains.
 PADDING_SHARE = 0.25
-SHORT = 16  # sequences up to this length share a bucket whatever the padding
+SHORT = 16  # sequences up to this length share a bucket, however much padding they need
 
 
 class AttentionContext(Protocol):
-    """Who sees whom in one pass."""
+    """Rule for the keys that each token of a forward pass attends to."""
 
     @property
     def dense(self) -> Dense:
-        """The tokens of this pass by themselves."""
+        """The tokens of this pass without cached or shared ones, as whole sequences."""
         ...
 
     @property
@@ -43,29 +42,31 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of like length as one rectangle.
+    """Sequences of similar length as one padded rectangle.
 
-    Padding stands after a sequence, where causal attention never looks.
+    Padding comes after each sequence, so causal attention never reads it.
     """
 
     # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
     index: Tensor
-    # int64 [tokens]: cells (row-major) that are no padding; None where all are
+    # int64 [tokens]: cells (row-major) that are not padding; None if no cell is padding
     valid: Tensor | None
-    # (start, stop) where the cells are the tokens from start to stop, in order
+    # (start, stop) if the cells are the tokens from start to stop, in order; else None
     span: tuple[int, int] | None
 
     @cached_property
     def tokens(self) -> Tensor:
-        """int64 [tokens]: the cells that are no padding."""
+        """int64 [tokens]: tokens of the cells that are not padding."""
         cells = self.index.flatten()
         return cells if self.valid is None else cells.index_select(0, self.valid)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that look at keys: the tokens of `queries` at those of `keys`, rectangle by rectangle;
-    all of them, or causally where the two are the same.
+    """One part of attention: the tokens of `queries` attend to those of `keys`.
+
+    Each rectangle of `queries` attends to the whole rectangle of `keys`, or causally (`causal`) if
+    both are the same tokens.
     """
 
     queries: Bucket
@@ -75,13 +76,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Dense:
-    """Whole sequences: sequence s is the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]`; causal
-    within each.
+    """Whole sequences with causal attention within each.
+
+    Sequence s consists of the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]` (excluded).
     """
 
     cu_seqlens: Tensor  # int32 [S + 1]
     max_len: int
-    num_tokens: int | None = None  # where the host knows it, so that nothing waits for the device
+    num_tokens: int | None = None  # None if the host does not know it and would wait for the device
 
     @property
     def num_sequences(self) -> int:
@@ -89,22 +91,22 @@ class Dense:
 
     @property
     def dense(self) -> Dense:
-        """The tokens of this pass by themselves; `Cached` has the same name for its new ones."""
+        """This context itself; other contexts return the tokens of the pass without cached ones."""
         return self
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """FlexAttention's masks by window, filled as layers ask for them."""
+        """Masks of FlexAttention by window size; layers add the ones they need."""
         return {}
 
     @cached_property
     def starts(self) -> list[int]:
-        """`cu_seqlens` on the host."""
+        """`cu_seqlens` as a list on the host."""
         return [int(start) for start in self.cu_seqlens.tolist()]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 [S] on the device."""
+        """int64 [S], on the device: number of tokens of each sequence."""
         return self.cu_seqlens.diff().long()
 
     @cached_property
@@ -119,20 +121,21 @@ class Dense:
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [S, 4], on the host: each sequence's first token, its tokens, and the same as keys."""
+        """int64 [S, 4], on the host: (first row, rows, first key, keys) of each sequence."""
         return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The sequences as rectangles, longest first; empty sequences are in none."""
+        """The sequences grouped into rectangles, longest first; empty sequences are left out."""
         return [
             _bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)
         ]
 
     @cached_property
     def restore(self) -> Tensor | None:
-        """int64 [T]: for each token its place in the buckets' valid cells laid end to end; None
-        where that is its own.
+        """int64 [T]: index of each token in the concatenation of the buckets' valid cells.
+
+        None if the concatenation is already in the order of the tokens.
         """
         order = [
             t
@@ -147,8 +150,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class Join:
-    """A prefix and what goes on from it, each as (first token, one past the last); `rest` holds all
-    continuations.
+    """A prefix and the tokens that continue it, each as (first token, one past the last).
+
+    `rest` covers all continuations of the prefix, which are consecutive.
     """
 
     prefix: tuple[int, int]
@@ -159,8 +163,8 @@ class Join:
 class Prefixed:
     """Sequences of which some share a prefix, which is computed once.
 
-    The pack is made of segments: prefixes, continuations, and whole sequences. A token sees its own
-    segment causally, and a continuation's token also the whole prefix before it.
+    The pack consists of segments: prefixes, continuations and whole sequences. A token sees its own
+    segment causally, and a token of a continuation also sees the whole prefix.
     """
 
     dense: Dense  # the segments
@@ -174,22 +178,25 @@ class Prefixed:
 
     @property
     def token_lengths(self) -> Tensor:
-        """Rotations that depend on a sequence's length are not shared; see
-        `Transformer.shares_prefixes`.
+        """int64 [T]: the length of the segment that a token belongs to.
+
+        Networks with rotations that depend on the length of the whole sequence do not share
+        prefixes; see `Transformer.shares_prefixes`.
         """
         return self.dense.token_lengths
 
     @cached_property
     def across(self) -> Tensor:
-        """int64 [joins, 4], on the host: what goes on from a prefix as rows, the prefix as keys;
-        each as (first, how many).
+        """int64 [joins, 4], on the host: (first row, rows, first key, keys) of each join.
+
+        The rows are the continuations of a prefix, the keys are those of the prefix.
         """
         spans = [(*join.rest, *join.prefix) for join in self.joins]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Attention within the segments, then what each continuation sees of its prefix."""
+        """Parts of attention: first within each segment, then from each continuation to its prefix."""
         within = [Part(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = [
@@ -200,10 +207,13 @@ class Prefixed:
 
 
 def _group(starts: list[int]) -> list[list[int]]:
-    """Sequence numbers by bucket. Sequences keep their order where all share one length."""
+    """Return the numbers of the sequences of each bucket.
+
+    Sequences keep their order if all have one length.
+    """
     lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []
-    room = 0  # cells of padding the open bucket may still take
+    room = 0  # cells of padding that the last bucket can still have
     for s in sorted((s for s, n in enumerate(lengths) if n), key=lambda s: -lengths[s]):
         longest = lengths[groups[-1][0]] if groups else 0
         padding = longest - lengths[s]
@@ -217,7 +227,7 @@ def _group(starts: list[int]) -> list[list[int]]:
 
 
 def _stretch(start: int, stop: int, device: torch.device) -> Bucket:
-    """The tokens from start to stop as one rectangle."""
+    """Return the tokens from start to stop (excluded) as a bucket with one row."""
     return Bucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
 
 

@@ -1,14 +1,14 @@
-"""Attention: one function, which looks up a backend by (context, device).
+"""Attention: one function, which chooses a backend by (context, device).
 
 No position attends across a sequence boundary.
 
-A CPU's float32 goes through weft's own kernels: rows by segments of the pack over the keys they
-see, in training, prefill and decode steps alike. What those do not take (other dtypes,
-soft-capping, dropped weights, no compiler) goes through torch's.
+Float32 on a CPU is computed by weft's kernels, in training, prefill and decode steps. Everything
+that they do not support (other dtypes, soft caps, dropout of weights, no compiler) is computed by
+torch.
 
-On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it.
-What the sampler reports as a log-prob is then what training computes (given that matrix products
-too have rows enough; see `weft.engine.generation`).
+On a CPU a row's result has the same bits in training and in decoding, whatever the other rows are.
+The log-probs of the sampler are then those that training computes (if matrix products have enough
+rows; see `weft.engine.generation`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
 
-# `kernels`: a CPU's own take queries, keys and values like these
+# `kernels`: weft's CPU kernels support these queries, keys and values.
 Device = Literal["kernels", "cpu", "accelerator"]
 Backend = Callable[[AttentionInputs, Any], Tensor]
 
@@ -43,8 +43,10 @@ def attend_heads(
     layer: int,
     dropout: TokenDropout | None = None,
 ) -> Tensor:
-    """Like `attend`, for queries, keys and values side by side in one tensor, `heads` [T, heads + 2
-    kv_heads, dim], before `rotation` (cos and sin, `weft.models.network.rope`).
+    """Compute attention as `attend` does, for queries, keys and values in one tensor.
+
+    `heads` is [T, heads + 2 kv_heads, dim]: queries, keys, values, before `rotation` (cos and sin
+    of `weft.models.network.rope`).
     """
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
     if by_kernels and isinstance(context, Dense | Prefixed):
@@ -60,7 +62,7 @@ def attend_heads(
         )
     qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
     if v.requires_grad:
-        v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
+        v = v.contiguous()  # saved for the backward pass; a view would keep all heads in memory
     if rotation is not None:
         qk = kernels.rotate(qk, *rotation)
     q, k = qk.split([qk.shape[1] - kv_heads, kv_heads], dim=1)
@@ -68,9 +70,9 @@ def attend_heads(
 
 
 def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
-    """Causal attention within each sequence, [T, heads, dim].
+    """Return causal attention within each sequence, [T, heads, dim].
 
-    Keys and values of cached sequences are stored first.
+    Keys and values of cached sequences are stored in the cache first.
     """
     device: Device = "cpu" if given.q.is_cpu else "accelerator"
     if kernels.serves_attention(given.q, given.k, given.v) and not _limited(
@@ -82,7 +84,7 @@ def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
 
 def segments_of(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
     """Return the keys of a pack that each of its rows attends to."""
-    if isinstance(context, Prefixed):  # whose networks have no window that a sequence exceeds
+    if isinstance(context, Prefixed):  # no window: no sequence is longer than one here
         return VarlenSegments(context.dense.segments, context.across)
     return VarlenSegments(context.segments, None, spec.window)
 
@@ -103,7 +105,7 @@ def _merged(given: AttentionInputs, context: Prefixed) -> Tensor:
 
 
 def _stored(backend: Backend) -> Backend:
-    """The backend on keys and values that lie in a cache, the new ones too."""
+    """Return a backend that stores the new keys and values in the cache before it attends."""
 
     def attend_stored(given: AttentionInputs, context: Cached) -> Tensor:
         context.cache.write(given.layer, context, given.k, given.v)

@@ -1,4 +1,4 @@
-"""What one layer asks of attention."""
+"""Inputs of one layer's attention."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from weft.models.network.dropout import TokenDropout
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
+    """Inputs of one layer's attention; queries and keys are already rotated.
 
-    Queries and keys are rotated.
+    heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
     """
 
     q: Tensor  # [T, heads, dim]
     k: Tensor  # [T, kv_heads, dim]
     v: Tensor  # [T, kv_heads, dim]
     spec: AttentionSpec
-    layer: int  # counted from 0, in the whole network
+    layer: int  # number in the whole network, from 0
     dropout: TokenDropout | None = None
 
     @property
     def drops(self) -> bool:
-        """Return whether attention weights are dropped in this pass."""
+        """True if attention weights are dropped in this pass."""
         return self.dropout is not None and self.spec.dropout > 0.0

@@ -1,8 +1,8 @@
-"""Attention where only some tokens of a pack are here: their queries over the keys and values of
-all, which other ranks hand over.
+"""Attention under context parallelism: local queries over the keys and values of the whole pack.
 
-A rank's tokens are runs of the pack; within a run each sequence's tokens see those before them and
-themselves, so that its keys are consecutive and end with the run.
+The keys and values of other ranks' tokens are gathered. A rank's tokens are runs of the pack. Within
+a run, the keys that a sequence's tokens see are consecutive and end with the sequence's last token
+in the run.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from weft.models.attention import accelerator, rectangles
 from weft.models.attention.contexts import Dense
 from weft.models.attention.inputs import AttentionInputs
 
-# first row here, rows; first key in the pack, keys: the last row sees all of them
+# (first local row, rows, first key in the pack, keys); the last row sees all of the keys
 Piece = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Portion:
-    """The tokens of `runs`, each (first, one past the last) in the pack, in order and none empty.
+    """One rank's tokens of a pack: those of `runs`, each (first, one past the last) in the pack.
 
-    `gather` makes keys or values of the whole pack [T, ...] of those here [n, ...]; every rank
-    calls it.
+    Runs are in order, and none is empty. `gather` turns the local keys or values [n, ...] into
+    those of the whole pack [T, ...]; every rank must call it.
     """
 
     whole: Dense
     runs: tuple[tuple[int, int], ...]
     gather: Callable[[Tensor], Tensor]
-    last: Tensor  # int64: the tokens here, numbered here, that a sequence's score is read at
+    last: Tensor  # int64: local indices of the local tokens at which a sequence's score is read
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
@@ -56,7 +56,7 @@ class Portion:
 
     @cached_property
     def dense(self) -> Dense:
-        """The local part of each sequence, which may be empty."""
+        """The local part of each sequence, as if it were a whole one; it may be empty."""
         counts = [
             sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
             for first, end in pairwise(self.whole.starts)
@@ -66,7 +66,7 @@ class Portion:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """int64 [n]: where in the pack each token here stands."""
+        """int64 [n]: index in the pack of each local token."""
         device = self.whole.cu_seqlens.device
         runs = [torch.arange(*run, device=device) for run in self.runs]
         if runs:
@@ -85,7 +85,7 @@ class Portion:
 
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
-        """The pieces of each run as a flash kernel is told them."""
+        """The pieces of each run in the form of a flash kernel's arguments."""
         return tuple(_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
 
 
@@ -99,14 +99,17 @@ def _lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLengths:
 
 
 def by_kernels(given: AttentionInputs, context: Portion) -> Tensor:
-    """[n, heads, dim], by weft's own kernels."""
+    """Compute attention of the local tokens with weft's kernels: [n, heads, dim]."""
     k, v = _gathered(given, context)
     segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
     return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)
 
 
 def by_torch(given: AttentionInputs, context: Portion) -> Tensor:
-    """[n, heads, dim], written out piece by piece: [heads, rows, keys] scores at a time."""
+    """Compute attention of the local tokens piece by piece with torch: [n, heads, dim].
+
+    The scores [heads, rows, keys] of one piece exist at a time.
+    """
     k, v = _gathered(given, context)
     outputs = []
     for row, rows, key, keys in (piece for pieces in context.pieces for piece in pieces):
@@ -120,7 +123,7 @@ def by_torch(given: AttentionInputs, context: Portion) -> Tensor:
 
 
 def on_accelerator(given: AttentionInputs, context: Portion) -> Tensor:
-    """[n, heads, dim]: by flash attention where it serves, else written out."""
+    """Compute attention of the local tokens by flash attention if possible, else by `by_torch`."""
     if given.drops or not accelerator.flashes(given.q, given.spec):
         return by_torch(given, context)
     k, v = _gathered(given, context)
@@ -133,7 +136,7 @@ def on_accelerator(given: AttentionInputs, context: Portion) -> Tensor:
 
 
 def _gathered(given: AttentionInputs, context: Portion) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole pack."""
+    """Return the keys and values of the whole pack."""
     k, v = context.gather(torch.cat([given.k, given.v], dim=1)).split(given.k.shape[1], dim=1)
     return k, v
 
@@ -141,13 +144,16 @@ def _gathered(given: AttentionInputs, context: Portion) -> tuple[Tensor, Tensor]
 def _nothing(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return an empty result that depends on all inputs.
 
-    Every rank then takes part in the backward pass of the other ranks' keys.
+    This rank then takes part in the backward pass of the other ranks' keys.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 
 
 def _drop(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
-    """For rows whose first is the token `row` here and has this `position` in its sequence."""
+    """Apply dropout to the weights of rows that begin at local token `row`.
+
+    That token has this `position` in its sequence.
+    """
     assert given.dropout is not None
     token = torch.tensor([[row]], device=weights.device)
     return given.dropout.drop_weights(weights, given.spec.dropout, token, position)

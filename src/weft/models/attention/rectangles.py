@@ -1,9 +1,10 @@
-"""Attention over rectangles by torch: sequences of like length, laid out with padding after each,
-where causal attention never looks, so that the fast causal kernel is exact without a mask. What
-that kernel lacks (soft-capping, windows, dropped weights) takes the written-out form.
+"""Attention over rectangles by torch: sequences of similar length with padding after each.
 
-On a CPU keys are padded to whole vectors and a head has a few query rows at least, so that every
-row is added up in the same order whatever stands beside it.
+Causal attention never reads the padding, so torch's fast causal kernel is exact without a mask.
+What that kernel lacks (soft caps, windows, dropout of weights) is computed step by step.
+
+On a CPU, keys are padded to whole vectors and each head gets a minimum number of query rows, so
+that every row is summed in the same order, whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Drop = Callable[[Bucket, Tensor], Tensor]
 
 
 def dense(given: AttentionInputs, context: Dense) -> Tensor:
-    """[T, heads, dim]: causal attention within each sequence."""
+    """Compute causal attention within each sequence: [T, heads, dim]."""
     outputs = []
     for bucket in context.buckets:
         dropped = partial(_drop, given, bucket) if given.drops else None
@@ -44,7 +45,10 @@ def causal(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rectangles: q [n, heads, L, dim], k and v [n, kv_heads, L, dim] -> [n, heads, L, dim]."""
+    """Compute causal attention of rectangles: [n, heads, L, dim].
+
+    q is [n, heads, L, dim]; k and v are [n, kv_heads, L, dim].
+    """
     length = q.shape[2]
     tail = kernels.in_vectors(length, q.device) - length
     if tail and drop is None:
@@ -70,8 +74,9 @@ def tail(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The last tokens of one sequence over all of it: q [1, heads, n, dim], k and v [1, kv_heads,
-    L, dim]; as q.
+    """Compute attention of the last n tokens of a sequence over all its tokens: [1, heads, n, dim].
+
+    q is [1, heads, n, dim]; k and v are [1, kv_heads, L, dim].
     """
     count = q.shape[2]
     length = k.shape[2]
@@ -90,7 +95,7 @@ def tail(
 
 
 def visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
-    """bool: whether the position `query` sees the position `key` (broadcast)."""
+    """Return a bool tensor: True if position `query` sees position `key` (broadcast)."""
     seen = key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)
 
@@ -123,7 +128,7 @@ def masked(
 
 
 def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [n, kv_heads, ...] with a head for each of q's."""
+    """Return k and v [n, kv_heads, ...] with each head repeated for the query heads that read it."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return k, v
@@ -136,7 +141,10 @@ def _drop(given: AttentionInputs, bucket: Bucket, weights: Tensor) -> Tensor:
 
 
 def _cells(x: Tensor, bucket: Bucket) -> Tensor:
-    """[T, heads, dim] -> [n, heads, L, dim]; without a copy where the cells are consecutive tokens."""
+    """Return the tokens of a bucket as a rectangle: [T, heads, dim] -> [n, heads, L, dim].
+
+    This is a view, not a copy, if the cells are consecutive tokens.
+    """
     if bucket.span is None:
         cells = x.index_select(0, bucket.index.flatten())
     else:

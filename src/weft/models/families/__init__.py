@@ -1,1 +1,1 @@
-"""models/families"""
+"""Families of Hugging Face checkpoints, one module each."""

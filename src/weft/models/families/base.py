@@ -1,10 +1,9 @@
-"""What a family of Hugging Face checkpoints is: its configuration both ways, and where each
-parameter lies.
+"""Families of Hugging Face checkpoints: conversion of configurations, and location of parameters.
 
-A family is one file that registers one `Family`. `read_config` turns a `ConfigReader` over
-config.json into a `TransformerConfig`, `write_config` gives the config.json values back, `keys`
-lists the checkpoint's tensors. A configuration that the decoder would compute wrongly is refused by
-name, never approximated.
+A family is one file that registers one `Family`. `read_config` converts a `ConfigReader` of
+config.json to a `TransformerConfig`, `write_config` converts it back to config.json values, and
+`keys` lists the checkpoint's tensors. A configuration that the decoder would compute wrongly is
+rejected with an error that names the key, never approximated.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
 }
 
-# config.json keys that say how a file was written, not what the network computes; saving writes its
-# own.
+# Keys of config.json that describe the file, not what the network computes. Saving writes new ones.
 WRITTEN_ANEW = frozenset(
     {
         "architectures",
@@ -52,25 +50,25 @@ WRITTEN_ANEW = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture on the hub. `name` is config.json's `model_type`."""
+    """One model architecture of the Hugging Face hub. `name` is its `model_type` in config.json."""
 
     name: str
     causal_lm: str  # class of `transformers` that config.json names for an lm head
-    classifier: str | None  # the one for value and score heads; None where `transformers` has none
-    prefix: str  # what every name of the trunk starts with; checkpoints of the bare trunk lack it
+    classifier: str | None  # class for value and score heads; None if there is none
+    prefix: str  # of all names but the head's; absent in checkpoints without a head
     read_config: Callable[[ConfigReader], TransformerConfig]
     write_config: Callable[[TransformerConfig], dict[str, Any]]
-    # templates of every parameter but `score.weight`
+    # key templates of all parameters except `score.weight`
     keys: Callable[[TransformerConfig], tuple[Key, ...]]
-    tiny: Mapping[str, Any]  # config.json of a network small enough to test with
-    # ends of names that old checkpoints hold besides parameters
+    tiny: Mapping[str, Any]  # config.json of a small network for tests
+    # endings of names in old checkpoints that are not parameters
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     score: str = "score.weight"
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
-        """Read the values of a config.json.
+        """Return the configuration for the values of a config.json.
 
-        Raises `CheckpointError` for what the decoder does not compute.
+        Raises `CheckpointError` for values that the decoder does not support.
         """
         with reading(f"cannot be used as that of a {self.name} model", CheckpointError):
             config = self.read_config(ConfigReader(self.name, raw))
@@ -78,7 +76,7 @@ class Family:
         return config
 
     def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
-        """The values of a config.json that `transformers` reads back as this network."""
+        """Return the config.json values from which `transformers` reads the same network."""
         if head != "lm" and self.classifier is None:
             raise CheckpointError(
                 f"transformers has no sequence classifier for {self.name}, so a {head} head has "
@@ -106,43 +104,43 @@ class Family:
 
 @dataclass
 class ConfigReader:
-    """config.json, read key by key; what is never asked for is carried along and written back
-    unchanged.
-    """
+    """Reader of config.json by key; keys that are never read are written back unchanged."""
 
     family: str
     raw: Mapping[str, Any]
     asked: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, default: Any) -> Any:
-        """The value of `key`; `default` where it is absent or null."""
+        """Return the value of `key`, or `default` if it is absent or null."""
         self.asked.add(key)
         value = self.raw.get(key)
         if value is None:
             return default
         wrong = problem(value, default)
         if not wrong and key in LAYERS and value > MOST_LAYERS:
-            wrong = f"that is more than {MOST_LAYERS:,}, and taken for a mistake"
+            wrong = f"that is more than {MOST_LAYERS:,} and is treated as a mistake"
         if wrong:
             raise CheckpointError(f"{key}={value!r}: {wrong}")
         return value
 
     def need(self, key: str) -> Any:
-        """The value of a key that every configuration of the family has: a size."""
+        """Return the value of a size that every configuration of the family has."""
         value = self(key, 1)
         if self.raw.get(key) is None:
             raise CheckpointError(f"lacks {key!r}, which a {self.family} model has")
         return value
 
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
-        """Refuse a configuration whose `key` is set (to something but `unless`), because it changes
-        what is computed.
+        """Raise `CheckpointError` if `key` is set to a value other than `unless`.
+
+        For settings that change the results in a way that the decoder does not support.
         """
         value = self(key, None)
         if value is not None and value is not False and value != unless:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
+        """Return the activation that a key names; raises `CheckpointError` if unknown."""
         name = self(key, default)
         if name not in ACTIVATIONS:
             raise CheckpointError(
@@ -152,9 +150,9 @@ class ConfigReader:
         return ACTIVATIONS[name]
 
     def extra(self) -> dict[str, Any]:
-        """Return the keys that no reader has asked for.
+        """Return the keys that have not been read.
 
-        Raises for quantized weights, in any family.
+        Raises `CheckpointError` for quantized weights, in any family.
         """
         self.refuse(
             "quantization_config",
@@ -164,7 +162,10 @@ class ConfigReader:
 
 
 def problem(value: Any, default: Any) -> str | None:
-    """Return what is wrong with a value that usually resembles `default`, or None."""
+    """Return a description of what is wrong with a value, or None.
+
+    The value must be of the type of `default`, and in a sensible range.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
         fits = value in (True, False)
@@ -188,14 +189,13 @@ def problem(value: Any, default: Any) -> str | None:
 
 
 def check(config: TransformerConfig) -> None:
-    """Raises `CheckpointError` for sizes that do not go together or that no machine holds, before
-    anything of them is made.
-    """
+    """Raise `CheckpointError` for sizes that are inconsistent or too large, before any allocation."""
     experts = config.experts
     rope = config.rope
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"{config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values"
+            f"{config.num_heads} query heads do not divide evenly among {config.num_kv_heads} "
+            "key and value heads"
         )
     if config.head_dim < 1 or (
         rope is not None and (rope.dim < 2 or rope.dim % 2 or rope.dim > config.head_dim)
@@ -209,20 +209,19 @@ def check(config: TransformerConfig) -> None:
         raise CheckpointError(f"rope_theta={rope.theta}: it must be a finite number above 0")
     for rate in (config.embed_dropout, config.hidden_dropout, config.attention_dropout):
         if not 0 <= rate < 1:
-            raise CheckpointError(f"a dropout of {rate}: it must be from 0 up to, and without, 1")
+            raise CheckpointError(f"a dropout of {rate}: it must be at least 0 and less than 1")
     if experts is not None and not 1 <= experts.top_k <= experts.num <= MOST_EXPERTS:
         raise CheckpointError(
-            f"sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, "
-            f"and no more than there "
-            f"are, which are at most {MOST_EXPERTS:,}"
+            f"sends a token to {experts.top_k} of {experts.num} experts: the first number must be 1 "
+            f"or more and not exceed the second, which must not exceed {MOST_EXPERTS:,}"
         )
     if config.num_weights > MOST_WEIGHTS:
         raise CheckpointError(
-            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken "
-            f"for a mistake"
+            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are treated "
+            f"as a mistake"
         )
 
 
 def activation_name(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:
-    """The Hugging Face name of a configuration's activation."""
+    """Return the Hugging Face name of a configuration's activation."""
     return {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": tanh}[config.activation]

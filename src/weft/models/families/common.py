@@ -1,6 +1,4 @@
-"""What several families share: the Llama-like configuration and key names, rotary settings, sliding
-windows.
-"""
+"""Helpers of several families: Llama-like configurations and keys, rotary settings, windows."""
 
 from __future__ import annotations
 
@@ -38,10 +36,9 @@ def llama_fields(
     theta: float = 10000.0,
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The `TransformerConfig` fields that Llama-like families read from the same keys; `extra` is
-    left to the family.
+    """Read the `TransformerConfig` fields that Llama-like families have under the same keys.
 
-    `act` is the key of the activation and its default.
+    `act` is (key of the activation, its default). `extra` is not read here.
     """
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
@@ -67,7 +64,7 @@ def llama_fields(
 
 
 def llama_values(config: TransformerConfig, *, act: str = "hidden_act") -> dict[str, Any]:
-    """The config.json values that Llama-like families write under the same keys."""
+    """Return the config.json values that Llama-like families write under the same keys."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -94,8 +91,9 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
 ) -> Rope:
-    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
-    (before).
+    """Read rotary settings from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+
+    transformers 5 writes the former, earlier versions the latter.
     """
     given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
@@ -117,7 +115,7 @@ def read_rope(
     ):
         original = int(_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError("has rotary settings per kind of layer; use backend=hf")
+        raise CheckpointError("has separate rotary settings for kinds of layers; use backend=hf")
     try:
         scaling, values = _scaling(kind, given, original, positions)
     except KeyError as missing:
@@ -181,8 +179,9 @@ def _scaling(
 
 
 def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
-    """YaRN equation 15 (the square root of 1/t), with DeepSeek's two multipliers where the
-    configuration has them.
+    """Return the factor of YaRN's equation 15 (the square root of 1/t).
+
+    DeepSeek's two multipliers are applied if the configuration has them.
     """
 
     def scale(multiplier: float) -> float:
@@ -194,7 +193,7 @@ def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
 
 
 def rope_values(config: TransformerConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, the spelling that every version of `transformers` reads."""
+    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` reads."""
     rope = config.rope
     assert rope is not None
     if rope.scaling == "none":
@@ -208,15 +207,17 @@ def rope_values(config: TransformerConfig) -> dict[str, Any]:
 def layer_windows(
     read: ConfigReader, layers: int, window: int | None, sliding: list[bool]
 ) -> tuple[int | None, ...]:
-    """One window a layer: `layer_types` where the configuration has it, else `sliding` says which
-    layers have one.
+    """Return the window of each layer.
+
+    `layer_types` of the configuration determines the layers with a window if it is present, else
+    `sliding`.
     """
     kinds = read("layer_types", None)
     if kinds is not None:
         unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
         if unknown or len(kinds) != layers:
             raise CheckpointError(
-                f"layer_types holds {unknown or len(kinds)}; use backend=hf for this model"
+                f"layer_types contains {unknown or len(kinds)}; use backend=hf for this model"
             )
         sliding = [kind == "sliding_attention" for kind in kinds]
     windows = tuple(window if slides else None for slides in sliding)
@@ -224,13 +225,14 @@ def layer_windows(
 
 
 def one_window(config: TransformerConfig) -> int | None:
-    """The window that the layers with one share."""
+    """Return the window size that all layers with a window share; None if there are none."""
     sizes = {w for w in config.windows if w is not None}
     assert len(sizes) <= 1, "the layers have several window sizes"
     return sizes.pop() if sizes else None
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
+    """Return the config.json value `layer_types` of a configuration."""
     return [
         "full_attention" if config.window(i) is None else "sliding_attention"
         for i in range(config.num_layers)
@@ -241,15 +243,16 @@ def layer_types(config: TransformerConfig) -> list[str]:
 
 
 def tensor(name: str, hf: str, part: Part = "block") -> Key:
-    """One parameter that the checkpoint holds as it is."""
+    """Return the key of a parameter that the checkpoint stores unchanged."""
     return Key(name, hf, part)
 
 
 def linear(
     name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: Part = "block"
 ) -> tuple[Key, ...]:
-    """A linear layer's weight and, where it has one, its bias; `transpose` for checkpoints that
-    hold [in, out].
+    """Return the keys of a linear layer's weight and, with `bias`, its bias.
+
+    `transpose` is for checkpoints that store matrices as [in, out].
     """
     keys = (Key(f"{name}.weight", f"{hf}.weight", part, transpose),)
     return (*keys, Key(f"{name}.bias", f"{hf}.bias", part)) if bias else keys
@@ -264,7 +267,10 @@ def fused(
     bias: bool = False,
     transpose: bool = False,
 ) -> tuple[Key, ...]:
-    """Linear layers that the checkpoint holds as one, see `weft.models.families.keymap.Fused`."""
+    """Return the keys of linear layers that the checkpoint stores as one.
+
+    See `weft.models.families.keymap.Fused`.
+    """
     keys: list[Key] = []
     for index, name in enumerate(names):
         layout = Fused(blocks, sizes, index)
@@ -275,7 +281,7 @@ def fused(
 
 
 def norm(name: str, hf: str, config: TransformerConfig, part: Part = "block") -> tuple[Key, ...]:
-    """A norm's weight and bias, as far as the configuration gives it any."""
+    """Return the keys of a norm's weight and bias, if the configuration has them."""
     if config.norm_weight:
         keys: tuple[Key, ...] = (Key(f"{name}.weight", f"{hf}.weight", part),)
     else:
@@ -290,7 +296,7 @@ HF_BLOCK = "model.layers.{i}"
 
 
 def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
-    """Embedding, last norm and output layer under Llama's names."""
+    """Return the keys of embedding, last norm and output layer under Llama's names."""
     embed = tensor("embed.weight", "model.embed_tokens.weight", "embedding")
     keys = (embed, *norm("norm", "model.norm", config, "head"))
     if config.tied:
@@ -299,6 +305,7 @@ def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of attention under Llama's names."""
     ours = f"{BLOCK}.attention"
     theirs = f"{HF_BLOCK}.self_attn"
     keys: tuple[Key, ...] = ()
@@ -313,6 +320,7 @@ def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of the MLP under Llama's names."""
     keys: tuple[Key, ...] = ()
     for name in ("gate", "up", "down"):
         keys += linear(f"{BLOCK}.mlp.{name}", f"{HF_BLOCK}.mlp.{name}_proj", bias=config.mlp_bias)
@@ -320,6 +328,7 @@ def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of a block's norms under Llama's names."""
     return (
         *norm(f"{BLOCK}.norm1", f"{HF_BLOCK}.input_layernorm", config),
         *norm(f"{BLOCK}.norm2", f"{HF_BLOCK}.post_attention_layernorm", config),
@@ -327,5 +336,5 @@ def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Every key of a Llama-like checkpoint."""
+    """Return all keys of a Llama-like checkpoint."""
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))

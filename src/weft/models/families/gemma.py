@@ -1,5 +1,6 @@
-"""Gemma (Mesnard et al. 2024): Llama's shape; embeddings scaled by sqrt(hidden), norms that scale
-by 1 + weight.
+"""Gemma (Mesnard et al. 2024): like Llama.
+
+Embeddings are scaled by sqrt(hidden), and norms scale by 1 + weight.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ def gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gemma_fields(read, "hidden_act")
-    # in a configuration of the first release "gelu" meant the tanh form
+    # In configurations of the first release, "gelu" means the tanh form.
     if fields["activation"] == "gelu":
         fields["activation"] = "gelu_tanh"
     return TransformerConfig(**fields, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | {"attention_bias": config.qkv_bias}
 
 

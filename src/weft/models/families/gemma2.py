@@ -1,5 +1,7 @@
-"""Gemma 2 (Riviere et al. 2024): Gemma with norms before and after, soft-capped logits, a window in
-every other layer.
+"""Gemma 2 (Riviere et al. 2024): like Gemma.
+
+Norms come before and after attention and MLP, logits are soft-capped, and every other layer has a
+window.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gemma_fields(read, "hidden_activation")
     layers = fields["num_layers"]
     alternate = [layer % 2 == 0 for layer in range(layers)]
@@ -30,11 +33,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def _softcap(read: ConfigReader, key: str, default: float) -> float | None:
-    """A null here means no soft-capping, an absent key means the default."""
+    """Return the soft cap: None if the key is null, the default if it is absent."""
     return read(key, None) if key in read.raw else read(key, default)
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     scalar = config.scale**-2
     return common.llama_values(config, act="hidden_activation") | {
         "attention_bias": config.qkv_bias,
@@ -49,6 +53,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     names = {
         "norm1": "input_layernorm",
         "norm1_post": "post_attention_layernorm",

@@ -1,5 +1,6 @@
-"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere; matrices are
-stored [in, out].
+"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere.
+
+Checkpoints store matrices as [in, out].
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 
 def gpt2_values(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values that GPT-2 and StarCoder share."""
     return {
         "vocab_size": config.vocab_size,
         "n_embd": config.hidden_size,
@@ -66,6 +68,7 @@ def gpt2_values(config: TransformerConfig) -> dict[str, Any]:
 
 
 def gpt2_ends(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of embeddings, last norm and output layer."""
     keys = (
         common.tensor("embed.weight", "transformer.wte.weight", "embedding"),
         common.tensor("positions.weight", "transformer.wpe.weight", "embedding"),
@@ -77,12 +80,14 @@ def gpt2_ends(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gpt2_fields(read, "gelu_new")
     by_layer = read("scale_attn_by_inverse_layer_idx", False)
     return TransformerConfig(**fields, layer_scaled_attention=by_layer, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return gpt2_values(config) | {
         "scale_attn_by_inverse_layer_idx": config.layer_scaled_attention,
         "activation_function": activation_name(config, tanh="gelu_new"),
@@ -90,6 +95,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = "transformer.h.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")

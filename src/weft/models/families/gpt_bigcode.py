@@ -1,6 +1,4 @@
-"""GPT-BigCode: SantaCoder and StarCoder (Li et al. 2023): GPT-2 with one key and value head for all
-query heads.
-"""
+"""GPT-BigCode (SantaCoder and StarCoder; Li et al. 2023): like GPT-2, with a single kv head."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gpt2_fields(read, "gelu_pytorch_tanh")
     if read("multi_query", True):
         fields["num_kv_heads"] = 1
@@ -22,6 +21,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return gpt2_values(config) | {
         "multi_query": config.num_kv_heads == 1,
         "activation_function": activation_name(config),
@@ -29,8 +29,10 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """With one kv head q, k and v stand one after the other; with as many as query heads they
-    alternate head by head.
+    """Return all keys.
+
+    With one kv head, q, k and v are stored one after the other; with as many kv heads as query
+    heads, they alternate head by head.
     """
     block = common.BLOCK
     theirs = "transformer.h.{i}"

@@ -1,5 +1,6 @@
-"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): attention and MLP side by side,
-partial rotary positions.
+"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): parallel residual.
+
+Rotary positions apply to a part of each head.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)
@@ -52,6 +54,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     rope = config.rope
     assert rope is not None
     scaling = common.rope_values(config)["rope_scaling"]
@@ -77,6 +80,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = "gpt_neox.layers.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")

@@ -1,9 +1,8 @@
-"""Which tensors of a checkpoint hold which parameters, said declaratively: name templates with
-transpose, fusion and stacking.
+"""Map of parameters to the tensors of a checkpoint: name templates, transpose, fusion, stacking.
 
-A `Key` says where one canonical parameter lies in a Hugging Face checkpoint. `pieces` turns that
-into rectangles, for the whole parameter or any `Slice` of it; reading copies checkpoint ->
-parameter, writing the other way round, so a map that is right in one direction is right in the
+A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `pieces` converts
+it to rectangles, for the whole parameter or any `Slice` of it. Reading copies them from the
+checkpoint and writing copies them to it, so a map that is right in one direction is right in the
 other.
 """
 
@@ -21,23 +20,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fused:
-    """One tensor that holds several parameters along its output dimension: `blocks` times, one run
-    of `sizes` after another.
+    """One tensor of a checkpoint that contains several parameters along its output dimension.
 
-    phi3's qkv is one block of (q, k, v); gpt_neox's has one block a head, each (head_dim, head_dim,
-    head_dim).
+    It consists of `blocks` blocks, each a sequence of runs with `sizes` rows. For example, phi3's
+    qkv is one block (q, k, v); gpt_neox has one block (head_dim, head_dim, head_dim) per head.
     """
 
     blocks: int
     sizes: tuple[int, ...]
-    index: int  # which of the runs the parameter is
+    index: int  # index of the parameter's run in `sizes`
 
     @property
     def start(self) -> int:
+        """First row of the parameter in a block."""
         return sum(self.sizes[: self.index])
 
     def runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
-        """(rows of the fused tensor, rows of the parameter), each run as long as it can be."""
+        """Iterate over (rows of the fused tensor, rows of the parameter), as long runs as possible."""
         size = self.sizes[self.index]
         stride = sum(self.sizes)
         for block in range(where.start // size, -(-where.stop // size)):
@@ -49,11 +48,11 @@ class Fused:
 
 @dataclass(frozen=True)
 class Key:
-    """`name` is weft's, `hf` the checkpoint's; both may hold `{i}` (layer), `hf` also `{e}`
-    (expert, where `experts` > 0).
+    """Location of one parameter in a checkpoint.
 
-    `transpose`: the checkpoint holds a matrix as [in, out]. `part` is what `KeyMap.names` selects
-    by.
+    `name` is weft's name and `hf` that of the checkpoint. Both can contain `{i}` (layer), and `hf`
+    also `{e}` (expert, if `experts` > 0). With `transpose`, the checkpoint stores a matrix as [in,
+    out]. `KeyMap.names` selects by `part`.
     """
 
     name: str
@@ -65,18 +64,18 @@ class Key:
     layer: int | None = None
 
     def at(self, layer: int) -> Key:
-        """This key for one layer."""
+        """Return this key for one layer."""
         hf = self.hf.replace("{i}", str(layer))
         return replace(self, name=self.name.replace("{i}", str(layer)), hf=hf, layer=layer)
 
     def hf_names(self) -> list[str]:
-        """Every tensor of the checkpoint that the parameter needs."""
+        """Return the names of all tensors of the checkpoint that the parameter needs."""
         if self.experts:
             return [self.hf.format(e=e) for e in range(self.experts)]
         return [self.hf]
 
     def hf_shape(self, shape: Shape) -> Shape:
-        """Shape of each of those tensors, for a parameter of `shape`."""
+        """Return the shape of each of those tensors, for a parameter of `shape`."""
         shape = shape[1:] if self.experts else shape
         if self.fused:
             shape = (self.fused.blocks * sum(self.fused.sizes), *shape[1:])
@@ -85,10 +84,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle that lies in both: `hf[source]`, transposed where the key says so, is
-    `parameter[target]`.
+    """Rectangle in both a checkpoint's tensor and a parameter.
 
-    Where `expert` is set, `target` starts with that expert and `source` lacks the dimension.
+    `hf[source]`, transposed if the key says so, is `parameter[target]`. If `expert` is set,
+    `target` starts with that expert, and `source` lacks this dimension.
     """
 
     hf: str
@@ -98,9 +97,7 @@ class Piece:
 
 
 def pieces(key: Key, shape: Shape, where: Slice | None = None) -> list[Piece]:
-    """The rectangles that make up `parameter[where]` (the whole parameter by default), each of them
-    once.
-    """
+    """Return disjoint rectangles that make up `parameter[where]`, by default the whole parameter."""
     where = where or whole(shape)
     if key.experts:
         inner = where[1:]
@@ -119,13 +116,13 @@ def pieces(key: Key, shape: Shape, where: Slice | None = None) -> list[Piece]:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Every parameter of one network and where it lies. `keys` by canonical name."""
+    """Location of every parameter of one network. `keys` are by canonical name."""
 
     keys: Mapping[str, Key]
 
     @classmethod
     def of(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
-        """Templates with `{i}` stand for every layer, in layer order."""
+        """Create the map from templates; those with `{i}` are repeated for every layer, in order."""
         found: dict[str, Key] = {}
         for key in templates:
             for bound in [key.at(i) for i in range(num_layers)] if "{i}" in key.name else [key]:
@@ -134,17 +131,17 @@ class KeyMap:
         return cls(found)
 
     def select(self, names: Iterable[str]) -> KeyMap:
-        """The keys of these parameters; raises `KeyError` for an unknown one."""
+        """Return the map of only these parameters; raises `KeyError` for an unknown one."""
         return KeyMap({name: self.keys[name] for name in names})
 
     def names(self, part: Part | None = None, layer: int | None = None) -> list[str]:
-        """Parameters of a part (`embedding`, `block`, `head`), of one layer, or all of them."""
+        """Return the parameters of a part (`embedding`, `block`, `head`), of one layer, or all."""
         return [
             n for n, k in self.keys.items() if part in (None, k.part) and layer in (None, k.layer)
         ]
 
     def hf_names(self) -> dict[str, list[Key]]:
-        """Each tensor of the checkpoint and the parameters it holds, in order."""
+        """Return the parameters in each tensor of the checkpoint, in order."""
         found: dict[str, list[Key]] = {}
         for key in self.keys.values():
             for name in key.hf_names():

@@ -1,5 +1,6 @@
-"""Mistral 7B (Jiang et al. 2023): Llama's shape; early versions attend to a sliding window in every
-layer.
+"""Mistral 7B (Jiang et al. 2023): like Llama.
+
+In early versions, every layer has a sliding window.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = common.llama_fields(read)
     layers = fields["num_layers"]
     read.refuse("layer_types", "a mistral model has one kind of layer")
@@ -23,6 +25,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | {"sliding_window": common.one_window(config)}
 
 

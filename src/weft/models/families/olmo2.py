@@ -1,5 +1,6 @@
-"""OLMo 2 (OLMo team 2025): Llama's shape with norms after attention and MLP, and on the whole query
-and key.
+"""OLMo 2 (OLMo team 2025): like Llama.
+
+Norms come after attention and MLP, and on the whole query and key.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = common.llama_fields(read) | {"norm_eps": read("rms_norm_eps", 1e-5)}
     bias = read("attention_bias", False)
     fields |= {"qkv_bias": bias, "o_bias": bias, "placement": "post", "qk_norm": "full"}
@@ -21,10 +23,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | {"attention_bias": config.qkv_bias}
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     names = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
     norms = (
         common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight")

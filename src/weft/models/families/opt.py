@@ -1,5 +1,6 @@
-"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions from row 2 on,
-narrow embeddings in 350m.
+"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions.
+
+Positions begin at row 2 of the table. OPT-350m has embeddings narrower than its hidden size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ OFFSET = 2  # rows of the position table before position 0
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)
@@ -57,6 +59,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     before = config.placement == "pre"
     return {
         "vocab_size": config.vocab_size,
@@ -80,6 +83,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = "model.decoder.layers.{i}"
     bias = config.qkv_bias

@@ -1,5 +1,6 @@
-"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's shape with q, k, v fused, gate and up fused,
-and LongRoPE.
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024): like Llama, with LongRoPE.
+
+Checkpoints store q, k and v as one tensor, and gate and up as one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     scaling = read("rope_scaling", None) or read("rope_parameters", None)
-    # older names of longrope
+    # Older names of longrope.
     if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
         renamed = {k: v for k, v in scaling.items() if k not in ("rope_type", "type")} | {
             "rope_type": "longrope"
@@ -31,12 +33,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     fields["windows"] = common.layer_windows(
         read, layers, read("sliding_window", None), [True] * layers
     )
-    # embd_pdrop stands in the configuration, but neither the original code nor transformers applies
-    # it
+    # Neither the original code nor transformers uses embd_pdrop of the configuration.
     return TransformerConfig(**fields, hidden_dropout=read("resid_pdrop", 0.0), extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     rope = config.rope
     assert rope is not None
     return common.llama_values(config) | {
@@ -48,6 +50,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = common.HF_BLOCK
     inner = config.num_heads * config.head_dim

@@ -1,5 +1,6 @@
-"""Qwen 2 and 2.5 (Yang et al. 2024): Llama's shape with biases on q, k and v; the upper layers may
-have a sliding window.
+"""Qwen 2 and 2.5 (Yang et al. 2024): like Llama, with biases on q, k and v.
+
+Upper layers can have a sliding window.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from weft.registry import register_hf_family
 
 
 def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Windows from layer `max_window_layers` on, where `use_sliding_window` is set."""
+    """Return the window of each layer.
+
+    Layers from `max_window_layers` on have one if `use_sliding_window` is set.
+    """
     if read("use_sliding_window", False):
         window = read("sliding_window", 4096)
     else:
@@ -24,6 +28,7 @@ def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
 
 
 def window_values(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of the sliding windows."""
     window = common.one_window(config)
     first = next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers)
     return {
@@ -35,12 +40,14 @@ def window_values(config: TransformerConfig) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = common.llama_fields(read)
     fields["windows"] = upper_windows(read, fields["num_layers"])
     return TransformerConfig(**fields, qkv_bias=True, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | window_values(config)
 
 

@@ -1,5 +1,6 @@
-"""Qwen 3 dense models (Yang et al. 2025): Llama's shape with an RMS norm on each head's query and
-key.
+"""Qwen 3 dense models (Yang et al. 2025): like Llama.
+
+Each head's query and key have an RMS norm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     read("head_dim", 128)
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
@@ -26,6 +28,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | window_values(config) | {"attention_bias": config.qkv_bias}
 
 

@@ -1,8 +1,8 @@
-"""Which page of memory holds which tokens of which row. Pure accounting: numpy, no torch.
+"""Page tables: the pages that contain each row's tokens. Pure accounting: numpy, no torch.
 
-A page holds `page` tokens; a row's pages in order hold its tokens. Pages are counted by the rows
-that use them, so rows that begin alike share pages; a row that is about to write to a page which
-others use is given a copy of it first.
+A page has room for `page` tokens, and a row's pages, in order, contain its tokens. Each page counts
+the rows that use it, so rows with the same beginning share pages. Before a row writes to a page that
+other rows use too, it gets a copy of the page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-SCRATCH = 0  # the page that nobody owns; rows that only fill up a step write there
+SCRATCH = 0  # the page that no row owns; rows that pad a decode step write there
 FIRST_PAGES = 64
 FIRST_ROWS = 8
 FIRST_WIDTH = 16
@@ -20,10 +20,10 @@ Ids = npt.NDArray[np.int32]
 
 
 class Pages:
-    """The pages of one device: free ones, and how many rows use each of the others.
+    """Free pages of one device, and the number of rows that use each of the others.
 
-    There are as many as were made room for (`reserve`); where that is too few their number doubles,
-    up to `most`.
+    `reserve` makes room for a number of pages. If more are needed later, the number of pages
+    doubles, up to `most`.
     """
 
     def __init__(self, page: int, count: int = FIRST_PAGES, most: int | None = None) -> None:
@@ -38,11 +38,11 @@ class Pages:
 
     @property
     def num_used(self) -> int:
-        """Pages that rows hold."""
+        """Number of pages that rows use."""
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Have `count` pages for rows, or as many as there may be."""
+        """Make room for `count` pages of rows, or for as many as `most` allows."""
         old = len(self)
         new = count + 1 if self.most is None else min(count + 1, self.most)
         if new > old:
@@ -50,22 +50,22 @@ class Pages:
             self._free = [*range(new - 1, old - 1, -1), *self._free]
 
     def take(self, count: int) -> Ids:
-        """New pages, each with one user."""
+        """Return `count` free pages, each of which now has one user."""
         if count > len(self._free):
             self.reserve(max(2 * len(self) - 1, self.num_used + count))
         assert count <= len(self._free), (
-            f"{self.num_used} pages are in use and {count} more are asked for, of {len(self)}"
+            f"{self.num_used} of {len(self)} pages are in use, and {count} more are needed"
         )
         taken = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.users[taken] = 1
         return taken
 
     def share(self, pages: Ids) -> None:
-        """One more user of each."""
+        """Add one user to each page."""
         self.users[pages] += 1
 
     def drop(self, pages: Ids) -> None:
-        """One user less of each, all different; those without any are free."""
+        """Remove one user of each of these distinct pages; pages without users become free."""
         self.users[pages] -= 1
         left = pages[self.users[pages] == 0]
         self._free.extend(left[::-1].tolist())
@@ -73,20 +73,21 @@ class Pages:
 
 @dataclass(frozen=True)
 class Copies:
-    """Pages whose contents are to be copied before anything is written; int32 [n] each."""
+    """Pages to copy before anything is written to them; int32 [n] each."""
 
     source: Ids
     target: Ids
 
     @classmethod
     def none(cls) -> Copies:
+        """Return an empty set of copies."""
         return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class Tables:
-    """The pages of rows: `table[row, : held[row]]`, and SCRATCH after them.
+    """Page tables of rows: `table[row, : held[row]]` are the row's pages, followed by SCRATCH.
 
-    Rows are those of one `PagedCache`.
+    The rows are those of one `PagedCache`.
     """
 
     def __init__(self, pages: Pages, rows: int = FIRST_ROWS, width: int = FIRST_WIDTH) -> None:
@@ -95,7 +96,7 @@ class Tables:
         self.held = np.zeros(rows, np.int64)
 
     def fit(self, rows: int, width: int) -> None:
-        """Room for so many rows of so many pages."""
+        """Grow the table to at least `rows` rows of `width` pages."""
         shape = self.table.shape
         wanted = tuple(
             n if n >= least else max(least, 2 * n)
@@ -108,10 +109,11 @@ class Tables:
             self.held = np.concatenate([self.held, np.zeros(wanted[0] - shape[0], np.int64)])
 
     def of(self, row: int) -> Ids:
+        """Return a copy of a row's pages."""
         return self.table[row, : self.held[row]].copy()
 
     def put(self, row: int, pages: Ids) -> None:
-        """Make these, which the row shares with their other users, the pages of an empty row."""
+        """Assign pages to an empty row, which shares them with their other users."""
         assert not self.held[row]
         self.fit(row + 1, len(pages))
         self.pages.share(pages)
@@ -119,7 +121,7 @@ class Tables:
         self.held[row] = len(pages)
 
     def clear(self, row: int, keep: int = 0) -> None:
-        """Give back a row's pages but the first `keep`."""
+        """Release a row's pages, except the first `keep`."""
         stop = int(self.held[row])
         if stop > keep:
             self.pages.drop(self.table[row, keep:stop])
@@ -127,7 +129,7 @@ class Tables:
             self.held[row] = keep
 
     def move(self, source: int, target: int) -> None:
-        """An empty row takes over the pages of another, which is empty then."""
+        """Move the pages of row `source` to the empty row `target`; `source` is empty afterwards."""
         assert not self.held[target]
         self.table[target], self.held[target] = self.table[source], self.held[source]
         self.table[source], self.held[source] = SCRATCH, 0
@@ -138,16 +140,18 @@ class Tables:
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
     ) -> Copies:
-        """Room in `rows` (distinct), which hold `before` tokens, for `after`, and pages of their
-        own for what is written.
+        """Make room for `after` tokens in distinct `rows` that contain `before` tokens.
+
+        A partly filled last page that a row shares is replaced by a new page of the row alone.
+        Returns the page copies that must be done before the rows are written.
         """
         page = self.pages.page
         wanted = -(-after // page)
         self.fit(0, int(wanted.max()))
+        # Find the partly filled pages that other rows use too.
         shared = self._shared(rows, before)
         source = self.table[rows[shared], before[shared] // page]
-        # One page after the other: of several rows that write to a shared page the last one keeps
-        # it.
+        # Go page by page: if all users of a page write to it, the last one keeps it.
         copied = []
         kept = []
         for row, place, old in zip(
@@ -159,6 +163,7 @@ class Tables:
             self.table[row, place] = self.pages.take(1)[0]
             kept.append(old)
             copied.append(self.table[row, place])
+        # Add pages to rows that have too few.
         short = np.flatnonzero(wanted > self.held[rows])
         for row, count in zip(rows[short].tolist(), wanted[short].tolist(), strict=True):
             held = int(self.held[row])
@@ -179,7 +184,7 @@ class Tables:
     def _shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return those of `rows` whose next token goes to a partly filled page that others use too."""
+        """Return the indices of `rows` whose next token goes to a partly filled, shared page."""
         page = self.pages.page
         partial = np.flatnonzero(before % page)
         last = self.table[rows[partial], before[partial] // page]
@@ -187,5 +192,5 @@ class Tables:
 
 
 def order(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0 .. n - 1 for each n of `counts`, end to end."""
+    """Return 0, ..., n - 1 for each n of `counts`, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

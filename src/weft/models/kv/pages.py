@@ -1,12 +1,11 @@
-"""Keys and values of sequences that are being generated, in pages: the form for GPUs.
+"""Key-value cache in pages, for generation on GPUs.
 
-It has the methods of `weft.models.kv.slots.KVCache` and means the same by them. All caches of one
-generator draw their pages from one `PagePool`: forking a row, going on from a prefix and taking
-over a prompt share its pages, and only a page that is partly full is copied, once somebody writes
-to it.
+`PagedCache` has the methods of `weft.models.kv.slots.KVCache`, with the same meaning. All caches of
+a generator take their pages from one `PagePool`. Forking a row, continuing a prefix and taking over
+a prompt share pages; only a partly filled page is copied, when a row writes to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` makes the
-network's input on the device, so that a captured graph is fed by one copy.
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` computes the
+network's input on the device, so a captured graph needs only one copy from the host.
 """
 
 from __future__ import annotations
@@ -26,52 +25,52 @@ from weft.models.kv.page_tables import FIRST_PAGES, FIRST_WIDTH, Copies, Pages, 
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 
-# tokens of a page: what the flash kernels ask for, and a whole number of FlexAttention's blocks
+# Tokens per page: the size that flash kernels require, and a multiple of FlexAttention's blocks.
 PAGE = 256
 TOKEN = 0
 POSITION = 1
 PLACE = 2
-TABLE = 3  # columns of a step's matrix; the table takes the rest
+TABLE = 3  # first column of the table in a step's matrix
 
 
 @dataclass(frozen=True)
 class History:
-    """All tokens of the rows of a pass, new ones included, end to end."""
+    """All tokens of the rows of a pass, new ones included, row after row."""
 
-    places: Tensor  # int64 [U]: where each lies
+    places: Tensor  # int64 [U]: storage index of each token
     cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int
 
 
 @dataclass(frozen=True)
 class Paged:
-    """New tokens of sequences in pages; made by `PagedCache`.
+    """Attention context of new tokens of sequences in pages; made by `PagedCache`.
 
-    The network writes their keys and values to `places`.
+    The network writes the keys and values of the new tokens to `places`.
     """
 
     pool: PagePool
-    places: Tensor  # int64 [T]
+    places: Tensor  # int64 [T]: storage index of each new token
     table: Tensor  # int32 [R, W]: the rows' pages in order
     used: Tensor  # int32 [R]: tokens of each row, new ones included
     cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int  # most new tokens of a row; 1 in a decode step
-    fresh: bool  # whether nothing was there before
-    history: History | None  # where something was, and this is no decode step
+    fresh: bool  # True if nothing was stored before this pass
+    history: History | None  # None if nothing was stored before, or in a decode step
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens by themselves."""
+        """The new tokens without the stored ones."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
     def decodes(self) -> bool:
-        """Return whether each row has exactly one new token."""
+        """True if each row has exactly one new token and stored ones: a decode step."""
         return self.history is None and not self.fresh
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """FlexAttention's masks by window, filled as layers ask for them."""
+        """Masks of FlexAttention by window size; layers add the ones they need."""
         return {}
 
     @property
@@ -81,14 +80,14 @@ class Paged:
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: tokens of the sequence a new token belongs to."""
+        """int64 [T]: number of tokens of the sequence that each new token belongs to."""
         if self.max_len == 1:
             return self.used.long()
         return self.used.long().repeat_interleave(self.dense.lengths, output_size=len(self.places))
 
 
 class PagePool:
-    """`keys[layer]`, `values[layer]`: [pages, page, kv_heads, head_dim]."""
+    """Memory of the pages: `keys[layer]` and `values[layer]`, [pages, page, kv_heads, head_dim]."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class PagePool:
         first_layer: int = 0,
         most: int | None = None,
     ) -> None:
-        """`most` pages are held at most, the one that nobody owns included."""
+        """Create a pool of at most `most` pages, including the page that no row owns."""
         self.first_layer = first_layer
         self.device = torch.device(device)
         self.dtype = dtype
@@ -121,14 +120,15 @@ class PagePool:
         self.values = made[config.num_layers :]
 
     def reserve(self, count: int) -> None:
-        """Have room for `count` pages, or as many as there may be: of a power of two, so that few
-        sizes are ever met.
+        """Make room for `count` pages, or for as many as the pool may have.
+
+        The number is rounded up to a power of two, so that only few sizes occur.
         """
         if count < len(self.pages):
             return
         unused = not self.pages.num_used
         self.pages.reserve((1 << count.bit_length()) - 1)
-        # nothing to copy: what was there goes first
+        # If no row has any pages, free the old memory before new memory is allocated.
         if unused and len(self.keys[0]) < len(self.pages):
             self.keys = []
             self.values = []
@@ -140,7 +140,7 @@ class PagePool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def fit(self, copies: Copies) -> None:
-        """Make room for all pages there are, and copy those that somebody is about to write to."""
+        """Make room for all pages that exist, and carry out `copies`."""
         if len(self.keys[0]) < len(self.pages):
             for stored in (self.keys, self.values):
                 for layer, old in enumerate(stored):
@@ -152,7 +152,10 @@ class PagePool:
                 pages[target] = pages[source]
 
     def packed(self, step: Tensor) -> Packed:
-        """The network's input for a decode step, computed on the device from `step`."""
+        """Return the network's input for a decode step, computed on the device from `step`.
+
+        `step` is the matrix of `PagedCache.step`.
+        """
         tokens = step[:, TOKEN].long()
         positions = step[:, POSITION].long()
         places = step[:, PLACE].long()
@@ -179,19 +182,20 @@ class PagePool:
         self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
 
     def read(self, layer: int, history: History) -> tuple[Tensor, Tensor]:
-        """Keys and values of `history`, each [U, kv_heads, head_dim]."""
+        """Return keys and values of the tokens of `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
         return keys.index_select(0, history.places), values.index_select(0, history.places)
 
 
 class PagedCache:
-    """Rows over the pages of a pool; row r holds `before[r] + used[r]` tokens, the first
-    `before[r]` those of its prefix.
+    """Cache whose rows are stored in the pages of a pool.
+
+    Row r contains `before[r] + used[r]` tokens, of which the first `before[r]` are its prefix.
     """
 
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
-        """`width` pages of a row are made room for at first."""
+        """Create an empty cache, with room for `width` pages per row at first."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
         self.tables = Tables(pool.pages, width=width)
         self.used = np.zeros(len(self.tables.held), np.int64)
@@ -199,8 +203,9 @@ class PagedCache:
         self.num_active = 0
 
     def allocate(self, count: int = 1) -> list[int]:
-        """New empty rows, numbered on from the active ones: active rows are always 0 .. num_active
-        - 1.
+        """Return new empty rows, numbered after the active ones.
+
+        Active rows are always 0 .. num_active - 1.
         """
         first = self.num_active
         self.num_active = self.num_active + count
@@ -212,23 +217,24 @@ class PagedCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
-        """Let row 0 of `prefix` precede the future tokens of these empty rows."""
+        """Set row 0 of `prefix` as the prefix of these empty rows; None for no prefix."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
             self.tables.put(slot, prefix.tables.of(0))
             self.before[slot] = prefix.before[0] + prefix.used[0]
 
     def take(self, other: PagedCache) -> int:
-        """A new row that holds what row 0 of `other` holds, after the same prefix."""
+        """Return a new row with the contents of row 0 of `other`, whose pages it shares."""
         (slot,) = self.allocate()
         self.tables.put(slot, other.tables.of(0))
         self.used[slot], self.before[slot] = other.used[0], other.before[0]
         return slot
 
     def release(self, slot: int) -> int:
-        """Give a row back.
+        """Release a row.
 
-        The last active row gets its number; returns the number that one had (or `slot`).
+        The last active row takes its number; returns the number that this row had before (or
+        `slot`).
         """
         assert 0 <= slot < self.num_active, f"row {slot} is not active"
         self.num_active -= 1
@@ -241,18 +247,18 @@ class PagedCache:
         return last
 
     def close(self) -> None:
-        """Give all rows back."""
+        """Release all rows."""
         while self.num_active:
             self.release(self.num_active - 1)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a row after its prefix."""
+        """Remove all but the first `length` tokens of a row."""
         assert 0 <= length <= self.used[slot]
         self.used[slot] = length
         self.tables.clear(slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page))
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """`count` new rows that hold what `slot` holds: one prompt, many samples."""
+        """Return `count` new rows with the contents of row `slot`: several samples of one prompt."""
         new = self.allocate(count)
         for row in new:
             self.tables.put(row, self.tables.of(slot))
@@ -260,21 +266,23 @@ class PagedCache:
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """The pack that appends `tokens` (int64 [R], one a row; or R tensors, each int64 [n >= 1])
-        to `slots`.
+        """Append `tokens` to the rows `slots` and return the network's input for them.
 
-        Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]`
-        predicts what comes next.
+        `tokens` is int64 [R], one token per row, or R tensors, each int64 [n >= 1]. The `rows` of
+        the result are the last new token of each row and its `labels` are those tokens:
+        `hidden[rows]` predicts the next token.
         """
         if isinstance(tokens, Tensor):
             return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
         rows = np.asarray(slots, np.int64)
         counts = np.array([len(t) for t in tokens], np.int64)
+        # Make room, and compute the row and position of each new token.
         start = self._grow(rows, counts)
         stop = start + counts
         owner = np.repeat(rows, counts)
         positions = np.repeat(start, counts) + order(counts)
         ends = np.cumsum(counts)
+        # Unless this is a first prefill, list the storage of all tokens of the rows.
         history = None
         if start.any():
             everything = self.tables.places(np.repeat(rows, stop), order(stop))
@@ -302,11 +310,10 @@ class PagedCache:
         )
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-        """Make room for one token a row: int32 [R, 3 + W], of each row the token, its position, its
-        place and the row's pages.
+        """Make room for one token per row and return the decode step as an int32 matrix [R, 3 + W].
 
-        A row of zeros fills a step up: it is the first token of a sequence in the page that nobody
-        owns.
+        The columns are the token, its position, its storage index and the row's pages. A row of
+        zeros can pad the matrix: it is the first token of a sequence in the page that no row owns.
         """
         rows = np.asarray(slots, np.int64)
         start = self._grow(rows, np.ones(len(rows), np.int64))
@@ -316,8 +323,9 @@ class PagedCache:
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _grow(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Count `counts` more tokens of `rows` as used and make room for them; the position [R] at
-        which each row goes on.
+        """Count `counts` more tokens of `rows` as used, make room for them, and return their start.
+
+        The result [R] is the position of each row's first new token.
         """
         start = self.before[rows] + self.used[rows]
         self.pool.fit(self.tables.extend(rows, start, start + counts))

@@ -1,5 +1,4 @@
-"""Keys and values of sequences that are being generated: one contiguous slot a sequence, grown by
-doubling.
+"""Key-value cache for generation, with one contiguous slot per sequence that grows by doubling.
 
     cache = KVCache(network.config, device=..., dtype=...)
     slot = cache.allocate()
@@ -8,14 +7,14 @@ doubling.
     packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
     cache.release(slot)
 
-A prefix that many sequences begin with is a cache of its own with one slot: `cache.link(slots,
-prefix)` makes it precede what these slots hold, and it is stored once. `cache.take(prompt)` copies
-what such a cache holds into a new slot instead.
+A prefix that many sequences share is a separate cache with one slot and is stored once:
+`cache.link(slots, prefix)` makes it precede the contents of these slots. `cache.take(prompt)`
+instead copies the contents of such a cache to a new slot.
 
-`extend` makes room and counts the new tokens as used; the network's pass then fills them. All under
-`torch.no_grad()`. Slots that are consecutive are read without a copy, so generators keep theirs
-dense: `release` says which one took another's number. `cache.moves` counts how often its memory was
-replaced.
+`extend` makes room and counts the new tokens as used; the network's pass then writes them. All of
+this happens under `torch.no_grad()`. Consecutive slots are read without a copy, so generators keep
+active slots consecutive: `release` returns the slot that took the number of the released one.
+`cache.moves` counts how often the memory was replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 from weft.models.network.rope import CHANGING
 
-Counts = npt.NDArray[Any]  # of whole numbers
+Counts = npt.NDArray[Any]  # integers
 
 
 @dataclass(frozen=True)
@@ -47,31 +46,32 @@ class PrefixGroup:
 
     prefix: KVCache
     rows: Tensor  # int64 [S]
-    # int64 [S or a few more]: `rows`, the last one repeated to fill up a whole number of query rows
+    # int64: `rows`, with the last one repeated up to a multiple of `kernels.LEAST_QUERIES`
     queries: Tensor
 
     @classmethod
     def of(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
+        """Create the group of these rows, which continue one prefix."""
         filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
         return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
 
 
 @dataclass(frozen=True)
 class Cached:
-    """New tokens of cached sequences; made by `KVCache.extend`, which has made room for them.
+    """Attention context of new tokens of cached sequences; made by `KVCache.extend`.
 
-    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions
-    `before[r] + used[r]` and on; they see the `before[r]` tokens of the row's prefix, the `used[r]`
-    tokens in slot `slots[r]` and themselves, causally. The network writes their keys and values to
-    the slot.
+    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` (excluded) of the pack, at
+    positions from `before[r] + used[r]`. They see the `before[r]` tokens of the row's prefix, the
+    `used[r]` tokens in slot `slots[r]`, and themselves causally. The network writes their keys and
+    values to the slot, where `KVCache.extend` has made room for them.
     """
 
     cache: KVCache
-    slots: Counts  # [R], distinct: where in the cache's memory they lie
-    used: Counts  # [R]: tokens that the slot held before
-    before: Counts  # [R]: tokens of the prefix, which lies elsewhere
+    slots: Counts  # [R], distinct: indices of the slots in the cache's memory
+    used: Counts  # [R]: tokens in the slot before this pass
+    before: Counts  # [R]: tokens of the prefix, which is stored separately
     new: Counts  # [R]: tokens of this pass
-    # [R] in a prefill; () in a decode step, whose `groups` say it
+    # [R] in a prefill; () in a decode step, which has `groups` instead
     prefixes: tuple[KVCache | None, ...]
     groups: tuple[PrefixGroup, ...]
     max_len: int  # most new tokens of a row; 1 in a decode step
@@ -84,7 +84,7 @@ class Cached:
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens by themselves."""
+        """The new tokens without the cached ones."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
@@ -94,21 +94,20 @@ class Cached:
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones
-        included.
-        """
+        """int64 [T]: number of tokens of each new token's sequence, all new ones included."""
         return self._put((self.before + self.used + self.new).repeat(self.new))
 
     @cached_property
     def fresh(self) -> bool:
-        """Return whether nothing was cached before this pass: a first prefill."""
+        """True if nothing was cached before this pass: the first prefill of all rows."""
         return not (self.used.any() or any(self.prefixes) or self.groups)
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's
-        first key and keys, new ones included; a key's number counts rows of `head_dim` floats in
-        the cache.
+        """int64 [R, 4], on the host: (first row, rows, first key, keys) of each cached sequence.
+
+        The rows are the new tokens, the keys are those of the slot, new ones included. Keys are
+        numbered by rows of `head_dim` floats in the cache.
         """
         found = np.empty((len(self.new), 4), np.int64)
         found[:, 0] = self.new.cumsum() - self.new
@@ -119,7 +118,7 @@ class Cached:
 
     @cached_property
     def places(self) -> Tensor:
-        """int64 [T], on the host: the key's number, as in `segments`, that each new token becomes."""
+        """int64 [T], on the host: number of each new token's key, counted as in `segments`."""
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
             return torch.from_numpy(key + keys - 1)
@@ -137,8 +136,10 @@ class Cached:
         return [(prefix, torch.tensor(found)) for prefix, found in tokens.values()]
 
     def hidden(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
-        """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity
-        elsewhere; made once for all layers of one window.
+        """Return the additive mask of a decode step, [R, 1, 1, length].
+
+        It is 0 for keys of the slot that the row's token sees, and minus infinity for the others.
+        All layers with one window share it.
         """
         if window not in self._hidden:
             places = torch.arange(length, device=self.cache.device)
@@ -158,9 +159,7 @@ class Cached:
 
     @cached_property
     def span(self) -> slice | None:
-        """The slots as a slice where they are consecutive (their keys are then read without a
-        copy).
-        """
+        """The slots as a slice if they are consecutive (their keys are then read without a copy)."""
         first = int(self.slots[0])
         count = len(self.slots)
         if (self.slots == np.arange(first, first + count)).all():
@@ -172,9 +171,11 @@ class Cached:
 
 
 class KVCache:
-    """`keys[row_of[layer]]`, `values[row_of[layer]]`: [num_slots, kv_heads, capacity, head_dim];
-    slot s holds `used[s]` tokens, and lies at `places[s]` of them. `layers` are the numbers of
-    those that are kept here, all of them by default.
+    """Keys and values of sequences, with one contiguous slot per sequence.
+
+    `keys[row_of[layer]]` and `values[row_of[layer]]` are [num_slots, kv_heads, capacity, head_dim].
+    Slot s contains `used[s]` tokens and is stored at index `places[s]` of the first dimension.
+    `layers` are the numbers of the cached layers, by default all.
     """
 
     def __init__(
@@ -188,11 +189,12 @@ class KVCache:
         rectangle: bool = True,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """A `rectangle` has its active slots in order, and zeros where no token was written.
+        """Allocate the slots.
 
-        Otherwise a slot may lie anywhere, what no token was written to is anything, not-a-number
-        included, and takes no memory yet: for networks whose attention reads what each row sees,
-        where it lies, and nothing else.
+        With `rectangle`, active slots are stored in order and unwritten places are zeros. Otherwise
+        a slot can be stored anywhere, and unwritten places have arbitrary contents (NaN too) and
+        use no memory yet. This is for networks whose attention reads each row's keys where they are
+        stored, and no others.
         """
         self.device = torch.device(device)
         self.dtype = dtype
@@ -206,12 +208,12 @@ class KVCache:
             self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
         ]
         self.used = np.zeros(slots, dtype=np.int64)
-        # tokens of the prefix that precedes a slot's own
+        # Number of tokens of the prefix that precedes each slot.
         self.before = np.zeros(slots, dtype=np.int64)
         self.places = np.arange(slots)
         self.num_active = 0
         self._prefixes: list[KVCache | None] = [None] * slots
-        # Slots of the last decode step, and the prefixes they come after.
+        # The slots of the last decode step, and their prefixes.
         self._groups: tuple[bytes, tuple[PrefixGroup, ...]] = (b"", ())
         self._rope = config.rope
 
@@ -221,7 +223,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens a slot has room for now."""
+        """Number of tokens that a slot has room for now."""
         return self.keys[0].shape[2]
 
     @property
@@ -229,8 +231,9 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def resize(self, slots: int, room: int) -> None:
-        """Have exactly `slots` slots, no fewer than are active, and room for `room` tokens in each,
-        or what there is.
+        """Change the number of slots to `slots` and the room of each to at least `room` tokens.
+
+        `slots` must not be smaller than the number of active slots. The room never shrinks.
         """
         assert slots >= self.num_active, f"{self.num_active} slots are active, {slots} are too few"
         room = max(room, self.capacity)
@@ -238,8 +241,9 @@ class KVCache:
             self._reshape(slots, room)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """New empty slots, numbered on from the active ones: active slots are always 0 ..
-        num_active - 1.
+        """Return new empty slots, numbered after the active ones.
+
+        Active slots are always 0 .. num_active - 1.
         """
         first = self.num_active
         self.num_active = self.num_active + count
@@ -250,8 +254,9 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
-        """The one slot of `prefix` precedes what these empty slots will hold; None: nothing
-        precedes it.
+        """Set the prefix that precedes the contents of these empty slots; None for no prefix.
+
+        `prefix` is a cache with one slot.
         """
         assert prefix is None or prefix.places[0] == 0, (
             "a prefix is read from the beginning of its memory"
@@ -263,7 +268,7 @@ class KVCache:
                 self._groups = (b"", ())
 
     def take(self, other: KVCache) -> int:
-        """A new slot that holds what slot 0 of `other` holds, after the same prefix."""
+        """Return a new slot with a copy of slot 0 of `other`, after the same prefix."""
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
             self._reshape(
@@ -280,9 +285,10 @@ class KVCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Give a slot back.
+        """Release a slot.
 
-        The last active slot takes its number; returns the one that it had (or `slot`).
+        The last active slot takes its number; returns the number that this slot had before (or
+        `slot`).
         """
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
@@ -301,17 +307,17 @@ class KVCache:
         return last
 
     def close(self) -> None:
-        """Give all memory back; the cache is of no use afterwards."""
+        """Free all memory; the cache cannot be used afterwards."""
         self.keys = []
         self.values = []
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a slot."""
+        """Remove all but the first `length` tokens of a slot."""
         assert 0 <= length <= self.used[slot]
         self.used[slot] = length
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """`count` new slots that hold what `slot` holds: one prompt, many samples."""
+        """Return `count` new slots with the contents of `slot`: several samples of one prompt."""
         new = self.allocate(count)
         filled = int(self.used[slot])
         place = self.places[slot]
@@ -323,12 +329,13 @@ class KVCache:
         return new
 
     def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """The pack that appends `tokens` (int64 [R], one a slot; or R tensors, each int64 [n >= 1])
-        to `slots`.
+        """Append `tokens` to `slots` and return the network's input for them.
 
-        Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]`
-        predicts what comes next.
+        `tokens` is int64 [R], one token per slot, or R tensors, each int64 [n >= 1]. The `rows` of
+        the result are the last new token of each slot and its `labels` are those tokens:
+        `hidden[rows]` predicts the next token.
         """
+        # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
         one = isinstance(tokens, Tensor)
         used = self.used[where]
@@ -355,6 +362,7 @@ class KVCache:
             max_len=longest,
             max_used=most,
         )
+        # Build the pack: one token per slot, or the concatenation of several.
         if isinstance(tokens, Tensor):
             flat = tokens.to(self.device)
             rows = torch.arange(len(where), device=self.device)
@@ -366,8 +374,9 @@ class KVCache:
         return Packed(flat, self._put(positions), context, rows, flat[rows])
 
     def _shared_by(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
-        """The prefixes of a decode step over `slots`, each once; worked out again only where slots
-        changed.
+        """Return each prefix of the slots of a decode step once, with its rows.
+
+        The result is cached until the slots change.
         """
         if not self.before.any():
             return ()
@@ -386,9 +395,7 @@ class KVCache:
         return self._groups[1]
 
     def _check_rotation(self, used: np.ndarray, new: np.ndarray) -> None:
-        """Raises `ConfigError` where cached keys would need other rotary frequencies than they were
-        stored with.
-        """
+        """Raise `ConfigError` if new tokens would change the rotary frequencies of cached keys."""
         if self._rope is None or self._rope.scaling not in CHANGING:
             return
         original = self._rope.values["original"]
@@ -426,9 +433,10 @@ class KVCache:
             values[slot, :, used:stop] = v[new].transpose(0, 1)
 
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole
-        vectors; entries past a row's length are finite but mean nothing. For torch's attention;
-        weft's kernels read the slots as they are.
+        """Return keys and values of the rows, each [R, kv_heads, n, head_dim].
+
+        n is `max_used` rounded up to whole vectors; entries past a row's length are finite and
+        meaningless. For attention by torch: weft's kernels read the slots where they are stored.
         """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
@@ -458,8 +466,9 @@ class KVCache:
 
 
 def _runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """(numbers, where they lie) of slots: all at once where each lies behind the one before, else
-    one by one.
+    """Return (slot numbers, storage indices) as slices.
+
+    One pair if the slots are stored consecutively, else one pair per slot.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

@@ -1,6 +1,4 @@
-"""How evenly a mixture of experts is used: the loss that keeps a router from sending everything to
-a few experts.
-"""
+"""Load-balancing loss, which keeps a router from sending all tokens to a few experts."""
 
 from __future__ import annotations
 
@@ -13,21 +11,23 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 
-USUAL = 0.001  # router_aux_loss_coef where a config.json that asks for the loss does not say it
+USUAL = 0.001  # default of router_aux_loss_coef in a config.json that asks for the loss
 
 
 class MoEAuxLoss:
-    """Filled by the layers of one pass, each with one value a sequence:
+    """Load-balancing loss of one pass; each layer adds one value per sequence:
 
-        E * sum_e f_e P_e,  f_e = share of the sequence's tokens that go to expert e,  P_e = mean of their router probability
+        E * sum_e f_e P_e
 
-    as in Switch Transformers (Fedus et al. 2021, eq. 4-6), over one sequence in place of a batch
-    (DeepSeek-V3 2024, eq. 17), so that it does not depend on what a sequence is computed with. It
-    is top_k where all experts are used alike. `transformers` takes f and P over a whole batch,
-    padding left out, and over all layers together; of one sequence and one layer it is this.
+    f_e is the share of the sequence's tokens that go to expert e, and P_e the mean of their router
+    probability for e. This is the loss of Switch Transformers (Fedus et al. 2021, eq. 4-6), over
+    one sequence instead of a batch (DeepSeek-V3 2024, eq. 17), so it does not depend on the other
+    sequences of the batch. Its value is top_k if all experts are used equally. `transformers`
+    computes f and P over all layers and a whole batch without padding; for one sequence and one
+    layer the two agree.
 
-    No dataclass: FSDP2 hands a module copies of those among its arguments, and the layers would
-    each fill their own.
+    This is not a dataclass: FSDP2 copies the dataclasses among a module's arguments, and each layer
+    would then add to its own copy.
     """
 
     def __init__(
@@ -39,10 +39,12 @@ class MoEAuxLoss:
         whole: Tensor | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`lengths` int64 [S]: tokens of each sequence of the pack; `num_layers` of the whole
-        network that have experts, where a pass goes through a part of them. Where ranks share the
-        sequences `lengths` counts the tokens that are here and `whole` all of them, and `reduce`
-        sums what the ranks have.
+        """Create an empty loss for the sequences of a pack.
+
+        `lengths` int64 [S] are the sequences' lengths. `num_layers` is the number of layers with
+        experts in the whole network, if the pass goes through only some of them. If ranks share the
+        sequences, `lengths` counts this rank's tokens, `whole` all tokens, and `reduce` sums a
+        tensor over the ranks.
         """
         self.lengths = lengths
         self.num_layers = num_layers
@@ -51,8 +53,9 @@ class MoEAuxLoss:
         self.reduce = reduce
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
-        """A layer's router: float probabilities [T, E] and int64 chosen experts [T, top_k] of every
-        token.
+        """Add the loss of one layer's router.
+
+        `probabilities` is float [T, E]; `chosen` int64 [T, top_k] are the experts of each token.
         """
         used = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
         shares = self._mean(used)
@@ -60,25 +63,30 @@ class MoEAuxLoss:
         self.layers.append(probabilities.shape[1] * (shares * means).sum(-1))
 
     def by_sequence(self) -> Tensor:
-        """[S]: the mean over layers; of a part of them its share of that mean."""
+        """Return the mean over layers, [S].
+
+        If a pass goes through only some of the layers, return their share of the mean.
+        """
         return torch.stack(self.layers).sum(0) / (self.num_layers or len(self.layers))
 
     def _mean(self, values: Tensor) -> Tensor:
-        """[T, E] -> [S, E]: over the tokens of each sequence."""
+        """Return the means over the tokens of each sequence: [T, E] -> [S, E]."""
         sums = torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
         sums = sums if self.reduce is None else self.reduce(sums)
         return sums / (self.lengths if self.whole is None else self.whole)[:, None]
 
 
 def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
-    """The weight of the auxiliary loss in training: the option, else config.json's
-    `router_aux_loss_coef` where it sets `output_router_logits`, as in `transformers`. Raises
-    `ConfigError` where the option is set and nothing is routed.
+    """Return the weight of the auxiliary loss in training.
+
+    This is the option if it is set, else `router_aux_loss_coef` of config.json if that sets
+    `output_router_logits`, as in `transformers`. Raises `ConfigError` if the option is set and the
+    network has no experts.
     """
     if config.experts is None:
         if asked:
             raise ConfigError(
-                f"router_aux_loss_coef={asked}: balances the experts of a mixture, and a "
+                f"router_aux_loss_coef={asked}: the option balances experts, and a "
                 f"{config.family} model has none; "
                 "leave it out"
             )

@@ -1,6 +1,4 @@
-"""A block of the decoder: attention and an MLP, or experts, with norms before, after or around
-them.
-"""
+"""Block of the decoder: attention and an MLP or experts, with norms before, after or around them."""
 
 from __future__ import annotations
 
@@ -44,16 +42,17 @@ class BlockContext:
     aux_loss: MoEAuxLoss | None = None
     rows: Tensor | None = None
     shared: SharedRows | None = None
-    # of the layers, where the network has one and this pass has places for it
+    # Places of the layers' prefix; None if the network has none, or this pass has no place for it.
     prefix: Ahead | Cover | None = None
 
     def wanted(self, x: Tensor) -> Tensor:
-        """x [T, ...] at the tokens whose states are wanted."""
+        """Return x [T, ...] at the tokens whose states are wanted."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def stream(self, x: Tensor) -> Tensor:
-        """The same of the states between attention and MLP, which may be those of this rank's
-        tokens alone.
+        """Return rows of the residual stream whose states are wanted.
+
+        If ranks share the rows of the residual stream, x has this rank's rows only.
         """
         if self.shared is None or self.rows is None:
             return self.wanted(x)
@@ -73,12 +72,12 @@ class BlockContext:
 
     @property
     def cached(self) -> bool:
-        """Return whether a cache holds keys and values of earlier tokens."""
+        """True if a cache contains keys and values of earlier tokens."""
         return isinstance(self.attention, Cached | Paged)
 
     @cached_property
     def late_dropout(self) -> TokenDropout | None:
-        """The dropout of the tokens whose states are wanted."""
+        """Dropout of the tokens whose states are wanted."""
         if self.dropout is None or self.rows is None:
             return self.dropout
         return self.dropout.select(self.rows)
@@ -93,7 +92,7 @@ class BlockContext:
 
 @dataclass(frozen=True)
 class CompiledParts:
-    """`Block.into` and `Block.out`, compiled; given the block as they are."""
+    """Compiled versions of `Block.into` and `Block.out`, with the same arguments."""
 
     into: Callable[..., Tensor]
     out: Callable[..., Tensor]
@@ -119,8 +118,9 @@ class Norm(nn.Module):
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def share(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
-        """An RMS norm over `whole` entries, of which this rank has some: `reduce` sums what the
-        ranks have.
+        """Make this an RMS norm over `whole` entries, of which this rank has some.
+
+        `reduce` sums a tensor over the ranks.
         """
         assert self.kind != "layer", "the statistics of a layer norm are not summed over ranks"
         self.whole = whole
@@ -143,8 +143,10 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """`layer` counts from 0 in the whole network, and so does `first_head` over the heads of all
-    layers.
+    """Self-attention of one layer.
+
+    `layer` is the layer's number in the whole network, from 0; `first_head` is the number of query
+    heads in all earlier layers, plus those of earlier tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -176,8 +178,9 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
 
     def heads(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
-        """x [T, hidden] -> queries, keys and values side by side [T, heads + 2 kv_heads, head_dim],
-        not yet rotated.
+        """Return queries, keys and values before rotation, [T, heads + 2 kv_heads, head_dim].
+
+        x is [T, hidden].
         """
         heads = self.qkv(x, dropout).unflatten(-1, (-1, self.head_dim))
         kv = self.num_kv_heads
@@ -206,7 +209,7 @@ class Attention(nn.Module):
         return prefix.out(mixed).flatten(1)
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
-        """[T, n, head_dim], each head by itself or all as one."""
+        """Normalize heads [T, n, head_dim], each separately or all together."""
         if self.qk_norm == "head":
             y: Tensor = norm(heads)
         else:
@@ -215,8 +218,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU
-    variants").
+    """Feed-forward layer: down(activation(up(x))).
+
+    With a gate, down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -243,10 +247,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """`layer` counts from 0 in the whole network.
+    """Attention and MLP (or experts) of one layer, with their norms and residual connections.
 
-    Where ranks hold a part of attention and MLP each, `enter` joins their gradients of what comes
-    in; where they share its rows the pass itself does.
+    `layer` is the layer's number in the whole network, from 0. If ranks split attention and MLP,
+    `enter` sums over the ranks the gradients of the inputs; if they also share the rows of a pass,
+    the pass's `RowShare` does this instead.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -256,7 +261,7 @@ class Block(nn.Module):
         self.placement = config.placement
         self.parallel = config.parallel_residual
         self.enter: Callable[[Tensor], Tensor] | None = None
-        # in place of `into` and `out`, where no keys are cached
+        # Used instead of `into` and `out` in passes without cached keys.
         self.compiled: CompiledParts | None = None
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
@@ -268,8 +273,9 @@ class Block(nn.Module):
             self.norm2_post = Norm(config)
 
     def forward(self, x: Tensor, at: BlockContext) -> Tensor:
-        """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others
-        give their keys and values.
+        """Return the block's output [T, hidden], or [N, hidden] if the pass wants only some rows.
+
+        All rows of x [T, hidden] have keys and values.
         """
         into = Block.into
         out = Block.out
@@ -285,7 +291,7 @@ class Block(nn.Module):
         return out(self, at.stream(x), mixed, late, stream, at.late_share, at.aux_loss)
 
     def into(self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None) -> Tensor:
-        """x [T, hidden] -> queries, keys and values, as `Attention.heads` gives them."""
+        """Return queries, keys and values of x [T, hidden], in the form of `Attention.heads`."""
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)
         else:
@@ -301,9 +307,11 @@ class Block(nn.Module):
         share: RowShare | None,
         aux_loss: MoEAuxLoss | None,
     ) -> Tensor:
-        """x [N, hidden] and what `Attention.mix` gives of the same rows -> [N, hidden].
+        """Return the block's output [N, hidden].
 
-        `late` is the dropout of what is inside the MLP, `stream` that of what joins x.
+        x [N, hidden] is the block's input and `mixed` the result of `Attention.mix` for the same
+        rows. `late` is the dropout inside the MLP, `stream` that of the results that are added to
+        x.
         """
         attended = _dropped(
             self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT

@@ -1,6 +1,4 @@
-"""Networks whose blocks torch compiles: of each what comes before attention and what comes after
-it.
-"""
+"""Compilation by torch of a network's blocks: the parts before and after attention."""
 
 from __future__ import annotations
 
@@ -16,13 +14,15 @@ from weft.models.network.transformer import Transformer
 def compile_blocks(
     network: Transformer, backend: Any = "inductor", fp8: kernels.Fp8Product | None = None
 ) -> None:
-    """From now on passes without cached keys run compiled parts of the blocks, which are compiled
-    when they are first met: once for all blocks of one form, whatever the number of tokens.
-    Attention keeps its own kernels, and experts theirs, so that of a block with experts the part
-    before attention alone is compiled. Gradients of compiled matrices come from autograd.
+    """Compile the parts of each block before and after attention.
 
-    Where ranks share each layer (`enter`) they wait for each other between what is compiled. With
-    `fp8` the products of what is compiled are such, where a matrix has the sizes for it.
+    They are used in passes without cached keys, and compiled at their first use, once for all
+    blocks of one form and any number of tokens. Attention and experts keep their own kernels, so
+    only the part before attention is compiled in a block with experts. Gradients of compiled
+    matrices come from autograd.
+
+    If ranks split the layers (`enter`), they wait for each other between the compiled parts. With
+    `fp8`, compiled products use fp8 if the sizes of the matrix allow it.
     """
     for block in network.blocks:
         assert isinstance(block, Block)

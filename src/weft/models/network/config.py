@@ -1,6 +1,6 @@
-"""One configuration covers the families.
+"""Configuration of the decoder, for all families.
 
-Every field says what the decoder does, never which family asked for it.
+Every field describes what the decoder computes, independently of the family.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Placement = Literal["pre", "post", "both", "after"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021, "RoFormer"), halves layout: dimension i is rotated together
-    with i + dim / 2.
+    """Rotary positions (Su et al. 2021, "RoFormer"): dimension i is rotated with i + dim / 2.
 
     `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`; `values` are the
-    numbers that scheme reads. `dim` of the head's dimensions are rotated, the rest stay.
+    numbers that this scheme needs. The first `dim` dimensions of a head are rotated, the others are
+    not.
     """
 
     theta: float
@@ -33,22 +33,22 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP: each token goes to `top_k` of `num`, none is
-    dropped.
+    """Mixture of experts in place of the MLP: each token goes to `top_k` of `num` experts.
 
-    `normalize`: the chosen experts' probabilities are scaled to sum to 1.
+    No token is dropped. With `normalize`, the probabilities of the chosen experts are scaled to sum
+    to 1.
     """
 
     num: int
     top_k: int
     intermediate_size: int
     normalize: bool = True
-    layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
+    layers: tuple[bool, ...] = ()  # per layer: True if it has experts; empty: all have
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder.
+    """Configuration of a decoder.
 
     Shapes: hidden [T, hidden_size]; q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim].
     """
@@ -79,7 +79,7 @@ class TransformerConfig:
     norm_bias: bool = False
     norm_weight: bool = True
     qk_norm: Literal["head", "full"] | None = None
-    attention_scale: float | None = None  # of q k^T; head_dim ** -0.5 where absent
+    attention_scale: float | None = None  # factor of q k^T; None: head_dim ** -0.5
     # q k^T is further divided by the layer's number, counted from 1
     layer_scaled_attention: bool = False
     attention_softcap: float | None = None
@@ -87,32 +87,34 @@ class TransformerConfig:
     # per layer: keys a position sees, itself included; empty: no limit anywhere
     windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
-    # width of the embeddings where it differs from hidden_size (projections in and out)
+    # width of the embeddings, which are projected to and from hidden_size; None: hidden_size
     embed_dim: int | None = None
     parallel_residual: bool = False
     tied: bool = False
     prefix_tokens: int = (
-        # of which each layer has keys and values that every token sees
-        # (`weft.models.network.prefix`)
+        # Number of trained tokens before each sequence, whose keys and values every token sees
+        # (`weft.models.network.prefix`).
         0
     )
     experts: Experts | None = None
     initializer_range: float = 0.02
-    # dropout while training: of the embeddings, of what attention and MLP add, and of the attention
-    # weights
+    # dropout while training: of the embeddings, of the outputs of attention and MLP, and of the
+    # attention weights
     embed_dropout: float = 0.0
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    # config.json keys that change no number here
+    # config.json keys that do not affect the decoder's results
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def scale(self) -> float:
+        """Factor of q k^T in attention, before any division by the layer's number."""
         if self.attention_scale is not None:
             return self.attention_scale
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
+        """Return the number of keys that a position of this layer sees; None for all."""
         return self.windows[layer] if self.windows else None
 
     def has_experts(self, layer: int) -> bool:
@@ -122,7 +124,7 @@ class TransformerConfig:
     def head_layers(self) -> float:
         """Cost of the output matrix for a token, in layers.
 
-        The last stage of a pipeline has so many layers fewer.
+        The last stage of a pipeline has this many layers fewer than the others.
         """
         inner = self.intermediate_size
         active = 1
@@ -159,10 +161,10 @@ class TransformerConfig:
         )
 
     def narrowed(self, t: int, rank: int) -> TransformerConfig:
-        """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's
-        width and of the vocabulary.
+        """Return the configuration of tensor rank `rank` of `t`.
 
-        Raises `ConfigError` where they do not split.
+        It has a part of the heads, of the MLP's width and of the vocabulary. Raises `ConfigError`
+        if these cannot be split into `t` parts.
         """
         width = self.intermediate_size
         experts = self.experts
@@ -186,7 +188,7 @@ class TransformerConfig:
         )
 
     def with_dropout(self, rate: float) -> TransformerConfig:
-        """The same decoder with one dropout rate at every place that has dropout."""
+        """Return a copy with one dropout rate at every place that has dropout."""
         return replace(self, embed_dropout=rate, hidden_dropout=rate, attention_dropout=rate)
 
 

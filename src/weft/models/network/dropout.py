@@ -1,10 +1,10 @@
-"""Dropout whose masks depend on what a number is for and on nothing else: not on the batch, its
-packing, or a restart.
+"""Dropout with masks that do not depend on the batch, its packing, or restarts.
 
-    packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) a sequence of the pack
+    packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) per sequence
 
-A pack without keys has no dropout. Masks come from threefry-2x32, the hash of `weft.randomness`:
-the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter (position, site << 20 |
+A mask depends only on the seed and on the place of the value: step, sequence, position, layer and
+channel. A pack without keys has no dropout. Masks come from threefry-2x32, the hash of
+`weft.randomness`: the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter is (position, site << 20 |
 pair of channels), and each of the two output words decides one channel. Attention weights first
 derive a key for each layer and head. `step` must count every optimizer step, so that no two share
 their masks.
@@ -25,20 +25,20 @@ PURPOSE = "dropout"
 CHANNEL_BITS = 20  # a site has at most 2^21 channels
 EMBEDDING = 0
 SITES_A_LAYER = 16
-# sites of a layer; adapters take one each from ADAPTERS on
+# Sites of a layer; each adapter has a separate one, from ADAPTERS on.
 ATTENTION_OUT = 0
 MLP_OUT = 1
 ADAPTERS = 2
 
 
 def site(layer: int | Tensor, place: int) -> int | Tensor:
-    """The number of a place of a layer that drops something; 0 is the embedding."""
+    """Return the number of a place with dropout, given its number in the layer; 0 is the embedding."""
     return 1 + layer * SITES_A_LAYER + place
 
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """`keys` int32 [S, 2]: the two words of each sequence's key, bit for bit."""
+    """Dropout keys of sequences: `keys` int32 [S, 2], the bits of the two unsigned words of each."""
 
     keys: Tensor
 
@@ -50,7 +50,7 @@ class DropoutKeys:
         sequences: Iterable[tuple[str, int]],
         device: torch.device | str = "cpu",
     ) -> DropoutKeys:
-        """Keys of the sequences (id, index of the completion) at an optimizer step."""
+        """Return the keys of sequences (id, index of the completion) at an optimizer step."""
         words = np.array(
             [randomness.key(seed, PURPOSE, step, id, k) for id, k in sequences], dtype=np.uint32
         )
@@ -73,11 +73,12 @@ class TokenDropout:
 
     @classmethod
     def spread(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
+        """Repeat each sequence's key for its tokens; `lengths` are the sequences' lengths."""
         keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
         return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
-        """The same for some tokens, `tokens` int64 [n]."""
+        """Return the dropout of some tokens, `tokens` int64 [n]."""
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
@@ -85,9 +86,9 @@ class TokenDropout:
         return self.drop(x, rate, site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
-        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate.
+        """Set entries of x [T, C] to 0 with probability `rate` and divide the others by 1 - rate.
 
-        Its first channel is the place's `channel`.
+        `channel` is the number of x's first channel among all channels of the site.
         """
         if rate == 0.0:
             return x
@@ -103,15 +104,15 @@ class TokenDropout:
     def drop_weights(
         self, weights: Tensor, rate: float, tokens: Tensor, position: int = 0
     ) -> Tensor:
-        """Attention weights [n, heads, rows, L], with dropout as in `drop`.
+        """Apply dropout to attention weights [n, heads, rows, L], as `drop` does.
 
-        Sequence i of the n is that of the token `tokens[i, 0]` (int64), and its rows begin at
-        `position`.
+        Weights i of the n belong to the sequence of token `tokens[i, 0]` (int64), and its rows
+        begin at `position`.
         """
         heads, rows, length = weights.shape[1:]
         place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
         key = self.keys[tokens[:, 0]]
-        # counters no position has
+        # Counters with first word -1, which no position has.
         key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)
         pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)
         query = torch.arange(rows, device=weights.device, dtype=torch.int32)[:, None] + position
@@ -121,7 +122,7 @@ class TokenDropout:
 
 
 def in_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """The same at the places of a layer."""
+    """Return the dropout for the places of a layer."""
     return None if how is None else replace(how, layer=layer)
 
 
@@ -134,7 +135,7 @@ def _kept(words: Tensor, rate: float) -> Tensor:
 
 
 def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """threefry-2x32-20 on int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
+    """Return threefry-2x32-20 of int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
     schedule = (key0, key1, key0 ^ key1 ^ randomness.PARITY)
     x = x + key0
     y = y + key1

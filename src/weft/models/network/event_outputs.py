@@ -1,11 +1,11 @@
-"""The outputs of a network with an lm head: those of one label a row (`token_outputs`), and those
-of several ids a row.
+"""Outputs of a network with an lm head: for one label per row, or for several ids per row.
 
-K ids and "any other id" are K + 1 events, which whole distributions are compared by without ever
-being moved: a teacher names its K likeliest ids and the log-probs of these events, and its student
-learns from its own log-probs of the same events. That of "any other id" is a sum over all others,
-not 1 less the K, which would lose all digits where the K hold nearly everything; it is minus
-infinity where K is the whole vocabulary.
+`token_outputs` computes the former. For the latter, K ids and "any other id" are K + 1 events. Whole
+distributions are compared by the events' log-probs alone: a teacher sends its K most likely ids and
+the log-probs of the events, and its student is trained with its own log-probs of the same events.
+The probability of "any other id" is the sum over all other ids, not 1 minus the sum over the K ids,
+which would lose all digits if the K ids have nearly all of the probability. Its log-prob is minus
+infinity if K is the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def outputs(
     temperature: float,
     support: Support | None,
 ) -> dict[Output, Tensor]:
-    """`want` of the rows of `x`, from their states `hidden` [N, H].
+    """Return the outputs `want` for the rows of `x`, given their states `hidden` [N, H].
 
-    What is of several ids is so over the whole vocabulary, whatever `support` says.
+    Outputs for several ids per row are over the whole vocabulary, also if there is a `support`.
     """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
         given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
     rest = want - given - LIKELIEST
-    known = None if given and rest else x.row_gradient  # it is of all outputs together
+    known = None if given and rest else x.row_gradient  # needs all outputs at once
     made: dict[Output, Tensor] = {}
     if given:
         made |= given_outputs(
@@ -83,11 +83,11 @@ def top_outputs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> dict[Output, Tensor]:
-    """int32 [N, K] `top_ids`, the likeliest first, and [N, K + 1] `top_logprobs`: theirs and last
-    that of all other ids.
+    """Return the ids and log-probs of the most likely ids of each row.
 
-    From `hidden` [N, H]; float32, or float64 of float64 networks; of softmax(logits / temperature).
-    No gradient.
+    `top_ids` is int32 [N, K], the most likely id first. `top_logprobs` [N, K + 1] are their
+    log-probs and last that of all other ids. `hidden` is [N, H]; log-probs are of softmax(logits /
+    temperature), in float32 (float64 for float64 networks), without a gradient.
     """
     size = projection.vocab_size
     count = min(top.count, size if top.below is None else min(size, top.below))
@@ -106,8 +106,9 @@ def top_outputs(
 def _likeliest(
     logits: Tensor, count: int, below: int | None, split: VocabularySplit | None
 ) -> Tensor:
-    """int64 [R, count]: the likeliest ids below `below`, of the whole vocabulary, of which the
-    logits [R, V] may be a part.
+    """Return the most likely ids below `below`, int64 [R, count], of the whole vocabulary.
+
+    The logits [R, V] can be those of one part of the vocabulary.
     """
     if split is None:
         return logits[:, :below].topk(count, dim=1).indices
@@ -116,7 +117,7 @@ def _likeliest(
     else:
         here = min(max(below - split.first, 0), logits.shape[1])
     best = logits[:, :here].topk(min(count, here), dim=1)
-    lacking = (0, count - best.values.shape[1])  # as many of every rank
+    lacking = (0, count - best.values.shape[1])  # every rank must send equally many
     values = split.every(nn.functional.pad(best.values, lacking, value=float("-inf")))
     ids = split.every(nn.functional.pad(best.indices + split.first, lacking))
     return ids.gather(1, values.topk(count, dim=1).indices)
@@ -133,9 +134,11 @@ def given_outputs(
     chunk: int | None = None,
     gradient: RowGradient | None = None,
 ) -> dict[Output, Tensor]:
-    """[N, K + 1] `given_logprobs`: those of `ids` int [N, K], distinct in a row, and last that of
-    all other ids; where `labelled` also [N] `logprobs` of `labels`. From `hidden` [N, H], and
-    differentiable in it and in the projection.
+    """Return the log-probs of given ids, and of all other ids together.
+
+    `given_logprobs` [N, K + 1] are the log-probs of `ids` int [N, K], distinct within a row, and
+    last that of all other ids. With `labelled`, `logprobs` [N] of `labels` are returned too. Both
+    are differentiable in `hidden` [N, H] and in the projection.
 
     Dtypes, `temperature`, `chunk` and `gradient` are those of
     `weft.models.network.token_outputs.token_outputs`.
@@ -157,6 +160,8 @@ def given_outputs(
 
 @dataclass(frozen=True)
 class _Settings:
+    """Arguments of `_GivenLogprobs` other than tensors with gradients."""
+
     labels: Tensor
     softcap: float | None
     temperature: float
@@ -171,9 +176,10 @@ class _Settings:
 
 
 def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logits over the temperature [R, V] of the ids that are here, which may be written to, and
-    those before it); one tensor where nobody reads the second after the first is written to:
-    without a cap.
+    """Return logits over the temperature [R, V], and logits before it, of this rank's vocabulary.
+
+    The first can be written to. Both are the same tensor if there is no soft cap, since the second
+    is then never read after the first is overwritten.
     """
     capped = projection.own_logits(hidden)
     if projection.softcap is not None:
@@ -183,16 +189,18 @@ def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple
 
 @dataclass(frozen=True)
 class _Events:
-    """Events of some rows: their ids, and any other id."""
+    """Log-probs of the events of some rows: one per given id, and one for all other ids."""
 
     logprobs: Tensor  # [R, K + 1]
-    lse: Tensor  # [R]: of all logits
-    others: Tensor  # [R]: of those of the other ids
+    lse: Tensor  # [R]: log-sum-exp of all logits
+    others: Tensor  # [R]: log-sum-exp of the logits of other ids
 
     @classmethod
     def of(cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> _Events:
-        """`ids` int64 [R, K], as numbers of columns; those of other ranks' parts of the vocabulary
-        are below 0. Writes minus infinity to `logits` [R, V] there.
+        """Return the events of `ids` int64 [R, K]; overwrites `logits` [R, V] at the ids.
+
+        Ids are numbers of columns, and below 0 if they are in another rank's part of the
+        vocabulary. `logits` becomes minus infinity there.
         """
         own = _at(logits, ids, split)
         _put(logits, ids, torch.full_like(own, float("-inf")), split)
@@ -214,13 +222,15 @@ class _Events:
         grad_label: Tensor | None,
         split: VocabularySplit | None,
     ) -> Tensor:
-        """The gradient by the logits [R, V], in the place of `logits` as `of` left them, given
-        those by the events' log-probs [R, K + 1] and by the label's [R]:
+        """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
-            by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere,   with g the sum of all that are given
+        `logits` must be as `of` left them. The given gradients are those with respect to the
+        events' log-probs [R, K + 1] and to the label's [R]:
 
-        and q_j = p_j / p_rest, the softmax over the other ids alone: nothing here cancels, however
-        small p_rest is.
+            by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere
+
+        g is the sum of all given gradients, and q_j = p_j / p_rest is the softmax over only the
+        other ids: no digits cancel here, however small p_rest is.
         """
         if grad_label is None:
             total = grad_event.sum(dim=1)
@@ -228,7 +238,7 @@ class _Events:
             total = grad_event.sum(dim=1) + grad_label
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
         made = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
-        # Also where there are no other ids, and what stood there is no number.
+        # This also overwrites the NaN that results if there are no other ids.
         _put(made, ids, grad_event[:, :-1], split)
         if grad_label is None:
             return made
@@ -237,7 +247,7 @@ class _Events:
 
 
 def _at(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
-    """[R, K]: the logits of ids, on every rank all of them."""
+    """Return the logits of ids, [R, K], on every rank."""
     if split is None:
         return logits.gather(1, ids)
     own = logits.gather(1, ids.clamp_min(0))
@@ -245,7 +255,7 @@ def _at(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
 
 
 def _put(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) -> None:
-    """Write `values` [R, K] to x [R, V] at those of the ids that are here."""
+    """Write `values` [R, K] to x [R, V] at the ids that are in this rank's part of the vocabulary."""
     if split is None:
         x.scatter_(1, ids, values)
         return
@@ -254,7 +264,7 @@ def _put(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) 
 
 
 class _Chunk:
-    """Some rows on their way: their logits, and what is known of them."""
+    """Logits and events of one chunk of rows."""
 
     def __init__(
         self,
@@ -277,8 +287,9 @@ class _Chunk:
         self._logits = logits
 
     def add(self, total: Gradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
-        """Add what the rows give to the gradients, of those by the outputs that are `given`, of all
-        rows; once.
+        """Add the gradients of these rows to `total`; can be called once.
+
+        `given` are the gradients with respect to the outputs, for all rows.
         """
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:
@@ -293,6 +304,8 @@ class _Chunk:
 
 
 class _GivenLogprobs(torch.autograd.Function):
+    """Autograd function of `given_outputs`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -323,7 +336,7 @@ class _GivenLogprobs(torch.autograd.Function):
                             rows
                         ]
                 chunk.add(total, rows, found)
-            del chunk  # before the next rows' is made
+            del chunk  # free it before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
         ctx.made = None if total is None else (total, found)
@@ -338,7 +351,7 @@ class _GivenLogprobs(torch.autograd.Function):
         hidden, weight, bias, ids = ctx.saved_tensors
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
-        ctx.made = None  # nothing but the parameters keeps them
+        ctx.made = None  # free the gradients, except those of the parameters
         if made is not None and all(
             token_outputs.same(value, made[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)
@@ -354,5 +367,5 @@ class _GivenLogprobs(torch.autograd.Function):
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
             chunk.add(total, rows, known)
-            del chunk  # before the next rows' is made
+            del chunk  # free it before the next chunk is computed
         return total.cast()

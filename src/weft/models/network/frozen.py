@@ -1,6 +1,6 @@
-"""Which parameters of a network are trained, where not all are: not the embeddings and the first
-layers, or, beside adapters, the embeddings; and dropout of what the layers add, the deeper the
-more.
+"""Partial training of a network: freezing of first layers, training of embeddings with adapters.
+
+Also dropout of the layers' outputs that increases with depth.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first bloc
 
 
 def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
-    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network,
-    and hold them in `dtype`: they have no masters. A tied output matrix is the embedding, so it is
-    frozen too.
+    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network.
+
+    They are converted to `dtype`, since they have no master weights. A tied output matrix is the
+    embedding, so it is frozen too.
     """
     blocks = [block for block in network.blocks if isinstance(block, Block) and block.layer < first]
     for module in (*(getattr(network, name, None) for name in EMBEDDINGS), *blocks):
@@ -29,9 +30,7 @@ def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -
 
 
 def train_embeddings(network: Transformer) -> None:
-    """Train the embedding and the output matrix whole, beside adapters: tokens that were added have
-    rows of their own there.
-    """
+    """Train the whole embedding and output matrix in addition to adapters, for added tokens."""
     for name in ("embed", "head"):
         module = getattr(network, name, None)
         if isinstance(module, nn.Module):
@@ -56,10 +55,10 @@ def frozen_layers(first: int | None, last: int | None, num_layers: int) -> int |
 
 
 def set_residual_dropout(network: Transformer, rate: float, *, ramp: bool) -> None:
-    """Dropout of what attention and MLP add to the states, `rate` in every layer.
+    """Set the dropout of the outputs of attention and MLP to `rate` in every layer.
 
-    With `ramp` layer i of L has i / (L - 1) * rate (Zhou et al. 2023, "LIMA", section 3): none in
-    the first, all in the last.
+    With `ramp`, layer i of L has i / (L - 1) * rate (Zhou et al. 2023, "LIMA", section 3): 0 in the
+    first layer, `rate` in the last.
     """
     last = network.config.num_layers - 1
     for block in network.blocks:

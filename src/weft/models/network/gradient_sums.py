@@ -1,6 +1,4 @@
-"""Which layers of a network add the gradients of their matrices to those of float32 masters by
-themselves.
-"""
+"""Accumulation of the gradients of linear layers directly in those of float32 master weights."""
 
 from __future__ import annotations
 
@@ -16,12 +14,14 @@ from weft.models.network.transformer import Transformer
 
 
 def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
-    """From now on the gradients of linear layers, of their adapters and of the output layer go to
-    the `masters`, by the names that parameters have in the network; all others, and what autograd
-    finds for these on other ways, go to the parameters' own `grad` as ever.
+    """Make layers add the gradients of their weights to the `masters`, which are float32.
 
-    Compiled parts of blocks leave theirs to autograd. Not where a backward pass goes through a
-    layer twice, as in a pipeline that splits it: each would add.
+    These are linear layers, their adapters and the output layer; `masters` are keyed by the names
+    of the network's parameters. All other gradients, and those that autograd computes for these
+    weights elsewhere, go to the parameters' own `grad`.
+
+    Compiled parts of blocks leave their gradients to autograd. Do not use this if a backward pass
+    goes through a layer twice, as in a pipeline that splits the pass: each would add the gradient.
     """
     sums: dict[Tensor, GradientSum] = {
         p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters

@@ -1,4 +1,4 @@
-"""The heads of a network: log-probs of tokens, or one value a token, or one score a sequence."""
+"""Heads of a network: log-probs of tokens, one value per token, or one score per sequence."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Pooling = Literal["last", "mean"]
 
 
 class LMHead(nn.Module):
-    """The output layer.
+    """Output layer of a language model.
 
-    `weight` is None where the embedding's matrix serves: it is then given with each call.
+    `weight` is None if the layer uses the embedding's matrix, which each call then passes.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -39,10 +39,12 @@ class LMHead(nn.Module):
         else:
             self.bias = None
         self.split: VocabularySplit | None = None
-        self.gradient_sum: kernels.GradientSum | None = None  # of the matrix, whichever it is
+        self.gradient_sum: kernels.GradientSum | None = (
+            None  # of the head's own matrix or the embedding's
+        )
 
     def projection(self, tied: Tensor | None) -> Projection:
-        """The layer as the outputs read it; `tied` is the embedding's matrix."""
+        """Return the layer's parameters; `tied` is the embedding's matrix."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None, "a head without a matrix of its own reads the embedding's"
         return Projection(weight, self.bias, self.softcap, self.split, self.gradient_sum)
@@ -56,12 +58,12 @@ class LMHead(nn.Module):
         temperature: float,
         support: Support | None,
     ) -> dict[Output, Tensor]:
-        """`want` of the rows of `x`, from their states [N, width]."""
+        """Return the outputs `want` for the rows of `x`, given their states [N, width]."""
         return event_outputs.outputs(states, x, self.projection(tied), want, temperature, support)
 
 
 class ValueHead(nn.Module):
-    """[N, width] -> float32 [N]: one value a row."""
+    """Head with one float32 value per row: [N, width] -> [N]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,22 +74,22 @@ class ValueHead(nn.Module):
 
 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[N, H] -> [N] float32, and computed in it: one value a row; `weight` is [1, H].
+    """Return one value per row, computed in float32 at least: [N, H] -> [N]; `weight` is [1, H].
 
-    In bfloat16 two thousand rewards have half as many values. Memory of its own, no view: what is
-    written to a view in place would go round the hooks that FSDP2 puts on a network's outputs,
-    which it warns of.
+    In bfloat16, two thousand rewards would have half as many distinct values. The result is a copy,
+    not a view: writing to a view in place would bypass the hooks that FSDP2 puts on a network's
+    outputs, and FSDP2 warns of that.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()
 
 
 def score_rows(x: Packed, padding: int | None) -> Tensor:
-    """int64 [S]: the token that a sequence's score is read at, its last one.
+    """Return the token at which each sequence's score is read, int64 [S].
 
-    With a `padding` token the last that is another, as `transformers` pools: a sequence that ends
-    with the padding token is read one token earlier. A sequence of padding alone is read at its
-    end.
+    This is the last token, or with `padding` the last one that is not the padding token, as
+    `transformers` pools: a sequence that ends with one padding token is read one token earlier. A
+    sequence of padding tokens only is read at its end.
     """
     last = x.attention.last
     if padding is None:
@@ -95,14 +97,15 @@ def score_rows(x: Packed, padding: int | None) -> Tensor:
     places = torch.arange(len(x.tokens), device=last.device)
     read = torch.where(x.tokens != padding, places, -1).cummax(0).values[last]
     starts = x.attention.dense.cu_seqlens.long()
-    # of the segment that a sequence ends in
+    # First token of the segment in which each sequence ends.
     first = starts[torch.searchsorted(starts, last, right=True) - 1]
     return torch.where(read >= first, read, last)
 
 
 def mean_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
-    """[T] -> [S] float32: one score a sequence, the mean of its tokens' (the head is linear, so it
-    is the score of their mean).
+    """Return the mean score of each sequence's tokens: [T] -> float32 [S].
+
+    The head is linear, so this is the score of the tokens' mean state.
     """
     lengths = context.dense.lengths
     numbers = torch.arange(len(lengths), device=per_token.device)

@@ -1,5 +1,4 @@
-"""Linear layers as they are stored: layers that read the same input are one matrix, the parts of it
-named.
+"""Linear layers; those that read the same input are stored as one matrix with named parts.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
@@ -22,19 +21,21 @@ from weft.models.network.dropout import TokenDropout
 from weft.models.network.quantized import Quantized
 from weft.models.network.shared_rows import RowShare
 
-# where the gradients of A and of B go in place of their `grad`
+# Sums to which the gradients of A and B are added, instead of their `grad`.
 Sums = tuple[GradientSum | None, GradientSum | None]
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al.
-    2021, "LoRA", section 4.1).
+    """Low-rank adapter of a layer or a stack of experts: y += scale B A drop(x).
+
+    See Hu et al. 2021, "LoRA", section 4.1.
     """
 
     def __init__(self, weight: Tensor, r: int, scale: float, rate: float, place: int) -> None:
-        """`weight` [out, in], or [experts, out, in] of a stack; `place` numbers its dropout within
-        the layer (`weft.models.network.dropout`), and `channel` is the first of its inputs in the
-        whole layer.
+        """Create the adapter of a `weight` [out, in], or [experts, out, in] for a stack of experts.
+
+        `place` is the number of its dropout in the layer (`weft.models.network.dropout`). The
+        attribute `channel` is the number of its first input in the whole layer.
         """
         super().__init__()
         self.channel = 0
@@ -48,7 +49,7 @@ class Adapter(nn.Module):
         self.lora_b = nn.Parameter(weight.new_zeros(*lead, outputs, r))
 
     def dropped(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
-        """x after the adapter's own dropout; None where that is x itself."""
+        """Return x after the adapter's own dropout; None if there is no dropout."""
         if dropout is None or self.rate == 0.0:
             return None
         return dropout.drop_at(x, self.rate, self.place, self.channel)
@@ -64,9 +65,9 @@ def adapted(
     scale: float,
     sums: Sums = (None, None),
 ) -> Tensor:
-    """W x + bias + scale B A y for x and y = `dropped` [T, in] (None: it is x) -> [T, out].
+    """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
 
-    W and bias are frozen.
+    If `dropped` is None, y is x. W and bias are frozen.
     """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)
@@ -76,14 +77,13 @@ def adapted(
 
 
 class Linear(nn.Module):
-    """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum
-    of out].
+    """Linear layer, or several that read the same input, concatenated: [T, in] -> [T, sum of out].
 
-    `adapters` by part, where there are any. `narrow` multiplies in place of torch in compiled
-    passes. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if the engine
-    says so. `reduce` joins what ranks have that hold columns of W each: it is called before the
-    bias is added, which all of them hold. In a pass whose rows the ranks share, `share` does it,
-    and leaves those of this rank.
+    `adapters` are the adapters by part. `narrow` replaces torch's product in compiled passes. If
+    the engine sets `gradient_sum`, the weight's gradient is added there and not to its `grad`.
+    `reduce` sums the results of ranks that have columns of W each; it is called before the bias,
+    which all ranks have, is added. If the ranks share the rows of a pass, `share` sums instead and
+    returns this rank's rows.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -112,17 +112,17 @@ class Linear(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the matrix is quantized."""
+        """True if the matrix is quantized."""
         return isinstance(self.weight, Quantized)
 
     def rows(self, part: str) -> slice:
-        """Rows of the matrix that a part is."""
+        """Return the rows of the matrix that belong to a part."""
         names = list(self.parts)
         start = sum(self.parts[name] for name in names[: names.index(part)])
         return slice(start, start + self.parts[part])
 
     def adapter(self, part: str) -> Adapter | None:
-        """The one of a part, where it has one."""
+        """Return the adapter of a part, or None."""
         found = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert found is None or isinstance(found, Adapter)
         return found
@@ -134,7 +134,7 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _adapted(self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None) -> Tensor:
-        """Part by part: what a part computes does not depend on which others have adapters."""
+        """Compute each part separately, so that its result does not depend on the others' adapters."""
         made = []
         for part in self.parts:
             weight = self.weight[self.rows(part)]
@@ -155,11 +155,10 @@ class Linear(nn.Module):
 
 
 class DownLinear(Linear):
-    """The last layer of an MLP: `Linear` of activation(gate) * up, or of activation(up) where there
-    is no gate.
+    """Last layer of an MLP: `Linear` of activation(gate) * up, or of activation(up) without a gate.
 
-    The activation belongs to the layer: what it reads is kept for the backward pass and computed
-    again there.
+    The activation is part of the layer: its input is kept for the backward pass, which computes it
+    again.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class DownLinear(Linear):
     def forward(
         self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
     ) -> Tensor:
-        """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
+        """Return the output [T, out] for x [T, in], or for gate and up in one tensor [T, 2 in]."""
         if (
             len(self.adapters)
             or self.is_quantized
@@ -189,7 +188,7 @@ class DownLinear(Linear):
 
 
 class _Adapted(torch.autograd.Function):
-    """Keeps x or its dropped form, and [T, r]."""
+    """Autograd function of `adapted`; saves x or y [T, in], and A y [T, r]."""
 
     @staticmethod
     def forward(

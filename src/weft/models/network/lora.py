@@ -1,7 +1,8 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1): y = W x + scale B A drop(x), W frozen;
-never merged in training.
+"""Low-rank adapters: y = W x + scale B A drop(x), with W frozen.
 
-    attach(network, r=8, alpha=16, seed=1)     # freezes the base, adds `lora_a`, `lora_b` beside each `weight`
+See Hu et al. 2021, "LoRA", section 4.1. Adapters are never merged in training.
+
+    attach(network, r=8, alpha=16, seed=1)     # freezes the base, adds `lora_a` and `lora_b` for each `weight`
     with adapters_off(network): ...            # the base model: the reference of a LoRA actor
     merged = merge(parameters, scales(network))   # canonical parameters with B A added, for saving
 
@@ -44,12 +45,11 @@ def attach(
     targets: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """Give the network's `targets` (all of `TARGETS` where empty) adapters of rank `r` and freeze
-    everything else but a value or score head.
+    """Add adapters of rank `r` to the layers `targets` and freeze the rest of the network.
 
-    A starts uniform in +-1/sqrt(in), from `seed` and the parameter's name alone; B starts at 0, so
-    the network computes what it computed before. Raises `ConfigError` for a target that the network
-    lacks.
+    Without `targets`, all of `TARGETS` get adapters. A value or score head is not frozen. A is
+    uniform in +-1/sqrt(in), drawn from `seed` and the parameter's name only; B is 0, so the
+    network's results do not change. Raises `ConfigError` for a target that the network lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
     for name, stored in canonical(network).items():
@@ -75,7 +75,7 @@ def add(
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The first values, float32, of the adapter parameter `name`."""
+    """Return the initial values of the adapter parameter `name`, in float32."""
     if name.endswith(B):
         return torch.zeros(shape)
     low, high = randomness.key(seed, "init", id=name)
@@ -88,7 +88,10 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def attach_ranks(
     network: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float
 ) -> None:
-    """Adapters on the layers named, each of its (rank, scale); lora_a is left unfilled."""
+    """Add adapters to the named layers, given each layer's (rank, scale).
+
+    `lora_a` is left uninitialized.
+    """
     network.requires_grad_(False)
     for name, parameter in network.named_parameters():
         if name == "score.weight":
@@ -107,7 +110,7 @@ def attach_ranks(
 
 
 def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
-    """Canonical name -> (module, its part) of every layer of the blocks that can have an adapter."""
+    """Return (module, its part) of each layer that can have an adapter, by canonical name."""
     found: dict[str, tuple[Linear | ExpertStack, str]] = {}
     for path, module in network.named_modules():
         place = numbered(path, getattr(network, "held_layers", None))
@@ -124,7 +127,7 @@ def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
 
 
 def adapters(network: nn.Module) -> dict[str, Adapter]:
-    """Canonical name of the layer -> its adapter."""
+    """Return each layer's adapter by the layer's canonical name."""
     found = {}
     for name, (module, part) in _layers(network).items():
         if isinstance(module, ExpertStack):
@@ -143,7 +146,7 @@ def adapters_of(layer: Linear) -> list[Adapter]:
 
 @contextmanager
 def adapters_off(network: nn.Module) -> Iterator[None]:
-    """Within it the network computes what its base computes, without adapters and prefixes."""
+    """Disable all adapters and prefixes in the context: the network computes as its base does."""
     held = [module for module in network.modules() if isinstance(module, Adapter | Prefix)]
     for adapter in held:
         adapter.active = False
@@ -155,7 +158,7 @@ def adapters_off(network: nn.Module) -> Iterator[None]:
 
 
 def scales(network: nn.Module) -> dict[str, float]:
-    """Layer name -> scale, for every adapter."""
+    """Return each adapter's scale by layer name."""
     return {name: adapter.scale for name, adapter in adapters(network).items()}
 
 
@@ -165,8 +168,10 @@ def is_adapter(name: str) -> bool:
 
 
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Canonical parameters without adapters: weight + scale B A, in the weight's dtype, summed in
-    the widest dtype of the three and at least in float32.
+    """Return the canonical parameters with adapters merged: weight + scale B A.
+
+    Sums are in the widest dtype of the three, at least float32, and converted to the weight's
+    dtype.
     """
     merged = {name: value.detach() for name, value in parameters.items() if not is_adapter(name)}
     for layer, scale in scales.items():
@@ -178,8 +183,9 @@ def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """weight + scale B A in the weight's dtype, summed in the widest dtype of the three and at
-    least in float32.
+    """Return weight + scale B A in the weight's dtype.
+
+    The sum is in the widest dtype of the three, at least float32.
     """
     wide = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
     update = scale * (b.detach().to(wide) @ a.detach().to(wide))

@@ -1,5 +1,6 @@
-"""A mixture of experts in place of an MLP: each token goes to its `top_k` experts, none is dropped
-for lack of capacity.
+"""Mixture of experts in place of an MLP.
+
+Each token goes to its `top_k` experts; none is dropped for lack of capacity.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ Compute = Callable[[Tensor, Groups, TokenDropout | None], Tensor]
 
 
 class Exchange(Protocol):
-    """Has experts compute that several ranks hold."""
+    """Computation of experts that are distributed over several ranks."""
 
     def __call__(
         self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
     ) -> Tensor:
-        """x [rows, hidden], sorted by expert, of all experts -> the same rows of their outputs;
-        `compute` does it for the experts that are here. Every rank calls it.
+        """Return the experts' outputs for x [rows, hidden], sorted by expert, of all experts.
+
+        `compute` computes the outputs of the local experts. Every rank must call this.
         """
         ...
 
 
 class ExpertStack(nn.Module):
-    """One matrix of every expert: weight [experts, out, in]."""
+    """Stack of one matrix per expert: weight [experts, out, in]."""
 
     def __init__(self, num: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -42,8 +44,9 @@ class ExpertStack(nn.Module):
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor, groups: Groups, dropout: TokenDropout | None = None) -> Tensor:
-        """x [rows, in], sorted by expert -> [rows, out]; `groups` say how many rows go through each
-        expert.
+        """Return each row times its expert's matrix: x [rows, in], sorted by expert -> [rows, out].
+
+        `groups` has the number of rows of each expert.
         """
         adapter = self.adapter
         if adapter is None or not adapter.active:
@@ -56,6 +59,7 @@ class ExpertStack(nn.Module):
             )
             made = kernels.grouped_linear(x, self.weight, groups)
             return made + kernels.grouped_linear(low, adapter.lora_b, groups)
+        # Without a grouped kernel, compute one expert after the other.
         parts = x.split(groups.sizes)
         sizes = groups.sizes
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
@@ -63,7 +67,7 @@ class ExpertStack(nn.Module):
         by_expert = [
             adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)
         ]
-        # no rows: every rank of a sharded network takes part in its passes all the same
+        # Without rows, still use the parameters: all ranks of a sharded network must take part.
         if not by_expert:
             return adapted(
                 x,
@@ -78,12 +82,11 @@ class ExpertStack(nn.Module):
 
 
 class MoE(nn.Module):
-    """[T, hidden] -> [T, hidden].
+    """Mixture of experts: [T, hidden] -> [T, hidden].
 
-    The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
-
-    `reduce` joins what ranks have that hold columns of every expert each (where they share the rows
-    of a pass, `share` does), and `exchange` ranks that hold some experts each.
+    The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4). `reduce` sums
+    the results of ranks that have columns of every expert each; if the ranks share the rows of a
+    pass, `share` does it. `exchange` is set if each rank has some of the experts.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -112,6 +115,7 @@ class MoE(nn.Module):
         aux_loss: MoEAuxLoss | None = None,
         share: RowShare | None = None,
     ) -> Tensor:
+        # Choose each token's experts.
         logits = self.router(x)
         probabilities = torch.softmax(
             logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
@@ -121,6 +125,7 @@ class MoE(nn.Module):
             aux_loss.add(probabilities, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        # Sort the pairs of token and expert by expert.
         order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
         token = order // self.top_k
         counts = chosen.new_zeros(logits.shape[1]).scatter_add_(
@@ -129,10 +134,12 @@ class MoE(nn.Module):
         groups = Groups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
+        # Compute the experts, on other ranks too if these have some of them.
         if self.exchange is None:
             outputs = self._computed(inputs, groups, keys)
         else:
             outputs = self.exchange(inputs, groups, keys, self._computed)
+        # Add up each token's weighted outputs.
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         y = torch.zeros_like(x).index_add(0, token, weighted)
         if self.reduce is None:
@@ -140,7 +147,7 @@ class MoE(nn.Module):
         return self.reduce(y) if share is None else share.scatter(y)
 
     def _computed(self, x: Tensor, groups: Groups, keys: TokenDropout | None) -> Tensor:
-        """[rows, hidden], sorted by expert, through the experts that are here."""
+        """Return the local experts' outputs for rows sorted by expert, [rows, hidden]."""
         gate = self.experts["gate"](x, groups, keys)
         up = self.experts["up"](x, groups, keys)
         y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)

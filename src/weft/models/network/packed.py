@@ -1,7 +1,7 @@
-"""What a network is fed: tokens of many sequences in one row, and who may attend to whom.
+"""Input of a network: tokens of many sequences in one row, with an attention context.
 
-`Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in
-the pack and `labels[n]` the token it is asked about; a row may repeat.
+In `Packed(tokens, positions, attention, rows, labels)`, `rows[n]` is the index of a hidden state in
+the pack and `labels[n]` the token whose log-prob is computed from it. A row may repeat.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from weft.models.attention.contexts import AttentionContext, Dense
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 
-# The gradients of a network's outputs as a function of them, all [N], where a row's depend on its
-# own outputs alone; those of rows not computed yet are 0, and that of the log-probs is always
-# there.
+# Function from a network's outputs to their gradients, all [N], if a row's gradients depend only on
+# its own outputs. Outputs of rows that are not computed yet are 0. The result always contains the
+# gradient of the log-probs.
 RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 
 @dataclass(frozen=True)
 class TopIds:
-    """Asks for the `count` likeliest ids of each row, of those below `below`; for all of these
-    where they are fewer.
+    """Request for the `count` most likely ids of each row, among the ids below `below`.
+
+    If there are fewer ids, all are returned.
     """
 
     count: int
@@ -36,7 +37,7 @@ class TopIds:
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward pass of a network. `positions` count from 0 in each sequence."""
+    """Input of one forward pass of a network. `positions` count from 0 in each sequence."""
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -44,16 +45,16 @@ class Packed:
     # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     rows: Tensor
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
-    dropout: DropoutKeys | None = None  # without them nothing is dropped
-    # Filled by layers with experts, where it is asked for; for `Dense` attention alone.
+    dropout: DropoutKeys | None = None  # None: no dropout
+    # Load-balancing loss to which layers with experts add; only for `Dense` attention.
     aux_loss: MoEAuxLoss | None = None
-    # of the outputs, where each row's depends on its own alone
+    # gradients of the outputs, if each row's depend only on its own outputs
     row_gradient: RowGradient | None = None
-    # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
+    # int [N, K]: more ids whose log-probs are wanted at each row; `TopIds`: the most likely ids
     ids: Tensor | TopIds | None = None
 
     def at(self, rows: Tensor) -> Packed:
-        """The same with the outputs of some of its rows alone, int64 [n]."""
+        """Return the same pack with the outputs of only some of its rows, int64 [n]."""
         total = len(self.rows)
         gradient = self.row_gradient
 
@@ -73,7 +74,7 @@ class Packed:
 
 
 def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
-    """Outputs of `rows` in their places among `total`, whose others are 0."""
+    """Return outputs of `total` rows: `out` at `rows`, and 0 elsewhere."""
     return {
         key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)
         for key, value in out.items()
@@ -81,8 +82,9 @@ def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
-    """Whole sequences, each int64 [L >= 1], with one row for every token but each sequence's last:
-    the next-token form.
+    """Return the pack of whole sequences, each int64 [L >= 1], for next-token prediction.
+
+    There is a row for every token except each sequence's last.
     """
     lengths = torch.tensor([len(s) for s in sequences])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

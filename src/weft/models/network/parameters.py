@@ -1,9 +1,8 @@
-"""A network's parameters under their canonical names, which say what each is and not how it is
-stored.
+"""A network's parameters by canonical name, independent of how they are stored.
 
-Families, checkpoints, engines and reallocation speak of `blocks.3.attention.q.weight`; the network
-holds it as rows of `blocks.3.attention.qkv.weight`. Each canonical parameter is a run of whole rows
-of one that is stored, so a part of it is one rectangle in both.
+Families, checkpoints, engines and reallocation use names like `blocks.3.attention.q.weight`; the
+network stores this parameter as rows of `blocks.3.attention.qkv.weight`. Each canonical parameter
+consists of consecutive whole rows of a stored one, so a rectangle of it is a rectangle of that too.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from weft.models.network.linear import Adapter, Linear
 class StoredParameter:
     """Location of a canonical parameter: `rows` of a module's parameter, or all of it if None."""
 
-    name: str  # the parameter's own name in the module
+    name: str  # name of the stored parameter in the network
     parameter: nn.Parameter
     rows: slice | None = None
 
     @property
     def data(self) -> Tensor:
-        """Its values, a view without a gradient."""
+        """The parameter's values, as a view without a gradient."""
         return self.of(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
-        """Its gradient, a view."""
+        """The parameter's gradient, as a view."""
         return None if self.parameter.grad is None else self.of(self.parameter.grad)
 
     @property
@@ -39,14 +38,14 @@ class StoredParameter:
         return self.parameter.requires_grad
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of the stored parameter's shape."""
+        """Return the same part of another tensor with the stored parameter's shape."""
         return whole if self.rows is None else whole[self.rows]
 
 
 def canonical(network: nn.Module) -> dict[str, StoredParameter]:
-    """Canonical name -> where it lies, for every parameter; a tied tensor has one name.
+    """Return the location of every parameter by canonical name; a tied tensor has one name.
 
-    Modules of other kinds than weft's have the names they give themselves.
+    Parameters of modules that are not weft's keep the names they have there.
     """
     found: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
@@ -63,13 +62,13 @@ def canonical(network: nn.Module) -> dict[str, StoredParameter]:
 
 
 def values(network: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> the values there, views without a gradient."""
+    """Return the values of every parameter by canonical name, as views without a gradient."""
     return {name: stored.data for name, stored in canonical(network).items()}
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
     if isinstance(module, Adapter):
-        return  # its layer names it
+        return  # its layer yields its parameters
     if isinstance(module, Linear):
         parent = path.rpartition(".")[0]
         for part in module.parts:
@@ -100,8 +99,9 @@ def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, S
 
 
 def numbered(name: str, layers: Sequence[int] | None) -> str:
-    """The name with the block's number in the whole network, of which `layers` are here; None: as
-    it is.
+    """Return the name with the block's number in the whole network.
+
+    `layers` are the numbers of the local blocks; None leaves the name unchanged.
     """
     parts = name.split(".")
     if layers is not None and parts[0] == "blocks" and len(parts) > 1:

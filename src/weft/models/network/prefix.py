@@ -1,13 +1,14 @@
-"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, without the
-reparametrisation): every layer has keys and values of its own, of as many tokens as
-`TransformerConfig.prefix_tokens` says, which every token of every sequence sees. They stand before
-a sequence's first token, whose position counts on from theirs.
+"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, no reparametrization).
 
-    with adapters_off(network): ...    # `weft.models.network.lora`: the network without it
+Every layer has trained keys and values for `TransformerConfig.prefix_tokens` tokens, which every
+token of every sequence sees. They come before a sequence's first token, whose position follows
+theirs.
 
-In a pack of whole sequences they are put into the heads of each layer for the time of the attention
-(`Ahead`). Where keys and values are cached a sequence begins with as many tokens that stand for
-them: whatever those are, their keys and values are the prefix's (`Cover`).
+    with adapters_off(network): ...    # of `weft.models.network.lora`: without the prefix
+
+In a pack of whole sequences, the prefix is inserted into the heads of each layer for the time of
+the attention (`Ahead`). If keys and values are cached, a sequence begins with placeholder tokens,
+whose keys and values are replaced by the prefix's (`Cover`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
 
 
 class Prefix(nn.Module):
-    """The keys `k` and values `v` of one layer, each [tokens, kv_heads x head_dim]; keys as they
-    are after any rotation.
+    """Prefix of one layer: keys `k` and values `v`, each [tokens, kv_heads x head_dim].
+
+    Keys are used as they are, without rotation.
     """
 
     def __init__(self, tokens: int, kv_heads: int, head_dim: int) -> None:
@@ -38,8 +40,9 @@ class Prefix(nn.Module):
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
     def beside(self, heads: Tensor) -> Tensor:
-        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries that nobody
-        reads, keys, values.
+        """Return the prefix as `Attention.heads` would: [tokens, heads + 2 kv_heads, head_dim].
+
+        The queries are zeros, whose results are not used.
         """
         own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
         return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
@@ -47,23 +50,25 @@ class Prefix(nn.Module):
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pack with the prefix before each of its sequences: what attention is told of it."""
+    """A pack with the prefix inserted before each of its sequences, for attention."""
 
     attention: AttentionContext
     rotation: Rotation | None
-    order: Tensor  # int64 [all]: which row of (the pack's, then those of every prefix) stands there
-    kept: Tensor  # int64 [T]: where the pack's tokens stand
-    owner: Tensor  # int64 [all]: a token of the sequence that each belongs to
-    copies: int  # sequences, or what several of them begin with
+    order: (
+        Tensor  # int64 [all]: index of each token in (tokens of the pack, tokens of all prefixes)
+    )
+    kept: Tensor  # int64 [T]: index of each of the pack's tokens in the result
+    owner: Tensor  # int64 [all]: a token of the pack in the same sequence
+    copies: int  # number of inserted prefixes
 
     def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
-        """[T, heads + 2 kv_heads, dim] -> [all, ...]."""
+        """Insert the prefix's heads: [T, heads + 2 kv_heads, dim] -> [all, ...]."""
         rows = prefix.beside(heads)
         copies = rows.expand(self.copies, *rows.shape).flatten(0, 1)
         return torch.cat([heads, copies]).index_select(0, self.order)
 
     def out(self, mixed: Tensor) -> Tensor:
-        """[all, heads, dim] -> [T, ...]."""
+        """Return attention of the pack's own tokens: [all, heads, dim] -> [T, ...]."""
         return mixed.index_select(0, self.kept)
 
     def dropout(self, dropout: TokenDropout) -> TokenDropout:
@@ -73,8 +78,9 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Cover:
-    """New tokens of cached sequences of which those at `tokens`, int64 [n], stand for the prefix's
-    at `places`.
+    """New tokens of cached sequences, some of which are placeholders for the prefix's tokens.
+
+    The new tokens `tokens`, int64 [n], are placeholders for the prefix's tokens `places`.
     """
 
     attention: AttentionContext
@@ -83,21 +89,24 @@ class Cover:
     places: Tensor
 
     def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
-        """[T, heads + 2 kv_heads, dim], some of them replaced."""
+        """Replace the heads of placeholders: [T, heads + 2 kv_heads, dim]."""
         return heads.index_copy(0, self.tokens, prefix.beside(heads)[self.places])
 
     def out(self, mixed: Tensor) -> Tensor:
+        """Return attention of the pack's own tokens, which are all tokens here."""
         return mixed
 
     def dropout(self, dropout: TokenDropout) -> TokenDropout:
+        """Return the dropout unchanged: the placeholders are tokens of the pack."""
         return dropout
 
 
 def ahead(
     context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
 ) -> Ahead:
-    """Before each sequence of a pack of `num_tokens` the prefix's `count`, once before a beginning
-    that several share.
+    """Insert the prefix of `count` tokens before each sequence of a pack of `num_tokens`.
+
+    A beginning that several sequences share gets one prefix.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()
@@ -108,8 +117,10 @@ def ahead(
             [_goes_on(context.joins, start) for start in dense.starts[:-1]], device=device
         ).long()
     before = begins.cumsum(0)  # prefixes up to each segment's first token
+    # Find the new index of each token of the pack.
     kept = torch.arange(num_tokens, device=device)
     kept = kept + count * before.repeat_interleave(bounds.diff(), output_size=num_tokens)
+    # Find the indices of the prefixes' tokens: before the first token of each sequence.
     if isinstance(context, Dense):
         first = bounds[:-1]
     else:
@@ -120,12 +131,14 @@ def ahead(
         + count * torch.arange(copies, device=device)[:, None]
         + torch.arange(count, device=device)
     )
+    # Invert both, and assign every token to a sequence.
     order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
     order[kept] = torch.arange(num_tokens, device=device)
     order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
     owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(
         num_tokens - 1
     )
+    # Build the attention context of the longer pack.
     bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
     wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):
@@ -136,7 +149,7 @@ def ahead(
 def cover(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
 ) -> Cover | None:
-    """Return the new tokens in place of which the `count` prefix tokens are put; None for none."""
+    """Find the new tokens that are placeholders for the `count` tokens of the prefix; None if none."""
     if isinstance(context, Paged):
         if context.decodes:
             return None
@@ -150,10 +163,7 @@ def cover(
 
 
 def begins_in_prefix(context: Cached, count: int) -> bool:
-    """Return whether a new token of the slots takes the place of a prefix token.
-
-    The prefix has `count` tokens.
-    """
+    """Return True if a new token is a placeholder for one of the prefix's `count` tokens."""
     return bool((context.before + context.used < count).any())
 
 
@@ -190,7 +200,7 @@ def _joined(context: Prefixed, dense: Dense, kept: Tensor, count: int) -> Prefix
 
 
 def _unrotated(rotation: Rotation | None, order: Tensor) -> Rotation | None:
-    """The rotation in a new order, with none of what is not among its rows."""
+    """Return the rotation in a new order; rows that it lacks (the prefix's) are not rotated."""
     if rotation is None:
         return None
     cos, sin = rotation

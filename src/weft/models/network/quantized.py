@@ -1,11 +1,11 @@
-"""Frozen matrices held in 8 or 4 bits, and computed with in the network's own dtype.
+"""Frozen matrices stored in 8 or 4 bits, and multiplied in the network's own dtype.
 
-    hold(network, "4bit", torch.bfloat16)    # of a network on the meta device: its blocks' matrices, before they have memory
+    hold(layers, "4bit", torch.bfloat16)     # layers on the meta device, before they get memory
     whole(layer.weight)                      # [out, in] in that dtype, for one product
 
-8 bits: int8 with one scale a row (absmax / 127). 4 bits: NF4 with one scale every 64 elements of a
+8 bits: int8 with one scale per row (absmax / 127). 4 bits: NF4 with one scale per 64 elements of a
 row (Dettmers et al. 2023, "QLoRA", section 3; scales stay float32), by `bitsandbytes`. Values are
-rounded where they are copied in, so loading never holds a whole network in a wider form.
+rounded when they are copied in, so loading never needs memory for the whole unrounded network.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from weft import kernels
 Kind = Literal["8bit", "4bit"]
 LIBRARY = "bitsandbytes"  # for 4 bits
 BLOCK = 64  # elements of a row that share a scale in 4 bits
-LIMIT = 127  # of an int8
+LIMIT = 127  # largest int8
 FORM = "nf4"
 _aten = torch.ops.aten
 
 
 class Quantized(Tensor):
-    """A matrix [out, in] of which only the rounded form is held.
+    """Matrix [out, in] that is stored only in rounded form.
 
-    It has the shape and dtype of the whole; rows can be taken, and values copied in. Any other
-    operation sees the whole matrix.
+    It has the shape and dtype of the whole matrix. Rows can be selected and values copied in; any
+    other operation uses the dequantized matrix.
     """
 
     codes: Tensor  # [out, in] int8, or [out, in / 2] uint8
@@ -53,7 +53,7 @@ class Quantized(Tensor):
     def unfilled(
         cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str
     ) -> Quantized:
-        """A matrix whose values are still to be copied in."""
+        """Return a matrix without values, which are to be copied in later."""
         if kind == "8bit":
             codes = torch.empty(rows, columns, dtype=torch.int8, device=device)
             scales = (rows, 1)
@@ -64,19 +64,20 @@ class Quantized(Tensor):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the rounded values and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def on(self, device: torch.device | str) -> Quantized:
-        """The same matrix in another place, without values where it had none."""
+        """Return an empty matrix of the same form on another device."""
         rows, columns = self.shape
         return Quantized.unfilled(rows, columns, self.kind, self.dtype, device)
 
     def rows(self, where: slice) -> Quantized:
-        """Some of its rows: what is copied in there changes them here."""
+        """Return some rows as a view: values copied to it change this matrix."""
         return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
 
     def whole(self) -> Tensor:
-        """[out, in] in its dtype."""
+        """Return the dequantized matrix [out, in] in its dtype."""
         if self.kind == "8bit":
             return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
         shape = tuple(self.shape)
@@ -87,7 +88,7 @@ class Quantized(Tensor):
         return made
 
     def hold(self, values: Tensor) -> None:
-        """Round these values and hold them."""
+        """Round these values and store them."""
         values = values.to(self.codes.device, torch.float32).expand(self.shape).contiguous()
         if self.kind == "8bit":
             scales = values.abs().amax(1, keepdim=True) / LIMIT
@@ -148,13 +149,14 @@ OWN: dict[Any, Callable[..., Any]] = {
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A matrix as products take it."""
+    """Return a matrix in a form that can be multiplied: dequantized if it is `Quantized`."""
     return weight.whole() if isinstance(weight, Quantized) else weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b [T, in] -> [T, out] of a frozen `Quantized` W, of which the backward pass keeps the
-    rounded form alone.
+    """Return x W^T + b, [T, out], for x [T, in] and a frozen `Quantized` W.
+
+    The backward pass keeps only the rounded form of W.
     """
     assert isinstance(weight, Quantized)
     made: Tensor = _Linear.apply(x, weight, bias)
@@ -162,6 +164,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """Autograd function of `linear`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
@@ -178,9 +182,10 @@ class _Linear(torch.autograd.Function):
 
 
 def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
-    """Have these layers' matrices `weight`, on the meta device, held in few bits from the time that
-    they get memory; how many elements that are. One whose rows are no whole blocks in 4 bits stays
-    as it is.
+    """Replace these layers' matrices `weight`, on the meta device, by quantized ones.
+
+    Returns the number of their elements. In 4 bits, a matrix whose rows are not whole blocks is
+    left unchanged.
     """
     count = 0
     for layer in layers:
@@ -197,9 +202,7 @@ def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:
-    """Do what `network.to_empty(device)` does, also where some of the matrices are held in few
-    bits.
-    """
+    """Allocate a network like `network.to_empty(device)`, also if some matrices are quantized."""
     held = [
         module
         for module in network.modules()
@@ -217,9 +220,9 @@ def give_memory(network: nn.Module, device: torch.device) -> None:
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of the meta device.
+    """Return memory for a tensor of the meta device.
 
-    Its `empty_like` loads sympy, which takes a third of a second.
+    `torch.empty_like` would load sympy for such a tensor, which takes a third of a second.
     """
     if type(like) in (Tensor, nn.Parameter):
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
@@ -227,7 +230,7 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
 
 
 def num_bytes(network: nn.Module) -> tuple[int, int]:
-    """(elements that are held in few bits, their bytes with scales)."""
+    """Return (number of quantized elements, their bytes including scales)."""
     held = [weight for weight in network.parameters() if isinstance(weight, Quantized)]
     return sum(weight.numel() for weight in held), sum(weight.num_bytes for weight in held)
 

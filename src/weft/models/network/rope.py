@@ -15,17 +15,18 @@ from torch import Tensor
 
 from weft.models.network.config import Rope
 
-# schemes in which a position's angles depend on how long its sequence is
+# Schemes in which a position's angles depend on the length of its sequence.
 CHANGING = ("dynamic", "longrope")
 
 
 def rotation(
     rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
+    """Return (cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
 
-    `lengths` int64 [T] is the length of each token's sequence: schemes that depend on it (dynamic,
-    longrope) choose per sequence, so that a pack computes what each sequence computes alone.
+    `lengths` int64 [T] is the length of each token's sequence. Schemes that depend on it (dynamic,
+    longrope) use each sequence's own length, so a pack gives the same results as separate
+    sequences.
     """
     frequencies, factor = _frequencies(rope, lengths)
     angles = (positions[:, None].float() * frequencies)[:, None]
@@ -38,7 +39,7 @@ def rotation(
 
 
 def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
-    """(frequencies float32 [dim / 2] or [T, dim / 2], factor of cos and sin)."""
+    """Return (frequencies float32 [dim / 2] or [T, dim / 2], factor of cos and sin)."""
     exponents, plain = _plain(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":
@@ -59,13 +60,16 @@ def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
 
 @functools.lru_cache(maxsize=16)
 def _plain(theta: float, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(exponents, unscaled frequencies), each float32 [dim / 2]; every decode step asks for them."""
+    """Return (exponents, unscaled frequencies), each float32 [dim / 2].
+
+    The result is cached, since every decode step needs it.
+    """
     exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
     return exponents, 1.0 / theta**exponents
 
 
 def _dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
-    """NTK-aware: beyond the trained length the base grows with the sequence (bloc97, 2023)."""
+    """Return NTK-aware frequencies: beyond the trained length, the base grows (bloc97, 2023)."""
     factor = rope.values["factor"]
     original = rope.values["original"]
     over = lengths.clamp_min(original).float() / original
@@ -74,7 +78,9 @@ def _dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, a smooth passage
+    """Return the frequencies of Llama 3.1.
+
+    Low frequencies are divided by `factor`, high ones are unchanged, with a smooth transition
     between.
     """
     low = values["low_freq_factor"]
@@ -86,8 +92,10 @@ def _llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor) -> Tensor:
-    """YaRN (Peng et al. 2023), section 3.2: dimensions that turn often are kept, those that turn
-    rarely are interpolated.
+    """Return the frequencies of YaRN (Peng et al. 2023), section 3.2.
+
+    High frequencies are unchanged, low ones are divided by `factor`, with a linear transition
+    between.
     """
     values = rope.values
 

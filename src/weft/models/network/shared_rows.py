@@ -1,6 +1,4 @@
-"""States of which each of several ranks has some rows: between attention and MLP, where a row needs
-no other.
-"""
+"""Rows of states that are shared among ranks between attention and MLP (sequence parallelism)."""
 
 from __future__ import annotations
 
@@ -20,19 +18,21 @@ class RowShare(Protocol):
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """[n, ...] -> all rows, where each rank makes another part of the result of them: gradients
-        are summed.
+        """Return all rows, given this rank's [n, ...]; in the backward pass, gradients are summed.
+
+        Used if each rank computes a different part of the result from the rows.
         """
         ...
 
     def gather_alike(self, x: Tensor) -> Tensor:
-        """Gather rows as `gather` does, if all ranks compute the same result from them."""
+        """Return all rows, given this rank's [n, ...]; gradients are not summed.
+
+        Used if all ranks compute the same result from the rows.
+        """
         ...
 
     def scatter(self, x: Tensor) -> Tensor:
-        """All rows, each a sum of which every rank has a part -> those of this rank [n, ...],
-        summed.
-        """
+        """Sum all rows over the ranks and return this rank's rows [n, ...] of the sum."""
         ...
 
 
@@ -44,7 +44,7 @@ class SharedRows:
     """
 
     tokens: RowShare  # of all tokens of the pack
-    wanted: RowShare  # of the rows that are wanted after the last block
+    wanted: RowShare  # of the rows whose output is wanted after the last block
     kept: Tensor
 
 
@@ -54,7 +54,7 @@ class RowSharing(Protocol):
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
         """Return the shares of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted.
 
-        None: the states at every token.
+        With None, the states at all tokens are wanted.
         """
         ...
 
@@ -64,8 +64,10 @@ class RowSharing(Protocol):
 
 
 def entered(x: Tensor, share: RowShare | None, enter: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """States as a layer reads them of which ranks hold a part each: all rows, the ranks' gradients
-    summed. `enter` does it where all rows are here; None: one rank has the whole layer.
+    """Return the states that a split layer reads: all rows, with gradients summed over the ranks.
+
+    `share` gathers the rows; without it, all rows are already here and `enter` sums the gradients.
+    If both are None, this rank has the whole layer.
     """
     if share is not None:
         return share.gather(x)

@@ -1,4 +1,4 @@
-"""A vocabulary of which each of several ranks holds a part: what a head asks of the others."""
+"""Interface of a vocabulary that is split over ranks, as the head uses it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor
 
 
 class VocabularySplit(Protocol):
-    """Joins what ranks have that hold consecutive parts of the vocabulary each; tensors are one
-    number a row, or a few.
+    """Operations over ranks that have consecutive parts of the vocabulary each.
+
+    Tensors have one number per row, or a few.
     """
 
     @property
@@ -20,31 +21,31 @@ class VocabularySplit(Protocol):
 
     @property
     def size(self) -> int:
-        """Ids in all."""
+        """Number of ids of the whole vocabulary."""
         ...
 
     @property
     def widest(self) -> int:
-        """Most ids that a rank holds."""
+        """Largest number of ids of a rank."""
         ...
 
     def logsumexp(self, own: Tensor) -> Tensor: ...
     def sum(self, own: Tensor) -> Tensor: ...
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
-        """The ids of the largest values, the first rank's where several are equal."""
+        """Return the ids of the largest values; on ties, the id of the first rank."""
         ...
 
     def gather(self, own: Tensor) -> Tensor:
-        """[R, ids of this rank] -> [R, all ids], without a gradient."""
+        """Return the values of all ids, without a gradient: [R, ids of this rank] -> [R, all ids]."""
         ...
 
     def every(self, own: Tensor) -> Tensor:
-        """[R, K] of each rank -> [R, ranks * K], in the order of ranks, without a gradient."""
+        """Return the values of all ranks in order, without a gradient: [R, K] -> [R, ranks * K]."""
         ...
 
 
 def own_ids(ids: Tensor, size: int, split: VocabularySplit | None) -> Tensor:
-    """Ids in a rank's part of the vocabulary, of `size`; -1 for those that lie in another."""
+    """Return ids relative to this rank's part of the vocabulary, of `size` ids; -1 for other ids."""
     if split is None:
         return ids
     local = ids - split.first

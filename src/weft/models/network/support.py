@@ -1,4 +1,4 @@
-"""The ids that sampling kept at each row, and which ids of a row's logits lie outside them."""
+"""Ids that sampling kept at each row, over which log-probs are normalized."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from weft import kernels
 
 @dataclass(frozen=True)
 class Support:
-    """The ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalised over
-    them.
+    """Ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalized over them.
 
-    A row without ids is normalised over the whole vocabulary. A row's label always counts as kept.
+    A row without ids is normalized over the whole vocabulary. A row's label always counts as kept.
     """
 
     ids: Tensor  # int64 [sum of counts]
@@ -27,7 +26,7 @@ class Support:
 
     @cached_property
     def host_counts(self) -> npt.NDArray[np.int64]:
-        """Waits for the device where nobody has said them."""
+        """The counts on the host; waits for the device if they are not known there."""
         if self.known is None:
             counts: npt.NDArray[np.int64] = self.counts.cpu().numpy()
         else:
@@ -36,11 +35,11 @@ class Support:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[N], on the host: one past each row's last id."""
+        """[N], on the host: index after each row's last id."""
         return np.cumsum(self.host_counts)
 
     def select(self, rows: npt.NDArray[np.int64]) -> Support:
-        """The support of some rows, in rising order."""
+        """Return the support of some rows, in rising order."""
         chosen = np.zeros(len(self.host_counts), np.bool_)
         chosen[rows] = True
         kept = np.flatnonzero(np.repeat(chosen, self.host_counts))
@@ -52,14 +51,15 @@ class Support:
         )
 
     def outside(self, rows: slice, labels: Tensor, ids: slice) -> Tensor:
-        """bool [R, ids]: which of a span of ids are kept at none of `rows`, consecutive ones;
-        `labels` [R] count as kept.
+        """Return a mask [R, ids] of the ids that were not kept.
+
+        `rows` are consecutive rows and `ids` a span of ids; `labels` [R] count as kept.
         """
         first = int(self.ends[rows.start] - self.host_counts[rows.start])
         size = ids.stop - ids.start
         kept = self.ids[first : int(self.ends[rows.stop - 1])]
         here = self.counts[rows]
-        # the last column takes ids of other spans
+        # Ids outside the span are written to an extra last column.
         outside = (here > 0)[:, None].repeat(1, size + 1)
         row = torch.arange(len(here), device=kept.device)
         for at, of_row in (

@@ -1,9 +1,8 @@
-"""From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for
-float64 networks).
+"""Log-probs, entropy and top-1 from hidden states, in float32 (float64 for float64 networks).
 
-The [N, vocabulary] logits never exist at once: the pass goes through the rows in chunks. Where a
-row's gradient depends on its own outputs alone, each chunk's gradients are made while its logits
-are there; else the backward pass computes them again.
+The logits [N, vocabulary] never exist as a whole: rows are computed in chunks. If a row's gradient
+depends only on its own outputs, each chunk's gradients are computed together with its logits; else
+the backward pass computes the logits again.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ from weft.models.network.packed import RowGradient
 from weft.models.network.split import VocabularySplit, own_ids
 from weft.models.network.support import Support
 
-# Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large
-# vocabulary take; an accelerator needs more rows to run at full speed.
+# Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
+# float32; an accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
+LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, too costly for fewer rows
 
 
 @dataclass(frozen=True)
 class Projection:
-    """The output layer: logits = cap(hidden weight^T + bias) / temperature, cap(x) = softcap tanh(x
-    / softcap).
-    """
+    """Output layer: logits = cap(hidden weight^T + bias) with cap(x) = softcap tanh(x / softcap)."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
-    split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
-    # where the weight's gradient goes in place of its `grad`
+    split: VocabularySplit | None = None  # if the weight has only a part of the vocabulary
+    # sum to which the weight's gradient is added, instead of its `grad`
     gradient_sum: kernels.GradientSum | None = None
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids of the whole vocabulary."""
         return self.weight.shape[0] if self.split is None else self.split.size
 
     def chunk_rows(self) -> int:
-        """Rows whose logits are held at once: as many on every rank."""
+        """Return the number of rows whose logits are computed at once; equal on all ranks."""
         return chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device
         )
 
     def logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the
-        caller wants to hold. `wide` is what `kernels.kept_wide` made of the weight.
+        """Return float32 logits [R, V] of the whole vocabulary, before any temperature.
+
+        All R rows are computed at once. `wide` is the result of `kernels.kept_wide` for the weight.
         """
         own = self.own_logits(hidden, wide)
         return own if self.split is None else self.split.gather(own)
@@ -75,14 +74,15 @@ def token_outputs(
     chunk: int | None = None,
     gradient: RowGradient | None = None,
 ) -> dict[Output, Tensor]:
-    """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H]
-    and `labels` int64 [N].
+    """Return the outputs `want`: log-probs of `labels`, entropy in nats and top1, each float32 [N].
 
-    All are of softmax(logits / temperature), over the support where one is given. Log-probs and
-    entropy are differentiable in the hidden states and the projection; top1 (1 where the label is
-    the likeliest id) is not. `chunk` is the number of rows handled at once; by default as many as
-    keep the logits small. `gradient` says what log-probs and entropy will get, where each row's
-    depends on its own outputs alone: the backward pass then need not compute the logits again.
+    `hidden` is [N, H] and `labels` int64 [N]. The distribution is softmax(logits / temperature),
+    over the support if one is given. Log-probs and entropy are differentiable in the hidden states
+    and the projection; top1 (1 if the label is the most likely id) is not.
+
+    `chunk` is the number of rows computed at once, by default as many as keep the logits small.
+    `gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
+    backward pass then need not compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.chunk_rows()
@@ -97,12 +97,14 @@ def token_outputs(
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Rows whose logits are held at once."""
+    """Return the number of rows whose logits are computed at once."""
     return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
 @dataclass(frozen=True)
 class _Settings:
+    """Arguments of `_TokenOutputs` other than tensors with gradients."""
+
     softcap: float | None
     temperature: float
     chunk: int
@@ -115,8 +117,9 @@ class _Settings:
 
 
 class Gradients:
-    """The gradients of a projection's inputs, added up over chunks of rows; that of the weight for
-    its `gradient_sum`, where it has one.
+    """Gradients of a projection's inputs, summed over chunks of rows.
+
+    The weight's gradient goes to its `gradient_sum` if there is one.
     """
 
     def __init__(
@@ -139,8 +142,9 @@ class Gradients:
             self._grad_bias = None
 
     def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
-        """The gradient by the logits of `rows` is scale * grad_logits; the scale goes to the short
-        side of each product.
+        """Add the gradients of `rows`, whose logits have the gradient scale * grad_logits.
+
+        The scale is applied to the smaller factor of each product.
         """
         hidden, weight, _ = self._inputs
         grad_raw = grad_logits.to(weight.dtype)
@@ -155,7 +159,7 @@ class Gradients:
 
     def _add_weight(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._grad_weight is None and (hidden.dtype == self._kept or not hidden.is_cpu):
-            # There is nothing yet that would have to be filled and read.
+            # The first product can be the sum itself: no zeros need to be written and read.
             self._grad_weight = kernels.wide_product(grad_logits.T, hidden.T)
         else:
             kernels.add_product(self._weight_so_far(), grad_logits.T, hidden.T)
@@ -166,7 +170,7 @@ class Gradients:
         return self._grad_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """In the dtypes of the inputs; to be asked for once."""
+        """Return the gradients in the dtypes of the inputs; can be called once."""
         _, weight, bias = self._inputs
         grad_weight = None
         if self._needed[1] and self._gradient_sum is not None:
@@ -182,7 +186,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Logits of some rows over the temperature, with statistics of their softmax or all log-probs."""
+    """Logits over the temperature of some rows, with the statistics of their softmax or log-probs."""
 
     logits: Tensor
     capped: Tensor
@@ -192,10 +196,13 @@ class _Softmax:
     def gradient(
         self, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        """(the gradient by the logits before the temperature [R, V], what to multiply its rows by
-        [R]), in the place of what was known. A label below 0 is another rank's.
+        """Return (gradient with respect to the logits before the temperature [R, V], factors [R]).
+
+        The gradient's rows are still to be multiplied by the factors. The logits or log-probs are
+        overwritten. A label below 0 is in another rank's part of the vocabulary.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
+        # Weft's kernel computes the gradient from the statistics.
         if self.found is not None:
             if settings.softcap is not None and self.logits is self.capped:
                 made = self.capped.clone()
@@ -203,6 +210,7 @@ class _Softmax:
                 made = self.logits
             kernels.to_gradients(made, self.found, labels, grad_logprob, grad_entropy)
             return through_cap(made, self.capped, settings.softcap), whole
+        # Torch computes it from the log-probs.
         assert self.logp is not None
         if grad_entropy is None:
             p = self.logp.exp_()
@@ -220,14 +228,14 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Known:
-    """Results of one chunk of rows; `entropy` and `best` [R] only if they are wanted."""
+    """Results of one chunk of rows; `entropy` and `best` [R] are None if they are not wanted."""
 
     softmax: _Softmax
-    labels: Tensor  # in this rank's part of the vocabulary; below 0 where it lies in another
+    labels: Tensor  # relative to this rank's part of the vocabulary; below 0 if not in it
     logprobs: Tensor
     lse: Tensor | None = None
     entropy: Tensor | None = None
-    best: Tensor | None = None  # the likeliest id, in the whole vocabulary
+    best: Tensor | None = None  # the most likely id of the whole vocabulary
 
 
 def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> _Known:
@@ -255,8 +263,8 @@ def _known_of_part(
 ) -> _Known:
     """Compute the results as `_known` does, from logits of one part of the vocabulary.
 
-    With lse_r and H_r of a rank's part, the log of the sum over all is lse = logsumexp of lse_r,
-    and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
+    With lse_r and H_r of each rank's part, the log of the sum over all ids is lse = logsumexp of
+    lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
     """
     labels = own_ids(labels, logits.shape[1], split)
     found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
@@ -276,6 +284,8 @@ def _known_of_part(
 
 
 class _TokenOutputs(torch.autograd.Function):
+    """Autograd function of `token_outputs`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -297,6 +307,7 @@ class _TokenOutputs(torch.autograd.Function):
         total = None
         if settings.gradient is not None and any(ctx.needs_input_grad):
             total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
+        # Compute the outputs chunk by chunk, and the gradients too if their function is known.
         for rows in chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             known = _known(
@@ -313,12 +324,12 @@ class _TokenOutputs(torch.autograd.Function):
                 for name, value in settings.gradient(outputs).items():
                     given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
                 total.add(rows, *known.softmax.gradient(known.labels, *_of(given, rows), settings))
-            del capped, known  # before the next rows' are made
+            del capped, known  # free them before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
         ctx.settings = settings
         ctx.made = None if total is None else (total, given)
         ctx.mark_non_differentiable(top1)
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing here
+        ctx.set_materialize_grads(False)  # no backward cost for an entropy that is only reported
         return logprobs, entropies, top1
 
     @staticmethod
@@ -329,13 +340,15 @@ class _TokenOutputs(torch.autograd.Function):
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
-        ctx.made = None  # nothing but the parameters keeps them
+        ctx.made = None  # free the gradients, except those of the parameters
+        # Use the gradients of the forward pass if they are for these gradients of the outputs.
         if (
             made is not None
             and same(gradients[0], made[1].get("logprobs"))
             and same(gradients[1], made[1].get("entropy"))
         ):
             return made[0].cast()
+        # Else compute the logits again.
         total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         known: dict[Output, Tensor] = {
             "logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]
@@ -353,7 +366,7 @@ class _TokenOutputs(torch.autograd.Function):
                 entropies[rows] if "entropy" in known else None,
             )
             total.add(rows, *softmax.gradient(at, *_of(known, rows), settings))
-            del capped, softmax  # before the next rows' are made
+            del capped, softmax  # free them before the next chunk is computed
         return total.cast()
 
 
@@ -365,7 +378,7 @@ def _again(
     lse: Tensor,
     entropy: Tensor | None,
 ) -> tuple[_Softmax, Tensor]:
-    """(the softmax of rows whose statistics are known, their labels as `_Known` has them)."""
+    """Return (softmax of rows with known statistics, their labels in the form of `_Known`)."""
     if settings.split is not None:
         labels = own_ids(labels, logits.shape[1], settings.split)
     if settings.split is not None or kernels.serves(logits):
@@ -380,7 +393,7 @@ def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor
 
 
 def through_cap(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
-    """The gradient by logits before the cap, in the place of that by `capped` ones."""
+    """Return the gradient with respect to logits before the soft cap; overwrites `grad_logits`."""
     if softcap is None:
         return grad_logits
     return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
@@ -397,14 +410,17 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def chunks(total: int, size: int) -> list[slice]:
-    """Rows 0 to `total`, `size` at a time."""
+    """Return the rows 0 to `total` as slices of at most `size` rows."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _project(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None
 ) -> Tensor:
-    """In float32 at least: logits of 20 rounded to bfloat16 would be off by up to 0.06."""
+    """Return the logits, in float32 at least.
+
+    Rounding logits of about 20 to bfloat16 would change them by up to 0.06.
+    """
     return kernels.wide_product(hidden, weight, bias, wide)
 
 
@@ -413,14 +429,14 @@ def _cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _finite(logp: Tensor, settings: _Settings) -> Tensor:
-    """logp with 0 where an id is outside its row's support, so that p log p is 0 there."""
+    """Return logp with 0 for ids outside their row's support, so that p log p is 0 there."""
     if settings.support is None:
         return logp
     return logp.masked_fill(logp == float("-inf"), 0.0)
 
 
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
-    """Logits over the temperature; ids outside a row's support at minus infinity."""
+    """Return logits over the temperature; ids outside a row's support are minus infinity."""
     if settings.temperature != 1.0:  # in place where nobody asks for those before it
         if settings.softcap is None:
             logits = logits.div_(settings.temperature)

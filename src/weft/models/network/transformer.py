@@ -1,4 +1,4 @@
-"""The packed decoder. One class covers the families; `TransformerConfig` says what each does.
+"""The decoder, for packed sequences; one class for all families, configured by `TransformerConfig`.
 
     Transformer(config, head="lm", pooling="last")
     network(x: Packed, want, temperature=1.0, support=None) -> {output: float32 array}
@@ -6,23 +6,25 @@
     network.hidden(x) -> [T, width] after the last norm, or [N, width] with hidden(x, rows)
     network.next_token_logits(hidden_rows [R, width]) -> [R, V] float32
 
-Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding
-where they begin at 0 and with the last norm and head where they end at the last. Without the
-embedding a pass is given `states` [T, hidden]; without the head it returns them. Where blocks
-between are missing, runs of those that are there compute, each a network of its own over the same
-modules (`split`). A network that holds a part of the heads, of the MLP's width or of the vocabulary
-is built of a config with smaller numbers; what joins such parts hangs itself on `embed`, on the
-blocks and before the head from outside. It may give each rank its own rows of the states between
-attention and MLP (`sharing`), in `forward` alone: generation goes past it.
+Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks, with the
+embedding if they begin at 0, and with the last norm and the head if they include the last block.
+Without the embedding, a pass gets `states` [T, hidden]; without the head, it returns them. If
+blocks in between are missing, each run of consecutive blocks becomes a network over the same
+modules (`split`).
 
-Parameters, by their canonical names (`weft.models.network.parameters` says where each is stored):
+Under tensor parallelism, a rank's network has a config with fewer heads, a narrower MLP and a
+smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
+the blocks and the head. The ranks can also share the rows of the states between attention and MLP
+(`sharing`), but only in `forward`: generation uses whole states.
+
+Parameters, by canonical name (`weft.models.network.parameters` finds where each is stored):
 `embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`,
 `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`,
 `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
 `blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in],
 `blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention and MLP),
 `blocks.{i}.{norm1_post,norm2_post}.weight` (after them), `norm.{weight,bias}`, `head.{weight,bias}`
-(absent where tied: the embedding's matrix serves), `score.weight` [1, width] (value and score
+(absent if tied: the embedding's matrix is used), `score.weight` [1, width] (value and score
 heads, in place of `head`).
 """
 
@@ -61,10 +63,10 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 
 class Embedding(nn.Module):
-    """[V, width] looked up at tokens int64 [T].
+    """Embedding matrix [V, width], looked up at tokens int64 [T].
 
-    Of a rank that holds the ids from `first` on, others give zeros; `reduce` sums what the ranks
-    have, or `share` where they share the rows.
+    A rank can have only the ids from `first` on; it returns zeros for other ids, and `reduce` sums
+    the results of the ranks. If the ranks share the rows of a pass, `share` sums instead.
     """
 
     def __init__(self, size: int, width: int) -> None:
@@ -84,6 +86,8 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
+    """Decoder of packed sequences, or one stage of it; see this module's docstring."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -96,17 +100,20 @@ class Transformer(nn.Module):
         self.config = config
         self.kind = head
         self.pooling = pooling
-        self.vocab_size = config.vocab_size  # ids in all, of which a rank may hold a part
-        # numbers of its blocks, rising
+        self.vocab_size = config.vocab_size  # whole vocabulary, also if this rank has only a part
+        # Numbers of the local blocks in the whole network, in rising order.
         self.held_layers = range(config.num_layers) if layers is None else layers
-        self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
-        # also where they could be computed once: ranks share the tokens of a pack
+        # Every n-th block is computed again in the backward pass; 0: none.
+        self.recompute_every = 0
+        # True if ranks share the tokens of a pack: prefixes are then repeated per sequence.
         self.repeats_prefixes = False
-        # joins ranks' gradients of what the head reads
+        # Sums the gradients of the head's inputs over the ranks.
         self.enter: Callable[[Tensor], Tensor] | None = None
-        self.sharing: RowSharing | None = None  # where ranks share the rows of the states of a pack
-        # padding token; a sequence's score is read at the last token before it
+        # Set if ranks share the rows of the states of a pack.
+        self.sharing: RowSharing | None = None
+        # Padding token: a sequence's score is read at its last other token.
         self.padding: int | None = None
+        # Create the modules of this stage.
         width = config.embed_dim or config.hidden_size
         hidden = config.hidden_size
         self.begins = self.held_layers[0] == 0
@@ -138,17 +145,17 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         layers: Sequence[int] | None = None,
     ) -> Transformer:
-        """The network with memory for its weights and no values in it: nothing is drawn from a
-        random generator.
-        """
+        """Return a network with uninitialized weights, without drawing from a random generator."""
         with torch.device("meta"):
             network = cls(config, head, pooling, layers=layers)
         return network.to(dtype).to_empty(device=device)
 
     def split(self, runs: Sequence[range]) -> list[Transformer]:
-        """Networks of these runs of its layers, which are all that it has.
+        """Split the network into one network for each of these runs of its layers.
 
-        They are submodules of it from then on, and what they hold is what it holds.
+        Together, the runs must be all of its layers.
+
+        The new networks become submodules of this one and share its parameters.
         """
         parts = []
         for run in runs:
@@ -175,15 +182,18 @@ class Transformer(nn.Module):
         support: Support | None = None,
         states: Tensor | None = None,
     ) -> dict[Output, Tensor] | Tensor:
-        """`want` of [N] logprobs, entropy and top1, those of several ids a row (`event_outputs`),
-        [N] values, [S] scores; or the states [T, hidden] of a network that does not end (of those
-        this rank's, where they are shared; so are `states`). Raises `ConfigError` for what the head
-        lacks.
+        """Return the outputs `want`, or the states [T, hidden] if this is not the last stage.
+
+        Outputs are [N] logprobs, entropy and top1, those for several ids per row (`event_outputs`),
+        [N] values or [S] scores. If ranks share the rows of the states, `states` and the returned
+        states have this rank's rows only. Raises `ConfigError` for outputs that the head does not
+        have.
         """
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
             given = ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        # Choose the rows whose states are needed.
         mean = self.kind == "score" and self.pooling == "mean"
         rows: Tensor | None = None
         if self.ends and not mean:
@@ -192,6 +202,7 @@ class Transformer(nn.Module):
         found = self.hidden(x, rows, states, shared)
         if not self.ends:
             return found
+        # Apply the head.
         if self.kind == "lm":
             found = entered(found, None if shared is None else shared.wanted, self.enter)
             outputs: dict[Output, Tensor] = self.head(
@@ -211,11 +222,14 @@ class Transformer(nn.Module):
         states: Tensor | None = None,
         shared: SharedRows | None = None,
     ) -> Tensor:
-        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`,
-        int64 [N], alone. Of a network that does not end what its last block makes. Of all these
-        this rank's, where they are `shared`.
+        """Return hidden states [T, width] after the last norm, or only those of `rows` int64 [N].
+
+        If this is not the last stage, these are the outputs of its last block. If ranks share the
+        rows (`shared`), only this rank's are returned.
         """
-        assert self.begins != (states is not None), "states are given where there is no embedding"
+        assert self.begins != (states is not None), (
+            "states are given if and only if there is no embedding"
+        )
         keys = None
         count = self.prefix_tokens
         if x.dropout is not None:
@@ -239,8 +253,9 @@ class Transformer(nn.Module):
         return states
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, width] -> [R, V] float32 before any temperature; `wide` is what `kernels.kept_wide`
-        made of `output_matrix`.
+        """Return float32 logits [R, V] before any temperature, given states [R, width].
+
+        `wide` is the result of `kernels.kept_wide` for `output_matrix`.
         """
         return self.projection.logits(hidden_rows, wide)
 
@@ -251,7 +266,7 @@ class Transformer(nn.Module):
 
     @property
     def projection(self) -> Projection:
-        """The output layer of a network with an lm head."""
+        """Output layer of a network with an lm head."""
         return self.head.projection(self._tied)
 
     def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
@@ -276,15 +291,13 @@ class Transformer(nn.Module):
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before each sequence, of which every layer has keys and values; 0 while the prefix
-        is off.
-        """
+        """Number of prefix tokens before each sequence; 0 while the prefix is disabled."""
         own = cast(Block, self.blocks[0]).attention.prefix
         return self.config.prefix_tokens if own is not None and own.active else 0
 
     @property
     def reads_pages(self) -> bool:
-        """Keys and values may lie in pages (`weft.models.kv.pages`)."""
+        """True: keys and values can be stored in pages (`weft.models.kv.pages`)."""
         return True
 
     @property
@@ -292,7 +305,7 @@ class Transformer(nn.Module):
         return self.embed.weight if self.config.tied else None
 
     def _embedded(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
-        """[T, hidden]: tokens and positions; of this rank's tokens, where they are shared."""
+        """Return the embeddings of tokens and positions, [T, hidden], or this rank's rows of them."""
         config = self.config
         share = None if shared is None else shared.tokens
         positions = x.positions
@@ -313,10 +326,8 @@ class Transformer(nn.Module):
         return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`; of those that are
-        here.
-        """
-        # In the last block only `rows` are read, except by the experts' auxiliary loss.
+        """Return the outputs [T, hidden] of the last local block, or [N, hidden] of `rows`."""
+        # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
             around = last if number == len(self.blocks) else at
@@ -339,7 +350,7 @@ class Transformer(nn.Module):
         settings = self.config.rope
         if settings is None:
             return None
-        # Only schemes that change with the length read it; to work it out the host waits for a GPU.
+        # Only schemes that depend on the length need it; to compute it, the host waits for a GPU.
         changing = settings.scaling in rope.CHANGING
         lengths = x.attention.token_lengths if changing else x.positions
         if changing and not isinstance(x.attention, Cached | Paged):
@@ -348,7 +359,7 @@ class Transformer(nn.Module):
 
 
 def _prefix_of(x: Packed, at: BlockContext, count: int) -> prefix.Ahead | prefix.Cover | None:
-    """Return the positions of the layers' `count` prefix tokens in a pass."""
+    """Return the places of the prefix's `count` tokens in a pass; None if the pass has none."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.cover(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
