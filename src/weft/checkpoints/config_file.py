@@ -1,8 +1,9 @@
-"""A model's config.json, read and looked over without torch: what no network, tokenizer or library
-could use is refused here.
+"""Read and check a model's config.json without torch.
+
+Values that no network, tokenizer or library could use are refused.
 
 values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
-with within("critic.path=DIR/config.json"): ...          # errors of what reads the values begin with the file
+with within("critic.path=DIR/config.json"): ...          # errors raised inside begin with the file
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ DTYPES = frozenset(
         "float4_e2m1fn_x2",
     }
 )
-SHOWN = 60  # characters of a value
+SHOWN = 60  # maximum characters of a value in a message
 
 
 def read_config_file(file: Path, where: str) -> dict[str, Any]:
-    """The values of a config.json.
+    """Return the values of a config.json.
 
-    Raises `CheckpointError` that begins with `where`: the option and the file, as typed.
+    Raises `CheckpointError` that begins with `where`: the option and the file as the user typed
+    them.
     """
     values = read_object(file, where, CheckpointError)
     for key, value in values.items():
@@ -63,7 +65,7 @@ def read_config_file(file: Path, where: str) -> dict[str, Any]:
 
 @contextmanager
 def within(where: str) -> Iterator[None]:
-    """Errors of what reads the values of a config.json begin with `where`."""
+    """Prefix `CheckpointError`s raised inside with `where`."""
     try:
         yield
     except CheckpointError as error:
@@ -72,9 +74,7 @@ def within(where: str) -> Iterator[None]:
 
 @contextmanager
 def set_by(option: str) -> Iterator[None]:
-    """Errors that begin with the file say which option named it: `critic.path=DIR/config.json:
-    ...`.
-    """
+    """Prefix errors that begin with a file with the option: `critic.path=DIR/config.json: ...`."""
     try:
         yield
     except CheckpointError as error:
@@ -82,7 +82,7 @@ def set_by(option: str) -> Iterator[None]:
 
 
 def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
-    """The family of a config.json, or the one called `type`.
+    """Return the family named by a config.json, or the one called `type`.
 
     Raises `CheckpointError` with the nearest names.
     """
@@ -107,7 +107,7 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 def problem(key: str, value: Any) -> str | None:
     """Return the rule that a value violates, in words, or None.
 
-    None also for keys that not every model has.
+    Keys that not every model has are not checked.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out.
+"""Read and write Hugging Face model directories.
 
     family, config = read_config(path)                       # config.json; a hub name is fetched first
     network = load(path, "lm", device=..., dtype=...)        # a Transformer; value and score heads get new weights where absent
@@ -41,19 +41,19 @@ from weft.topology import Slice, whole
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-# config.json key of score heads that read the mean over tokens, which transformers cannot say
+# config.json key for score heads on the mean over tokens; transformers has none
 POOLING = "weft_pooling"
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-NAMED = 8  # keys that an error lists
+NAMED = 8  # maximum number of names in a message
 
 
 # -- configuration
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory of a model: `path` itself, or the hub's snapshot of it.
+    """Return the directory of a model: `path` itself, or the snapshot of a hub name.
 
-    Raises `CheckpointError` where neither is there.
+    The snapshot is downloaded if necessary. Raises `CheckpointError` if there is neither.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -82,18 +82,16 @@ def resolve(path: str | Path) -> Path:
 
 
 def weights_of(path: str | Path) -> Path:
-    """The directory that holds a model's weights: its own, or of a prefix that of the model it
-    belongs to.
-    """
+    """Return the directory with a model's weights; a prefix has those of its base model."""
     directory = resolve(path)
     found = read_prefix(directory)
     return directory if found is None else resolve(found.base)
 
 
 def config_file(path: str | Path) -> Path:
-    """A model's config.json, of a prefix its model's; of a hub name that file alone is fetched.
+    """Return the path of a model's config.json; a prefix has that of its base model.
 
-    Raises as `resolve` does.
+    For a hub name, only this file is downloaded. Raises as `resolve` does.
     """
     if (
         Path(path).expanduser().exists()
@@ -115,7 +113,7 @@ def config_file(path: str | Path) -> Path:
     except EntryNotFoundError as failed:
         if isinstance(failed, LocalEntryNotFoundError):  # the hub does not answer
             raise CheckpointError(_not_handed_out(path, failed)) from failed
-        return resolve(path) / CONFIG  # which says what such a model lacks
+        return resolve(path) / CONFIG  # its error states what the model lacks
     except (HfHubHTTPError, HFValidationError, OSError) as failed:
         raise CheckpointError(_not_handed_out(path, failed)) from failed
 
@@ -125,7 +123,10 @@ def _not_handed_out(path: str | Path, failed: Exception) -> str:
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """The values of a model directory's config.json."""
+    """Return the values of a model's config.json.
+
+    A prefix has those of its base model. Raises `CheckpointError` if there is none.
+    """
     shipped = shipped_config(str(path))
     if shipped is not None:
         return shipped
@@ -156,7 +157,7 @@ def read_config(path: str | Path, type: str | None = None) -> tuple[Family, Tran
 def check_vocabulary(
     config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str
 ) -> None:
-    """Raises `CheckpointError` where the tokenizer has ids that the model has no embedding for."""
+    """Raise `CheckpointError` if the tokenizer has ids without an embedding in the model."""
     if tokenizer_size > config.vocab_size:
         raise CheckpointError(
             f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of "
@@ -169,10 +170,10 @@ def check_vocabulary(
 
 
 class Reader:
-    """The parameters of a model directory under their canonical names, whole or in part.
+    """Reader of a model directory's parameters, by canonical name.
 
-    Opening checks every name and shape; reading a parameter's slice reads only its bytes
-    (`bytes_read`).
+    All names and shapes are checked when it is created. Reading a slice of a parameter reads only
+    its bytes (`bytes_read`).
     """
 
     def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
@@ -214,17 +215,20 @@ class Reader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most weights."""
+        """Most frequent dtype of the weights."""
         return self.files.dtype
 
     def stored_name(self, hf: str) -> str:
-        """The name in the files: checkpoints of the bare trunk lack its prefix."""
+        """Return the name in the files.
+
+        Checkpoints of a model without its head lack the family's prefix.
+        """
         return hf.removeprefix(self.family.prefix) if self._bare else hf
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """`parameter[where]` in the dtype of the files.
+        """Return `parameter[where]` in the dtype of the files.
 
-        Raises `CheckpointError` for a name that is not there.
+        Raises `CheckpointError` for an unknown or missing parameter.
         """
         if self._beside and name in self._beside:
             return self._beside.read(name, where)
@@ -255,8 +259,9 @@ class Reader:
 
 
 def _check_names(reader: Reader) -> None:
-    """Every tensor has a meaning, every parameter a tensor of its shape; but for the head, which
-    may be new or unused.
+    """Check that the files hold exactly the model's tensors, with the expected shapes.
+
+    Heads are exempt: one can be missing, to be initialized, or unused. Raises `CheckpointError`.
     """
     family = reader.family
     config = reader.config
@@ -305,11 +310,10 @@ def load(
     type: str | None = None,
     seed: int = 0,
 ) -> Transformer:
-    """The network of a model directory or hub name, in `dtype`.
+    """Load the network of a model directory or hub name, in `dtype`.
 
-    A value or score head that the directory lacks (a causal language model) is made new, as
-    `init_random` with `seed` makes it. `pooling` defaults to what the directory says, else the last
-    token.
+    A value or score head that the checkpoint lacks is initialized as by `init_random` with `seed`.
+    `pooling` defaults to the setting in config.json, else the last token.
     """
     reader = Reader(path, head, type)
     network = Transformer.empty(
@@ -335,9 +339,9 @@ def init_random(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
-    """A network from scratch.
+    """Return a network with random weights.
 
-    Values depend on `seed` and the parameter's name alone, so an actor and its ref are equal.
+    Values depend only on `seed` and the parameter's name, so an actor and its reference are equal.
     """
     network = Transformer.empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():
@@ -346,14 +350,14 @@ def init_random(
 
 
 def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, seed: int) -> None:
-    """Initial values of one parameter, drawn in float32 on the CPU whatever the device.
+    """Initialize a parameter; random values are drawn in float32 on the CPU for any device.
 
-    Matrices and embeddings: normal with the configuration's `initializer_range`; those that write
-    into the residual stream (o, down) divided by sqrt(2 layers) (Radford et al. 2019, section 2.3).
-    Norms start as the identity, biases at 0. A score head: normal with standard deviation
-    1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores start near unit variance.
-    A value head: 0, so that a new critic's first advantages are the returns themselves, without
-    noise.
+    Matrices and embeddings are normal with standard deviation `initializer_range`; those that write
+    into the residual stream (o, down) are divided by sqrt(2 layers) (Radford et al. 2019, section
+    2.3). Norms start as the identity, and biases at 0. A score head is normal with standard
+    deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores have about unit
+    variance. A value head starts at 0, so that the first advantages of a new critic are the returns
+    without noise.
     """
     with torch.no_grad():
         parameter.copy_(initial(name, tuple(parameter.shape), config, head, seed))
@@ -362,7 +366,7 @@ def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, se
 def initial(
     name: str, shape: tuple[int, ...], config: TransformerConfig, head: Head, seed: int
 ) -> Tensor:
-    """The values that `fill` gives, float32 on the CPU."""
+    """Return the values of `fill`, in float32 on the CPU."""
     if name.endswith(".bias") or (head == "value" and name == "score.weight"):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -382,7 +386,7 @@ def _initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -
 
 
 def parameter_shapes(config: TransformerConfig, head: Head = "lm") -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape, without memory for any of them."""
+    """Return the shapes of all parameters by canonical name, without allocating them."""
     with torch.device("meta"):
         return {
             name: tuple(p.shape) for name, p in canonical_values(Transformer(config, head)).items()
@@ -403,13 +407,12 @@ def save(
     family: Family | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a directory that `transformers` loads: weights, generation_config.json, and config.json
-    last.
+    """Write a directory that `transformers` loads: weights and configuration files.
 
-    `parameters` are canonical; they are written in `dtype` (their own by default). A
-    generation_config.json that is there already keeps what it says of anything but special tokens.
-    Every file stands under another name until it is complete, so a directory with a config.json is
-    whole. Raises `RunError` where the disk refuses.
+    `parameters` have canonical names; they are written in `dtype` (default: their own). An existing
+    generation_config.json is updated only in its special tokens. Each file has a temporary name
+    until it is complete, and config.json is written last, so a directory with a config.json is
+    complete. Raises `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -442,7 +445,7 @@ def save_config(
     dtype: torch.dtype,
     pooling: Pooling = "last",
 ) -> None:
-    """Write the files that `save` puts next to the weights."""
+    """Write the configuration files that `save` writes."""
     _write_config(
         Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
     )
@@ -464,15 +467,16 @@ def _write_config(
 
 
 def name_mean_pooled(directory: Path) -> None:
-    """Give a saved reward model with mean pooling its own architecture, in place of that of
-    `transformers`' class.
+    """Write the architecture of reward models with mean pooling into a saved model's config.json.
+
+    It replaces the name of the `transformers` class, which would use the last token.
     """
     values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
     weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
-    """Write generation_config.json, whole or not at all."""
+    """Write generation_config.json atomically."""
     weight_files.write_text(
         Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n"
     )
@@ -481,7 +485,7 @@ def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
 def assemble(
     wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) for each name, put together from the parameters it holds."""
+    """Yield (checkpoint name, tensor), with each tensor put together from its parameters."""
     held: dict[str, list[tuple[Key, Piece]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():
         for piece in pieces(key, tuple(parameters[key.name].shape)):
@@ -505,8 +509,9 @@ def assemble(
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """The configuration with `bos_token_id`, `eos_token_id`, `pad_token_id` of its tokenizer; None
-    takes one out.
+    """Return the configuration with token ids (`bos_token_id`, `eos_token_id`, `pad_token_id`).
+
+    None removes an id.
     """
     unknown = set(ids) - set(GENERATION_KEYS)
     assert not unknown, f"no token ids: {unknown}"

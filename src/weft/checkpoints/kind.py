@@ -1,4 +1,4 @@
-"""What a model's config.json says of what can run it, without torch."""
+"""Choose the backend of a model from its config.json, without torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from weft.checkpoints.names import CONFIG, HUB_NAME
 from weft.checkpoints.prefix_files import read_prefix
 from weft.registry import families
 
-OTHERS_RUN = "hf"  # the backend of models of types that weft has no family for
+OTHERS_RUN = "hf"  # backend for model types without a weft family
 OWN_RUN = "torch"
 MEAN_POOLED = (
-    # weft's own architecture: a program that goes by a name of transformers' refuses it
+    # weft's own name, so that programs which know the transformers architectures refuse it
     "WeftMeanPooledRewardModel"
 )
 SCORED = ("ForSequenceClassification", MEAN_POOLED)  # architectures of reward models
-# Types of models that read a text from both sides, or in two halves: no decoders, so that no
-# backend of weft runs them.
+# Types of bidirectional and encoder-decoder models, which no backend of weft runs.
 NO_DECODERS = frozenset(
     (
         "albert",
@@ -69,9 +68,7 @@ NO_DECODERS = frozenset(
 
 @cache
 def shipped_configs() -> dict[str, dict[str, Any]]:
-    """Return what comes with weft of the models of its recipes: their names on the hub, and the
-    values of their config.json.
-    """
+    """Return the config.json values that are shipped for the models of weft's recipes, by hub name."""
     models: dict[str, dict[str, Any]] = json.loads(
         (Path(weft.__file__).parent / "recipes" / "models.json").read_text()
     )
@@ -79,10 +76,10 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 
 
 def shipped_config(path: str) -> dict[str, Any] | None:
-    """Return the values that come with weft for a model of a recipe whose own config.json is not on
-    this machine, else None.
+    """Return the shipped config.json values of a recipe's model, or None.
 
-    A plan reads them. A run has fetched the file before it looks.
+    They are used for plans. The result is None if the model's own config.json is on this machine,
+    as it is in a run.
     """
     if path not in shipped_configs() or Path(path).exists():
         return None
@@ -94,9 +91,10 @@ def shipped_config(path: str) -> dict[str, Any] | None:
 
 
 def values_of(path: str) -> Mapping[str, Any]:
-    """The config.json of a model on this machine, in the hub's cache, or among those of the
-    recipes; of a prefix its model's; empty where there is none. Raises `CheckpointError` that
-    begins with the file for one that cannot be used.
+    """Return the values of a model's config.json without downloading it, or an empty mapping.
+
+    It is looked up in the directory, in the hub's cache and among the shipped ones; a prefix has
+    that of its base model. Raises `CheckpointError` that begins with the file if it is invalid.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
@@ -119,9 +117,7 @@ def gives_scores(values: Mapping[str, Any]) -> bool:
 
 
 def backend_of(values: Mapping[str, Any]) -> str:
-    """The backend that runs a model by its config.json: `torch`, or `hf` where weft has no family
-    of its type.
-    """
+    """Return the backend for a model: `torch`, or `hf` if weft has no family of its type."""
     kind = values.get("model_type")
     return OWN_RUN if kind is None or kind in families.names() else OTHERS_RUN
 

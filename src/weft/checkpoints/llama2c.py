@@ -52,7 +52,7 @@ class Header:
 
 
 def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """(configuration, canonical parameters in float32).
+    """Return (configuration, canonical parameters in float32) of a llama2.c file.
 
     Raises `CheckpointError` for another format or size.
     """
@@ -102,7 +102,7 @@ def _header(path: Path, raw: bytes) -> Header:
 
 
 def _shapes(header: Header) -> Shapes:
-    """The tensors in file order; those of all layers stand together."""
+    """Return the shapes of the tensors in file order; a tensor has all layers."""
     layers = header.layers
     hidden = header.hidden
     inner = header.intermediate
@@ -178,7 +178,8 @@ def _parameters(header: Header, stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _halves(matrix: Tensor, heads: int) -> Tensor:
-    """Rows of each head from the layout that rotates neighbours (2i, 2i + 1) to the one that
-    rotates (i, i + dim / 2).
+    """Reorder the rows of each head from interleaved to half-split rotary pairs.
+
+    Pairs are (2i, 2i + 1) in the file and (i, i + dim / 2) in weft.
     """
     return matrix.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""How a model is named, and the one place where its name becomes a directory.
+"""Find the directory of a model from its name.
 
 runs/E/T                      the newest checkpoint of a run, of the role that serves
 runs/E/T@step40               its checkpoint of step 40; @latest is the newest
@@ -40,9 +40,9 @@ LATEST = "latest"
 SERVES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
 ASKED = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# of a name to that of the run that may have been meant; hub names are seldom like it
+# minimum similarity of a name to a suggested run; hub names are seldom above it
 LIKENESS = 0.7
-MOST_RUNS = 500  # that a hint looks through
+MOST_RUNS = 500  # maximum number of runs searched for a hint
 
 Steps = Mapping[int, Path]
 
@@ -130,7 +130,7 @@ def find(given: str, wanted: Wanted) -> Named:
 
 
 def newest_run(path: str) -> str:
-    """The newest run in a folder of runs, such as `saved_model`; anything else is itself."""
+    """Return the newest run in a folder of runs such as `saved_model`; other paths are unchanged."""
     folder = Path(path).expanduser()
     if is_model(folder) or (folder / CHECKPOINTS).is_dir():
         return path
@@ -146,7 +146,7 @@ def is_model(folder: Path) -> bool:
 
 
 def meant(given: str, fileroot: str = RUNS) -> str:
-    """A hint: the run or the neighbour of a path that a user may have meant."""
+    """Return a hint for a mistyped path: the nearest run, model or neighbour."""
     place = Path(given).expanduser()
     short = "/".join(place.parts[-2:])
     runs = {"/".join(run.parts[-2:]): run for run in _runs(fileroot)}
@@ -176,8 +176,9 @@ def meant(given: str, fileroot: str = RUNS) -> str:
 
 
 def _of_newest_run(given: str, step: str | None, role: str | None, wanted: Wanted) -> Named:
-    """The checkpoint of the newest run that has one of a fitting role; for a run under way the one
-    that it began with.
+    """Return the newest checkpoint of a suitable role among all runs.
+
+    An unfinished run that is resumed keeps the checkpoint that it began with.
     """
     if (
         wanted.began is not None
@@ -199,9 +200,9 @@ def _of_newest_run(given: str, step: str | None, role: str | None, wanted: Wante
 
 
 def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted: Wanted) -> Named:
-    """The checkpoint of a run that is asked for.
+    """Return the requested checkpoint of a run.
 
-    `place` is the run, its checkpoints, or those of a role.
+    `place` is the run, its folder of checkpoints, or the folder of one role.
     """
     inside = (place / CHECKPOINTS).is_dir() or (place / RUN).is_file()
     found = _checkpoints(place / CHECKPOINTS if inside else place)
@@ -222,7 +223,7 @@ def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted:
 
 
 def _newest(given: str, steps: Steps, role: str, wanted: Wanted) -> Named:
-    """The newest checkpoint, or for a run that is under way the one that it began with."""
+    """Return the newest checkpoint; a resumed run keeps the one that it began with."""
     newest = steps[max(steps)]
     began = None if wanted.began is None else Path(wanted.began).expanduser()
     if (
@@ -239,9 +240,9 @@ def _newest(given: str, steps: Steps, role: str, wanted: Wanted) -> Named:
 
 
 def _began(given: str, began: Path, more: str, wanted: Wanted) -> Named:
-    """The checkpoint that a run under way began with; `more` is said behind it.
+    """Return the checkpoint that a resumed run began with; `more` is appended to the note.
 
-    Raises `CheckpointError` where it is gone.
+    Raises `CheckpointError` if it no longer exists.
     """
     if not began.is_dir():
         raise CheckpointError(
@@ -258,9 +259,9 @@ def _began(given: str, began: Path, more: str, wanted: Wanted) -> Named:
 def _role(
     given: str, place: str, found: Mapping[str, Steps], asked: str | None, wanted: Wanted
 ) -> str:
-    """The role whose checkpoint is taken.
+    """Return the role whose checkpoint is used.
 
-    Raises `CheckpointError` where that cannot be told, or is not there.
+    Raises `CheckpointError` if the choice is ambiguous, or if the requested role has none.
     """
     if asked is not None:
         if asked in found:
@@ -284,7 +285,7 @@ def _many(found: Mapping[str, Steps]) -> str:
 
 
 def _checkpoints(root: Path) -> dict[str, Steps]:
-    """Role -> step -> directory."""
+    """Return the checkpoint directories by role and step."""
     if not root.is_dir():
         return {}
     own = _steps(root)
@@ -303,7 +304,7 @@ def _steps(folder: Path) -> Steps:
 
 
 def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
-    """The error for a directory in which there is no model."""
+    """Return the error for a directory without a model."""
     run = next((each for each in (place, *place.parents) if (each / RUN).is_file()), None)
     if run is not None:
         return CheckpointError(
@@ -323,7 +324,10 @@ def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
 
 
 def _forgotten(given: str, wanted: Wanted) -> Path | None:
-    """The run that `E/T` is, where `runs/` was left out; not the one that asks."""
+    """Return the run for a name `E/T` that lacks the folder `runs/`, or None.
+
+    A run does not find itself in this way.
+    """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None
     run = Path(wanted.fileroot).expanduser() / given
@@ -340,7 +344,7 @@ def _in_cache(name: str) -> bool:
 
 
 def _runs(fileroot: str) -> Iterator[Path]:
-    """Runs that have checkpoints."""
+    """Iterate over the runs that have checkpoints."""
     root = Path(fileroot).expanduser()
     if not root.is_dir():
         return

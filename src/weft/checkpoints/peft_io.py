@@ -1,11 +1,11 @@
-"""Adapters in PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
+"""Read and write adapters in PEFT's format: `adapter_model.safetensors`, `adapter_config.json`.
 
-weft's adapters stand on unfused layers. Where the checkpoint fuses several (phi3's qkv, GPT-2's
-c_attn), their adapters are one adapter of the sum of their ranks: A stacked, B block-diagonal, with
-`rank_pattern` and `alpha_pattern` keeping the scale. That is exact, and so is the way back. A stack
-of experts is one adapter an expert under the checkpoint's names.
+weft has one adapter per unfused layer. If the checkpoint fuses several layers (phi3's qkv, GPT-2's
+c_attn), their adapters are saved as one, whose rank is the sum of their ranks: A is stacked, B is
+block-diagonal, and `rank_pattern` and `alpha_pattern` preserve the scale. Both directions are
+exact. A stack of experts has one adapter per expert, under the checkpoint's names.
 
-PEFT unties what `modules_to_save` lists: an embedding that is also the output matrix is stored
+PEFT unties the modules in `modules_to_save`: an embedding that is also the output matrix is stored
 under both names.
 """
 
@@ -38,7 +38,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
-# what is trained whole where tokens were added
+# parameters that are trained in full if tokens were added
 EMBEDDINGS = ("embed.weight", "head.weight", "head.bias")
 OUTPUT = "lm_head.weight"  # the output matrix of every family's module in transformers 5
 SAME_RANK = 1e-12  # two scales that differ by less are the same
@@ -55,11 +55,11 @@ def save_adapter(
     dropout: float = 0.0,
     whole: bool = False,
 ) -> None:
-    """Write the adapters among `parameters` (canonical names, `lora_a` and `lora_b` included);
-    `scales` by layer.
+    """Write the adapters among `parameters` in PEFT's format.
 
-    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with
-    `modules_to_save`; with `whole`, the embedding and the output matrix are saved too.
+    `parameters` have canonical names, including `lora_a` and `lora_b`; `scales` are by layer, and
+    `base` is the base model. A value or score head is saved with them, as PEFT's `modules_to_save`;
+    with `whole`, the embedding and the output matrix are saved, too.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def save_adapter(
 def _export(
     keymap: KeyMap, parameters: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """(module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
+    """Yield (module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
     for hf, keys in keymap.hf_names().items():
         held = [
             key
@@ -130,11 +130,11 @@ def _export(
 def _saved_whole(
     family: Family, config: TransformerConfig, head: Head, embeddings: bool
 ) -> dict[str, str]:
-    """Map names in the checkpoint to the parameters that are saved whole beside the adapters.
+    """Map names in the checkpoint to the parameters that are saved in full with the adapters.
 
-    An embedding that is also the output matrix has the names of both. The output matrix also has
-    the name `lm_head`: PEFT goes by modules, and newer versions of transformers call that of every
-    family so, whatever its checkpoints say.
+    An embedding that is also the output matrix has the names of both. The output matrix is also
+    saved as `lm_head`: PEFT uses the names of modules, and in transformers 5 that is its module's
+    name for every family, regardless of the names in checkpoints.
     """
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
@@ -149,8 +149,9 @@ def _saved_whole(
 
 
 def _output_names(config: TransformerConfig) -> tuple[str, str]:
-    """Names of the output matrix, tied or not: in the family's checkpoints and in the modules of
-    transformers 5.
+    """Return the names of the output matrix: in the family's checkpoints, and in transformers 5.
+
+    They do not depend on whether it is tied to the embedding.
     """
     family: Family = families.get(config.family)
     names = family.keymap(replace(config, tied=False)).hf_names()
@@ -158,8 +159,9 @@ def _output_names(config: TransformerConfig) -> tuple[str, str]:
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
-    """The B of the fused layer: each part's rows where the checkpoint has them, each in columns of
-    its own.
+    """Return the B of a fused layer from the B of its parts.
+
+    Each part has its rows where the checkpoint has them, and its own columns.
     """
     first = keys[0].fused
     assert first is not None
@@ -176,7 +178,7 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
 
 
 def _rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """`r` and `lora_alpha` of most modules, and patterns for the others."""
+    """Return `r` and `lora_alpha` of most modules, and patterns for the others."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {module: pair for module, pair in ranks.items() if pair != usual}
     return {
@@ -188,7 +190,7 @@ def _rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
 
 
 def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
-    """The shortest endings that name these modules of the checkpoint and no others."""
+    """Return the shortest name endings that match these modules of the checkpoint and no others."""
     others = {
         hf.removesuffix(".weight") for hf in keymap.hf_names() if hf.endswith(".weight")
     } - set(modules)
@@ -206,9 +208,9 @@ def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
 
 
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
-    """The settings of an adapter directory.
+    """Return the settings of an adapter directory.
 
-    Raises `CheckpointError` for a kind of adapter that weft does not compute.
+    Raises `CheckpointError` for a kind of adapter that weft does not support.
     """
     file = Path(directory) / CONFIG
     if not file.exists():
@@ -302,8 +304,9 @@ def load_adapted(
 def _config_with(
     files: weight_files.WeightFiles, config: TransformerConfig, head: Head
 ) -> TransformerConfig:
-    """The base's configuration with the vocabulary and the untied output matrix that an adapter's
-    files ask for.
+    """Return the base's configuration, adapted to the tensors in an adapter's files.
+
+    The vocabulary size and the tying of the output matrix can differ from the base's.
     """
     family: Family = families.get(config.family)
     saved = _saved_whole(family, replace(config, tied=False), head, True)
@@ -319,8 +322,9 @@ def _config_with(
 
 
 def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
-    """The same network with another vocabulary or an untied output matrix; the adapter fills the
-    new rows.
+    """Return the network with another vocabulary size or an untied output matrix.
+
+    The adapter fills the new rows.
     """
     held = values(network)
     embed = held["embed.weight"]
@@ -336,8 +340,9 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
 
 
 def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str]:
-    """Map the tensors that an adapter directory holds whole (a score head, the embedding) to the
-    parameters they replace.
+    """Map the full tensors in an adapter directory to the parameters that they replace.
+
+    They are, for example, a score head and an embedding.
     """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
@@ -346,13 +351,10 @@ def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str
 
 
 def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = False) -> None:
-    """Attach the adapters of a PEFT directory to `network` and fill them; parameters that it holds
-    whole are replaced.
+    """Attach the adapters of a PEFT directory to `network`, and load its full tensors.
 
-    `exact`: the adapters have the dtype of their file, for merging; otherwise that of the weights,
-    for computing.
-
-    Raises `CheckpointError` for tensors that the network has no place for.
+    With `exact`, the adapters have the dtype of their file, for merging; otherwise that of the
+    weights, for computing. Raises `CheckpointError` for tensors that the network does not have.
     """
     folder = Path(directory)
     settings = read_adapter_config(folder)
@@ -425,9 +427,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
 
 
 def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transformer) -> None:
-    """Raise `CheckpointError` where only one name of a tied parameter is stored, or the two have
-    different values.
-    """
+    """Raise `CheckpointError` if a tied parameter is stored under one name or with two values."""
     if not network.config.tied or network.kind != "lm":
         return
     held = replaced_whole(file.parent, network)
@@ -450,8 +450,9 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) (Kalajdzievski 2023, "rsLoRA"), with the module's own alpha
-    where a pattern has one.
+    """Return alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023).
+
+    A pattern in the settings can set alpha for the module.
     """
     alpha = settings["lora_alpha"]
     for pattern, value in (settings.get("alpha_pattern") or {}).items():
@@ -470,7 +471,7 @@ def _rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tupl
 
 
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """One layer's share of a fused adapter; ranks that do not reach its rows are left out."""
+    """Return one layer's share of a fused adapter, without the ranks that are 0 in its rows."""
     if key.fused is None:
         return a, b
     size = key.fused.blocks * key.fused.sizes[key.fused.index]

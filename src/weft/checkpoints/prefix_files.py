@@ -1,7 +1,4 @@
-"""A directory that holds a trained prefix in PEFT's layout: what its settings say.
-
-Plain values, no torch.
-"""
+"""Settings of a trained prefix in PEFT's format, without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,10 @@ TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """`num_tokens` of the prefix; `base`: the model that it belongs to, a directory or a hub name."""
+    """Settings of a trained prefix.
+
+    `num_tokens` is its length; `base` is the directory or hub name of its base model.
+    """
 
     num_tokens: int
     base: str
@@ -34,9 +34,9 @@ def holds_prefix(path: str | Path | None) -> bool:
 
 
 def read_prefix(path: str | Path) -> PrefixSettings | None:
-    """The settings of the prefix in a directory; None where there is none.
+    """Return the settings of the prefix in a directory, or None if there is none.
 
-    Raises `CheckpointError` for one that weft does not compute.
+    Raises `CheckpointError` for a prefix that weft does not support.
     """
     file = Path(path).expanduser() / CONFIG
     if not file.is_file():

@@ -1,8 +1,8 @@
-"""A trained prefix in PEFT's layout: `adapter_config.json` and `prompt_embeddings` in
-`adapter_model.safetensors`.
+"""Read and write a trained prefix in PEFT's format.
 
-`prompt_embeddings` [tokens, layers, 2, kv_heads x head_dim]: of each token its keys and values,
-layer by layer, in one row.
+The files are `adapter_config.json` and `adapter_model.safetensors`. The latter contains
+`prompt_embeddings` [tokens, layers x 2 x kv_heads x head_dim]: one row per token with its keys and
+values, layer by layer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from weft.models.network.transformer import Head
 from weft.topology import Slice
 
 EMBEDDINGS = "prompt_embeddings"
-HEAD = "base_model.{name}"  # of a score head's tensor, by its name in the checkpoint
+HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is that in the checkpoint
 
 
 class PrefixReader:
-    """The keys and values in `directory`, by their canonical names, and the score head that may lie
-    with them.
-    """
+    """Reader of a trained prefix and its score head, if there is one, by canonical name."""
 
     def __init__(
         self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str
@@ -59,7 +57,7 @@ class PrefixReader:
         )
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """`parameter[where]` in the dtype of the file."""
+        """Return `parameter[where]` in the dtype of the file."""
         if name == "score.weight":
             return self._files.read(self._score, where)
         layer = int(name.split(".")[1])
@@ -77,10 +75,10 @@ def save_prefix(
     base: str,
     score: str,
 ) -> None:
-    """Write the prefix among `parameters` (canonical names), and a value or score head, called
-    `score` in the checkpoint.
+    """Write the prefix among `parameters` (canonical names), and a value or score head.
 
-    `base` is the model they belong to. Raises `RunError` where the disk refuses.
+    `score` is the head's name in the checkpoint; `base` is the base model. Raises `RunError` if
+    writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +96,7 @@ def save_prefix(
         "base_model_name_or_path": base,
         "num_virtual_tokens": config.prefix_tokens,
         "num_layers": config.num_layers,
-        "num_attention_heads": config.num_kv_heads,  # those that have keys and values
+        "num_attention_heads": config.num_kv_heads,  # PEFT counts the heads with keys and values
         "token_dim": config.num_kv_heads * config.head_dim,
         "num_transformer_submodules": 1,
         "prefix_projection": False,

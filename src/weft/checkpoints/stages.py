@@ -1,6 +1,4 @@
-"""A model directory cut into one file a pipeline stage: the same tensors, byte for byte, in other
-files.
-"""
+"""Split a model directory into one file per pipeline stage, with the same bytes per tensor."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ WEIGHTS = (
 def partition(
     source: str | Path, target: Path, num_stages: int, type: str | None = None
 ) -> list[int]:
-    """Write `source` (a model directory or hub name) to `target` with one file a stage, and return
-    how many bytes each holds.
+    """Write a model to `target` with one file per pipeline stage, and return the files' bytes.
 
-    `transformers` and weft load it as the original. A tensor of several stages (a tied embedding)
-    is in the file of the first. Raises `ConfigError` where there are fewer layers than stages,
-    `CheckpointError` for a directory that cannot be read.
+    `source` is a model directory or hub name; `transformers` and weft load the result like the
+    original. A tensor of several stages (a tied embedding) is in the file of the first. Raises
+    `ConfigError` if there are fewer layers than stages, and `CheckpointError` for an unreadable
+    directory.
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
@@ -66,7 +64,7 @@ def partition(
 
 
 def _reader(source: str | Path, type: str | None) -> Reader:
-    """Raises `ConfigError` where the weights are of another family than `type`."""
+    """Open the model. Raises `ConfigError` if its weights belong to another family than `type`."""
     own = read_raw(resolve(source)).get("model_type")
     if type is None or type == own:
         return Reader(source)
@@ -82,7 +80,7 @@ def _reader(source: str | Path, type: str | None) -> Reader:
 
 
 def _members(reader: Reader, num_stages: int) -> list[list[str]]:
-    """The stored names of each stage, in the order of the files."""
+    """Return the stored names of each stage, in the order of the files."""
     config = reader.config
     family = reader.family
     known: dict[str, int] = {}
@@ -102,8 +100,9 @@ def _members(reader: Reader, num_stages: int) -> list[list[str]]:
 
 
 def _beside(name: str, known: dict[str, int]) -> int:
-    """The stage of a tensor that is no parameter, such as a buffer: that of the parameter whose
-    name begins most like it.
+    """Return the stage of a tensor that is not a parameter, such as a buffer.
+
+    It is the stage of the parameter whose name has the longest common beginning.
     """
 
     def alike(other: str) -> int:
@@ -114,5 +113,5 @@ def _beside(name: str, known: dict[str, int]) -> int:
 
 
 def describe(sizes: Sequence[int]) -> str:
-    """For people: the size of each stage."""
+    """Return the size of each stage as text."""
     return ", ".join(f"stage {stage} {size / 2**20:,.1f} MiB" for stage, size in enumerate(sizes))

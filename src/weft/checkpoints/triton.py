@@ -1,9 +1,9 @@
-"""A model store for NVIDIA Triton: `NAME/1/model.pt`, a TorchScript module of any length, and
-`NAME/config.pbtxt`.
+"""Write a model store for NVIDIA Triton.
 
-Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded behind. A reward model gives
-`rewards` [B, 1]; a policy `logprobs` [B, T] of each token after those before it (0 at the first and
-on padding) and `logits` [B, T, V].
+It consists of `NAME/1/model.pt`, a TorchScript module for any length, and `NAME/config.pbtxt`.
+Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded at the end. A reward model
+returns `rewards` [B, 1]. A policy returns `logits` [B, T, V] and `logprobs` [B, T] of each token
+given the tokens before it (0 for the first token and for padding).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Mode = Literal["rm", "sft"]
 MAX_BATCH = 25
 # rows and tokens at which the module is compared with the network
 TRIALS = ((1, 1), (2, 7), (3, 33))
-TOLERANCE = 1e-4  # of float32 sums in another order
+TOLERANCE = 1e-4  # for float32 sums in another order
 
 CONFIG = """name: "{name}"
 platform: "pytorch_libtorch"
@@ -45,12 +45,11 @@ parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" 
 def write(
     model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None
 ) -> Path:
-    """Write the store; the folder of the model in it.
+    """Write a Triton model store, and return the folder of the model in it.
 
-    With a `padding` token a score is read at the last that is another.
-
-    Raises `UserError` for a model of the other kind, for one whose attention has a window, and for
-    an architecture whose TorchScript module does not compute what the network does.
+    With a `padding` token, a score is read at the last other token. Raises `UserError` for a model
+    of the other kind, for attention with a window, and for an architecture whose TorchScript module
+    computes something else than the network.
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -92,7 +91,7 @@ def write(
 
 
 class Rewards(nn.Module):
-    """The score of the last token that is no padding, or of the mean over tokens."""
+    """Module that returns the score of the last token before padding, or of the mean over tokens."""
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class Rewards(nn.Module):
 
 
 class LogProbs(nn.Module):
-    """Log-probs of the tokens, and the logits that they come of."""
+    """Module that returns the log-probs of the tokens, and the logits."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -179,7 +178,7 @@ def _load(source: Path, mode: Mode) -> Any:
 
 
 def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Token ids with padding behind all rows but the first."""
+    """Return (token ids, attention mask) with padding at the end of all rows but the first."""
     draws = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, vocab, (rows, tokens), generator=draws, dtype=torch.int32)
     lengths = torch.tensor([max(1, tokens - 2 * row) for row in range(rows)])
@@ -189,9 +188,9 @@ def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _traced(module: nn.Module, vocab: int, model: str) -> Any:
-    """The module in TorchScript, compared with it at other sizes than it was traced at.
+    """Return the module in TorchScript, compared with the original at other sizes.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError` if it cannot be traced, or if the outputs differ.
     """
     try:
         traced = torch.jit.trace(module, _inputs(2, 11, vocab), check_trace=False)
@@ -209,7 +208,7 @@ def _traced(module: nn.Module, vocab: int, model: str) -> Any:
 
 
 def _apart(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
-    """The largest difference of their outputs where there are tokens."""
+    """Return the largest absolute difference between the outputs of two modules."""
     made = one(*inputs)
     again = other(*inputs)
     if isinstance(made, Tensor):

@@ -1,5 +1,6 @@
-"""What libraries say while a model of `transformers` is imported, loaded and run, and a user can do
-nothing about.
+"""Hide output of libraries while a `transformers` model is imported, loaded or run.
+
+It is output that users cannot act on.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Without progress bars, warnings of what is to change, and what these loggers say below an
-    error. The models of `transformers` are imported inside, too, for they bring torchao along.
+    """Hide progress bars, warnings of future changes, and log records below an error.
+
+    Models of `transformers` should be imported inside as well, because they import torchao.
     """
     from transformers.utils import logging as bars
 

@@ -1,7 +1,7 @@
-"""Tensors on disk: safetensors files, whole or sharded with an index, read slice by slice.
+"""Read and write tensors in safetensors files, single or sharded with an index, by slices.
 
-Nothing is unpickled: `.bin` checkpoints are read by `torch.load(weights_only=True)`, which refuses
-anything but tensors.
+No pickled code is executed: `.bin` checkpoints are read by `torch.load(weights_only=True)`, which
+refuses anything but tensors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ INDEX = "model.safetensors.index.json"
 OLD_SINGLE = "pytorch_model.bin"
 OLD_INDEX = "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 * 10**9
-MOST_HEADER = 10**8  # bytes, as safetensors has it
-LONGEST_NAME = 200  # characters of a tensor's name that a message shows
+MOST_HEADER = 10**8  # bytes; the limit of safetensors
+LONGEST_NAME = 200  # maximum characters of a tensor's name in a message
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class Stored:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # position of the first byte in the file
 
     @property
     def end(self) -> int:
-        """The byte after its last."""
+        """Position of the byte after the tensor."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightFiles:
-    """The tensors of a model directory. `bytes_read` counts what was read of them, headers aside.
+    """Tensors of a model directory; `bytes_read` counts the bytes read, without headers.
 
-    Raises `CheckpointError` where there are no weights, a shard is missing, or a file is cut short.
+    Raises `CheckpointError` if there are no weights, a shard is missing or a file is truncated.
     """
 
     def __init__(self, directory: Path, single: str = SINGLE) -> None:
@@ -89,7 +89,7 @@ class WeightFiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that holds most numbers."""
+        """Dtype of the largest number of elements."""
         counts: Counter[torch.dtype] = Counter()
         for stored in self.stored.values():
             counts[stored.dtype] += math.prod(stored.shape)
@@ -103,8 +103,9 @@ class WeightFiles:
         return self.stored[name].shape
 
     def need_floats(self, names: Iterable[str]) -> None:
-        """Raises `CheckpointError` where one of these tensors holds whole numbers: packed or
-        damaged weights, whatever their shape.
+        """Raise `CheckpointError` if one of these tensors has integers.
+
+        Packed or damaged weights do.
         """
         for name in names:
             if name in self._pickled:
@@ -119,7 +120,10 @@ class WeightFiles:
                 )
 
     def not_finite(self) -> str | None:
-        """The first tensor that holds a NaN or an infinity, with its file. Reads all of them."""
+        """Return a message on the first tensor with a NaN or an infinity, or None.
+
+        Reads all tensors.
+        """
         for name in self.names:
             values = self.read(name)
             if values.dtype in CHECKED and not bool(values.isfinite().all()):
@@ -129,7 +133,7 @@ class WeightFiles:
         return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """`tensor[where]` in the dtype it is stored in. Only those bytes are read."""
+        """Return `tensor[where]` in its stored dtype; only these bytes are read."""
         if name in self._pickled:
             return self._pickled[name] if where is None else self._pickled[name][where]
         stored = self.stored[name]
@@ -158,16 +162,16 @@ class WeightFiles:
 
 
 def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
-    """(first byte, number of bytes) of each stretch of the file that `where` covers, in order."""
+    """Yield (first byte, number of bytes) of each contiguous range that `where` covers, in order."""
     shape = stored.shape
     size = stored.dtype.itemsize
-    whole_from = len(shape)  # dimensions from here on are taken whole
+    whole_from = len(shape)  # dimensions from here on are read in full
     while whole_from and (where[whole_from - 1].start, where[whole_from - 1].stop) == (
         0,
         shape[whole_from - 1],
     ):
         whole_from -= 1
-    split = max(whole_from - 1, 0)  # this one is taken in part, in one stretch
+    split = max(whole_from - 1, 0)  # the dimension that is read in part, as one range
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     if shape:
         length = (where[split].stop - where[split].start) * strides[split]
@@ -180,9 +184,9 @@ def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
 
 
 def _indexed(index: Path) -> dict[str, list[str]]:
-    """File -> the tensors that an index says lie in it.
+    """Return the names of the tensors in each file, according to an index.
 
-    Raises `CheckpointError` for one that names files elsewhere.
+    Raises `CheckpointError` if it names files in another directory.
     """
     places = read_object(index, str(index), CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not places:
@@ -198,9 +202,9 @@ def _indexed(index: Path) -> dict[str, list[str]]:
 
 
 def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str, Stored]:
-    """The tensors of a file, which must hold those that the index says.
+    """Return the tensors of a file that the index assigns to it.
 
-    Another file may hold some of the others.
+    Raises `CheckpointError` if one is missing; further tensors are ignored.
     """
     for name in names:
         if name not in found:
@@ -212,11 +216,11 @@ def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str
 
 
 def _header(file: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the bytes.
+    """Return the tensors of a safetensors file, from its header.
 
-    Raises `CheckpointError` where a tensor's shape and dtype do not give the bytes it is said to
-    lie in, where two share any, and where bytes belong to none: the file was damaged, or another
-    one was appended.
+    The file has 8 bytes with the header's length, the header in JSON, and the tensors. Raises
+    `CheckpointError` if a tensor's size does not match its shape and dtype, if two tensors overlap,
+    or if bytes belong to no tensor: the file is damaged, or another one was appended.
     """
     if not file.exists():
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
@@ -271,7 +275,7 @@ def _header(file: Path) -> dict[str, Stored]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object none of whose names stands twice."""
+    """Return a JSON object. Raises `ValueError` if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(
@@ -289,7 +293,7 @@ def _end(entry: Any) -> int | None:
 
 
 def _stored(file: Path, name: str, entry: Any, first: int) -> Stored:
-    """One entry of a header whose bytes begin at `first`."""
+    """Return the tensor of a header entry; `first` is the position of the first tensor byte."""
     if len(name) <= LONGEST_NAME:
         name_shown = name
     else:
@@ -321,7 +325,7 @@ def _sizes(values: Any) -> bool:
 
 
 def _load_old(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a `.bin` checkpoint, loaded without running any of the pickle's code."""
+    """Return the tensors of a `.bin` checkpoint, loaded without executing pickled code."""
     if (directory / OLD_INDEX).is_file():
         files = list(_indexed(directory / OLD_INDEX))
     elif (directory / OLD_SINGLE).is_file():
@@ -333,7 +337,7 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            mapped = _is_zip(directory / file)  # torch maps no file of the form before version 1.6
+            mapped = _is_zip(directory / file)  # torch cannot map files from before version 1.6
             found = torch.load(directory / file, map_location="cpu", weights_only=True, mmap=mapped)
         except FileNotFoundError:
             raise CheckpointError(
@@ -359,9 +363,7 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether a `.bin` file has torch's present form, an archive; older files are a sequence
-    of pickles.
-    """
+    """Return whether a `.bin` file is an archive; older files are a sequence of pickles."""
     with file.open("rb") as handle:
         return handle.read(4) == b"PK\x03\x04"
 
@@ -376,11 +378,11 @@ def write(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the tensors as `model.safetensors`, or as shards with an index where they exceed
-    `shard_bytes`.
+    """Write the tensors as `model.safetensors`, or as shards with an index.
 
-    `sizes` says beforehand how many bytes each takes, in the order of `tensors`, so that a shard at
-    a time is in memory. Each file stands under another name until it is complete.
+    `sizes` are the bytes of each tensor, in the order of `tensors`, so that only one shard is in
+    memory at a time. No file is larger than `shard_bytes`, unless a single tensor is. Each file has
+    a temporary name until it is complete.
     """
     shards = _shards(sizes, shard_bytes)
     if len(shards) == 1:
@@ -399,7 +401,7 @@ def write(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         write_text(directory / INDEX, json.dumps(index, indent=2))
     written = {*names, INDEX} if len(shards) > 1 else {SINGLE}
-    # of an earlier save, cut otherwise
+    # Remove the files of an earlier save with other shards.
     for file in (*directory.glob("model*.safetensors"), directory / INDEX):
         if file.name not in written:
             file.unlink(missing_ok=True)
@@ -422,10 +424,7 @@ def shard_name(index: int, count: int) -> str:
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file, under another name until it is complete.
-
-    Raises `RunError` where the disk refuses.
-    """
+    """Write one file atomically. Raises `RunError` if writing fails."""
     try:
         with replacing(file) as partial:
             save_file(
@@ -438,10 +437,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file, under another name until it is complete.
-
-    Raises `RunError` where the disk refuses.
-    """
+    """Write a small file atomically. Raises `RunError` if writing fails."""
     try:
         writing.write(file, text)
     except OSError as failed:

@@ -21,25 +21,24 @@ class SearchSpec:
 
     gpu: str | None = option(
         None,
-        "GPU that the devices are, such as H100, which --dry-run plans for, too; absent: the one "
-        "of this machine",
+        "type of GPU to estimate for, such as H100, also with --dry-run; absent: the GPU of this "
+        "machine",
     )
     memory_gb: float | None = option(
         None,
-        "GiB of a device's memory that may be filled; absent: nine tenths, of a CPU's an equal "
-        "share",
+        "usable GiB of a device's memory; absent: nine tenths of a GPU's memory, or an equal share "
+        "of a CPU's",
         at_least=0.0,
     )
     prompt_tokens: int | None = option(
         None,
-        "tokens of a prompt; absent: dataset.max_prompt_len where it is set, else 512",
+        "tokens of a prompt; absent: dataset.max_prompt_len if it is set, else 512",
         at_least=1,
     )
     answer_tokens: int | None = option(
         None,
-        "tokens of an answer; absent: what is sampled at most, of rows what dataset.max_seqlen "
-        "leaves where it is set, "
-        "else 512",
+        "tokens of an answer; absent: the maximum that is sampled, or for rows the rest of "
+        "dataset.max_seqlen if it is set, else 512",
         at_least=1,
     )
 

@@ -78,7 +78,7 @@ class SlurmSpec:
     qos: str | None = option(None, "quality of service")
     time: str | None = option(None, "time limit, such as 24:00:00", check=_time_problem)
     cpus_per_node: int | None = option(
-        None, "processors of each node; many clusters give one where none is asked for", at_least=1
+        None, "processors of each node; many clusters give one by default", at_least=1
     )
     mem_per_node: str | None = option(
         None, "memory of each node, such as 64G; 0 is all of it", check=_memory_problem

@@ -95,7 +95,7 @@ class MFCOptions:
     interface: str | None = option(
         None, "registered interface that makes the call instead; starts without arguments"
     )
-    args: dict[str, Any] = option({}, "arguments of the interface, over those the experiment gives")
+    args: dict[str, Any] = option({}, "arguments of the interface, which override the experiment's")
     max_tokens_per_microbatch: int | None = option(
         None, "maximum tokens of one forward pass of this call; absent: the run's", at_least=1
     )
@@ -239,9 +239,7 @@ class RunConfig(ABC):
         "each call that is estimated to be fastest there), or a layout such as d4t2",
         check=checks.allocation_problem,
     )
-    search: SearchSpec = option(
-        SearchSpec(), "what allocation_mode=search and --dry-run reckon with"
-    )
+    search: SearchSpec = option(SearchSpec(), "assumptions of allocation_mode=search and --dry-run")
     total_train_epochs: int = option(
         1, "passes over the training data, where max_steps is absent", at_least=1
     )
@@ -347,9 +345,9 @@ class RunConfig(ABC):
     imports: list[str] = option(
         [], "modules and FILE.py that register datasets, rewards, interfaces, experiments"
     )
-    logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
+    logger: LoggerSpec = option(LoggerSpec(), "loggers in addition to metrics.jsonl")
     launch: LaunchSpec = option(LaunchSpec(), "how processes are started")
-    slurm: SlurmSpec = option(SlurmSpec(), "what mode=slurm asks of the cluster")
+    slurm: SlurmSpec = option(SlurmSpec(), "resources that mode=slurm requests from the cluster")
 
     def __post_init__(self) -> None:
         """Convert option groups given as mappings, as in a file: `actor={"path": ...}`."""

@@ -74,7 +74,7 @@ class DistillOptions:
     )
     discount: float = option(
         0.0,
-        "reverse_kl: how much a token answers for those after it; 0 for itself alone",
+        "reverse_kl: discount of the rewards of later tokens; 0: only the token's own",
         at_least=0.0,
         at_most=1.0,
     )

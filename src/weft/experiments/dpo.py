@@ -36,7 +36,7 @@ class DPOOptions:
 
     loss_type: str = option(
         "sigmoid",
-        "which loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
+        "the loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
         "pair as one labelled answer, "
         "aot and aot_unpaired compare sorted answers of the whole batch",
         choices=LOSS_TYPES,

@@ -95,7 +95,7 @@ class GRPOOptions(PolicyOptions):
         choices=("clip", "cispo", "sapo", "reinforce"),
     )
     sapo_positive: float = option(1.0, "temperature of sapo's gate where the advantage is above 0")
-    sapo_negative: float = option(1.05, "temperature of sapo's gate where it is below")
+    sapo_negative: float = option(1.05, "temperature of sapo's gate for negative advantages")
     kl_coef: float = option(
         0.001,
         "weight of the KL to the reference; 0: no penalty and no reference model",
@@ -117,7 +117,7 @@ class GRPOOptions(PolicyOptions):
         "(DAPO)",
     )
     dynamic_sampling_rounds: int = option(
-        10, "maximum rounds of sampling per step; then train on what there is", at_least=1
+        10, "maximum rounds of sampling per step; then train on the groups found so far", at_least=1
     )
     mask_truncated: bool = option(
         False, "exclude completions that hit the length limit from the loss"

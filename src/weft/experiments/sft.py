@@ -31,7 +31,7 @@ class SFTOptions:
 
     average: str = option(
         "token",
-        "what weighs the same in the loss: every trained token, or every answer",
+        "unit of equal weight in the loss: every trained token, or every answer",
         choices=("token", "sequence"),
     )
     loss_type: str = option(

@@ -1,9 +1,9 @@
-"""How much key-value memory the sequences take. Pure accounting: no torch, no tensors.
+"""Accounting of the KV cache, without torch.
 
-The scheduler asks through `Blocks` and cannot tell what a block is. `Slots` says what
-`models/kv/slots.py` stores: a block is one whole contiguous slot, all slots grow together by
-doubling (gathering scattered parts costs several times a decode step on a CPU), and a prefix that
-sequences share is stored by itself, once.
+The scheduler uses the interface `Blocks`, which hides the form of the memory. `Slots` counts the
+memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow together
+by doubling, because gathering scattered parts costs several times a decode step on a CPU. A shared
+prefix is stored once, outside the slots.
 """
 
 from __future__ import annotations
@@ -15,59 +15,65 @@ Key = Hashable
 
 
 class Blocks(Protocol):
-    """Room for the keys and values of sequences and of the prefixes they share, by token count."""
+    """Accounting of the KV cache for sequences and the prefixes they share, in tokens."""
 
-    # tokens that a prefix must spare to be worth storing apart; None: none is
+    # minimum tokens that a stored prefix must save; None: prefixes are not shared
     least_spared: int | None
 
     def expect(self, count: int, longest: int) -> None:
-        """So many sequences are here, those that wait included, and none will have more than
-        `longest` tokens.
+        """Announce the load, so that room can be planned.
+
+        `count` is the number of submitted sequences, waiting ones included; none will have more
+        than `longest` tokens.
         """
         ...
 
     def admit(self, key: Key, length: int) -> bool:
-        """Give a new sequence room for `length` tokens of its own; False, and nothing changes,
-        where there is none.
+        """Reserve room for `length` tokens of a new sequence, beyond those of its shared prefix.
+
+        Returns False and changes nothing if there is not enough room.
         """
         ...
 
     def admit_prefix(self, key: Key, length: int) -> bool:
-        """Give a new shared prefix room for `length` tokens, likewise."""
+        """Reserve room for `length` tokens of a new shared prefix; returns False as `admit` does."""
         ...
 
     def start(self, key: Key) -> None:
-        """From now on `advance` counts a token more of this sequence."""
+        """Mark an admitted sequence as running, so that `advance` adds a token to it."""
         ...
 
     def advance(self) -> bool:
-        """Room for one token more of every started sequence; False, and nothing changes, where
-        there is none.
+        """Reserve room for one more token of every running sequence.
+
+        Returns False and changes nothing if there is not enough room.
         """
         ...
 
     def release(self, key: Key) -> None:
-        """Take the room of a sequence or a prefix back."""
+        """Free the room of a sequence or a prefix."""
         ...
 
 
 class Slots:
-    """Equal slots of `capacity` tokens, a multiple of `unit`: at most `max_slots` of them;
-    `max_tokens` tokens in all, shared prefixes included (and up to `unit` - 1 more, so that a
-    sequence of `max_tokens` fits, wherever its prefix ends).
+    """Accounting in slots of equal size; implements `Blocks` for `weft.models.kv.slots`.
 
-    `num_held` slots are there: those in use and, as far as the limits allow, some for sequences to
-    come, since each change of their number copies all of them. They are taken back where something
-    else needs the room. Where memory that nobody wrote to is not taken (`ahead`), they are as large
-    as the longest sequence will need from the start, if `max_slots` of them take no more than half
-    the limit.
+    There are at most `max_slots` slots of `capacity` tokens, a multiple of `unit`. Slots and shared
+    prefixes together have at most `max_tokens` tokens, and up to `unit` - 1 more, so that a
+    sequence of `max_tokens` fits wherever its prefix ends.
 
-    No step looks at the sequences one by one: a started sequence's length is kept as its distance
-    from a clock.
+    `num_held` slots are allocated: those in use and, within the limits, spare ones for later
+    sequences, because each change of the number copies all slots. Spare slots are freed if
+    something else needs the room. `ahead` is for memory that the system takes only when it is
+    written: slots then have the length of the longest sequence from the start, if `max_slots` of
+    them use at most half the limit.
+
+    The cost of a step does not depend on the number of sequences: the length of a running sequence
+    is stored as the difference from a clock.
     """
 
-    FIRST = 64  # tokens of a slot at first
-    FEWEST = 8  # slots at first, where that many fit
+    FIRST = 64  # initial tokens per slot
+    FEWEST = 8  # initial number of slots, if that many fit
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class Slots:
         self._waiting: dict[Key, int] = {}  # tokens
         self._started: dict[Key, int] = {}  # tokens - clock
         self._prefixes: dict[Key, int] = {}
-        # of the started, less the clock; None where it is to be found again
+        # maximum of `_started`; None: to be computed
         self._longest: int | None = None
 
     def __len__(self) -> int:
@@ -97,7 +103,7 @@ class Slots:
 
     @property
     def tokens(self) -> int:
-        """Tokens that need room now; `num_held` slots have more."""
+        """Number of tokens that need room now; the `num_held` slots have room for more."""
         return len(self) * self.capacity + sum(self._prefixes.values())
 
     def expect(self, count: int, longest: int) -> None:
@@ -146,7 +152,10 @@ class Slots:
             self.capacity = self.num_held = 0
 
     def _hold(self, count: int = 0) -> None:
-        """Have `count` slots or more: twice as many where they are too few, none beyond the limits."""
+        """Allocate at least `count` slots, within the limits.
+
+        Their number is doubled if it is too small.
+        """
         if count > self.num_held:
             self.num_held = max(count, 2 * self.num_held, self._expected[0] or self.FEWEST)
         if self.num_held:
@@ -154,8 +163,10 @@ class Slots:
             self.num_held = min(self.num_held, self.max_slots, room // self.capacity)
 
     def _fit(self, count: int, length: int) -> bool:
-        """Grow to a capacity of `length` if `count` slots of it are within the limit: to twice the
-        capacity where that is within it too.
+        """Grow the capacity to at least `length`, if `count` slots of it are within the limit.
+
+        The capacity is doubled if that is within the limit, too. Returns False and changes nothing
+        if there is not enough room.
         """
         room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
         capacity = max(self.capacity, min(self._expected[1], room)) or min(self.FIRST, room)

@@ -1,4 +1,4 @@
-"""How much generation runs at once on a device, where the caller does not say."""
+"""Default limits of generation on a device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.rope import CHANGING
 
-KV_SHARE = 0.25  # of the device's memory that keys and values may take
-FREE_SHARE = 0.9  # of what is free on a GPU: logits, and what is captured, take some too
+KV_SHARE = 0.25  # maximum share of the device's memory for the KV cache
+FREE_SHARE = 0.9  # maximum share of a GPU's free memory; logits and graphs take the rest
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
-DEFAULT_SEQUENCES = 512  # a step of a GPU reads the weights once, however many rows it has
-# prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
+DEFAULT_SEQUENCES = 512  # a GPU's step reads the weights once for all rows
+# prompt tokens of a step; more gain nothing on a CPU, and running sequences wait for them
 PREFILL = {"cpu": 2048}
 DEFAULT_PREFILL = 8192
 
@@ -26,7 +26,10 @@ def default_budget(
     kv_cache_gb: float | None = None,
     kept: int = 0,
 ) -> Budget:
-    """Keys and values in what `kv_bytes` leaves them."""
+    """Return the limits for a device; the KV cache gets the bytes that `kv_bytes` returns.
+
+    `kept` is the number of bytes that the KV cache already has.
+    """
     return Budget(
         max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
         max_tokens=max(1, kv_bytes(device, kv_cache_gb, kept) // token_bytes(config, dtype)),
@@ -36,14 +39,18 @@ def default_budget(
 
 
 def token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values."""
+    """Return the bytes of one token's keys and values."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int = 0) -> int:
-    """Bytes that keys and values may take: as many as the user says, else a quarter of the memory
-    that this process may use on the device, on a GPU no more than nearly all of what is free.
-    `kept` bytes are theirs already. Raises `ConfigError` where what the user says is not there.
+    """Return the maximum bytes of the KV cache.
+
+    That is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
+    process can use on the device, and on a GPU at most nine tenths of the free memory. `kept` bytes
+    belong to the KV cache already, and count as free.
+
+    Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
     """
     if kv_cache_gb is None:
         share = int(KV_SHARE * memory_bytes(device))

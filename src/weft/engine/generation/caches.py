@@ -38,7 +38,7 @@ from weft.models.network.packed import Packed
 from weft.models.network.prefix import Prefix
 from weft.models.network.rope import CHANGING
 
-DRAWING = 4  # columns of a step that is drawn of, before those of `PagedCache.step`
+DRAWING = 4  # columns for sampling, before those of `PagedCache.step`
 
 
 class Cache(Protocol):
@@ -55,9 +55,9 @@ class Cache(Protocol):
 
 
 class Caches(Protocol):
-    """One generator's key-value memory, and the network's passes over it.
+    """The KV cache of one generator, and the passes of the network over it.
 
-    `least_rows` is the fewest tokens of a pass.
+    A pass needs at least `least_rows` tokens.
     """
 
     least_rows: int
@@ -67,17 +67,21 @@ class Caches(Protocol):
     def blocks(self) -> Blocks: ...
 
     def new(self, room: int | None = None) -> Cache:
-        """An empty cache: of one row with room for `room` tokens, or of the sequences that run."""
+        """Create an empty cache.
+
+        With `room`, the cache has one row of so many tokens; without, it is the cache of the
+        running sequences.
+        """
         ...
 
     def fit(self, cache: Any) -> None:
-        """Give the cache of the sequences that run the memory that `blocks` counts for it now."""
+        """Resize the cache of the running sequences to the size that `blocks` has reserved."""
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
-        """Hidden states [R, hidden] of one more token each in the rows 0 ..
+        """Return hidden states [R, hidden] of one new token in each of the first R rows of `cache`.
 
-        R - 1 of `cache`; read before the next call.
+        The result is valid until the next call.
         """
         ...
 
@@ -96,11 +100,11 @@ class Caches(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Weights may be others from now on, or lie elsewhere."""
+        """Discard everything that depends on the values or the addresses of the weights."""
         ...
 
     def close(self) -> None:
-        """Give all memory back; no cache of it is of use afterwards."""
+        """Free all memory; caches created here are unusable afterwards."""
         ...
 
 
@@ -122,7 +126,10 @@ def _flashes(config: TransformerConfig, device: torch.device, dtype: torch.dtype
 
 
 class SlotCaches:
-    """Holds what `Slots` counts, and rows that fill a small pass up."""
+    """KV cache in slots.
+
+    Passes with fewer than `least_rows` tokens are padded with extra rows.
+    """
 
     def __init__(self, network: Decoder, device: torch.device, budget: Budget) -> None:
         self._network = network
@@ -135,7 +142,7 @@ class SlotCaches:
         self.blocks = Slots(
             budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels
         )
-        alone = self._kernels and network.config.experts is None  # experts' activations are torch's
+        alone = self._kernels and network.config.experts is None  # torch computes the experts
         self.least_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
 
     def new(self, room: int | None = None) -> KVCache:
@@ -155,7 +162,7 @@ class SlotCaches:
         cache.resize(*self._size())
 
     def _size(self) -> tuple[int, int]:
-        """Slots of the sequences that run, and tokens of each."""
+        """Return (number of slots of the running sequences, tokens per slot)."""
         return max(self.blocks.num_held, self.least_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
@@ -171,7 +178,7 @@ class SlotCaches:
         return states[:count] if fillers else states
 
     def draw(self, cache: KVCache, rows: DecodeBatch, settings: SettingsTable) -> None:
-        """The head and the draws are passes of their own, or part of several steps in a call."""
+        """Return None: sampling is a separate pass, or part of a call of several steps."""
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
         if self.passes.multi_step:
@@ -182,12 +189,13 @@ class SlotCaches:
         self.passes.forget()
 
     def close(self) -> None:
-        """Each cache holds its own memory."""
+        """Do nothing: each cache owns its memory."""
 
 
 class PageCaches:
-    """Pages with the graphs that were captured over them; `KeptPages` hands both from one generator
-    to the next.
+    """KV cache in pages, with the CUDA graphs captured over them.
+
+    `KeptPages` passes both on from one generator to the next.
     """
 
     def __init__(
@@ -202,7 +210,7 @@ class PageCaches:
         self.blocks = self._blocks(budget)
         self._pool = PagePool(config, device, dtype, page=page, most=self.blocks.num_pages + 1)
         sizes = SIZES if _flashes(config, device, dtype) else COARSE
-        # Experts ask the host how many tokens each has, which no graph can.
+        # Experts read their token counts on the host, which a graph cannot do.
         if device.type == "cuda" and config.experts is None:
             capture = cuda_capture(device)
         else:
@@ -228,8 +236,10 @@ class PageCaches:
         return not self._pool.pages.num_used
 
     def renew(self, network: Decoder, budget: Budget) -> bool:
-        """Be the memory of another generator; False where its network is another one, or its budget
-        is smaller than what is held.
+        """Prepare the pages and graphs for another generator.
+
+        Returns False if they do not suit it: for another network, or a budget smaller than the
+        allocated pages.
         """
         blocks = self._blocks(budget)
         dtype = next(network.parameters()).dtype
@@ -256,8 +266,10 @@ class PageCaches:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Have at once what is expected to be needed: graphs, and what is compiled, are of one
-        number of pages and one width.
+        """Allocate all pages that are expected to be needed, and widen the block table for them.
+
+        Graphs and compiled kernels are specific to one number of pages and one width, so both
+        change seldom.
         """
         self._pool.reserve(self.blocks.num_wanted)
         while self._width * self._page < self.blocks.longest:
@@ -287,7 +299,7 @@ class PageCaches:
         return drawn
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> None:
-        """A GPU's steps are captured as graphs; the host waits for each one's tokens."""
+        """Return None: steps run as CUDA graphs, one at a time."""
 
     def weights_changed(self) -> None:
         self.passes.forget()
@@ -307,13 +319,14 @@ class PageCaches:
         return self.graphs(kind, step, form=form, expected=self.blocks.rows)
 
     def _states(self, step: Tensor) -> Tensor:
-        """[B, hidden]."""
+        """Return hidden states [B, hidden] of a step."""
         return self._network.hidden(self._pool.packed(step))
 
     def _drawn(self, step: Tensor, *, greedy: bool = False) -> Tensor:
-        """float64 [B, 2] on the host, once the device is waited for: the token of each row and its
-        log-prob. In front of a row's step stand its random number and its temperature, two columns
-        each.
+        """Return the token and the log-prob of each row, float64 [B, 2] on the host.
+
+        The values are valid after the device has been waited for. A row of `step` begins with its
+        random number and its temperature, two int32 columns each.
         """
         uniforms, temperatures = (
             step[:, :DRAWING]
@@ -356,13 +369,13 @@ class KeptPages:
 
     def give_back(self, caches: Caches) -> None:
         if isinstance(caches, PageCaches) and caches.is_unused:
-            self.drop()  # of another generator that was open at the same time
+            self.drop()  # pages of another generator that was open at the same time
             self._kept = caches
         else:
             caches.close()
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the pages and graphs."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None

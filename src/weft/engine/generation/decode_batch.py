@@ -1,7 +1,6 @@
-"""The sequences that decode, as columns: row r of every array is slot r of the key-value cache.
+"""State of the running sequences, as columns: row r of each array is slot r of the KV cache.
 
-What a step reads and writes for each sequence lies in arrays, so a step costs a few array
-operations however many there are.
+The state is in arrays, so that a step costs a few array operations for any number of sequences.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ import numpy.typing as npt
 from weft import randomness
 from weft.engine.generation.scheduler import Sequence as Live
 
-FIRST = 64  # rows, and tokens a row, that there is room for at first
-# tokens of a row whose random numbers are made at once: numpy takes as long for one as for hundreds
+FIRST = 64  # initial numbers of rows and of tokens per row
+# random numbers of a row computed at once; numpy takes as long for one as for hundreds
 NUMBERS = 64
 
 
 class DecodeBatch:
-    """`count` tokens of each completion are booked; `keys` seed its draws; `settings` is the index
-    of how it is sampled.
+    """State of the running sequences, as columns with one row per sequence.
+
+    `count` is the number of sampled tokens, `keys` seed the random numbers, and `settings` are
+    indices into a `SettingsTable`.
     """
 
     def __init__(self) -> None:
@@ -35,14 +36,14 @@ class DecodeBatch:
         self.settings = np.zeros(FIRST, np.int64)
         self.keys = np.zeros((FIRST, 2), np.uint32)
         self.last = np.zeros(FIRST, np.int64)  # the last token
-        self.watched = np.zeros(FIRST, bool)  # whether stop texts are looked for
+        self.watched = np.zeros(FIRST, bool)  # True if the row has stop texts
         self._tokens = np.zeros((FIRST, FIRST), np.int64)
         self._logprobs = np.zeros((FIRST, FIRST), np.float64)
         self._versions = np.zeros((FIRST, FIRST), np.int64)
         self._supports: list[list[tuple[int, ...]]] = []
-        self._uniforms = np.zeros((FIRST, NUMBERS))  # of tokens `_block` * NUMBERS and on
+        self._uniforms = np.zeros((FIRST, NUMBERS))  # for the tokens from `_block` * NUMBERS
         self._block = np.zeros(FIRST, np.int64)
-        self._steps_ahead = 0  # that all rows have numbers for; 0 where that is to be found out
+        self._steps_ahead = 0  # steps with random numbers for all rows; 0: to be computed
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -64,12 +65,14 @@ class DecodeBatch:
 
     @property
     def fewest_left(self) -> int:
-        """Tokens that the row next to its limit may still have."""
+        """Minimum number of tokens left until a row reaches its limit."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def uniforms(self, most: int) -> npt.NDArray[np.float64]:
-        """[m, n] in [0, 1): each row's numbers for its next m tokens, 1 <= m <= `most`, as many as
-        are at hand. They are those of `weft.randomness` for its key and `count`, `count` + 1, ...
+        """Return random numbers [m, n] in [0, 1) for the next m tokens of each row.
+
+        m is between 1 and `most`: as many as are available for all rows. They are the numbers of
+        `weft.randomness` for the row's key at positions `count`, `count` + 1, ...
         """
         count = self.count[: len(self)]
         if self._steps_ahead < 1:
@@ -89,7 +92,10 @@ class DecodeBatch:
         version: int,
         supports: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        """One token more for every row; `supports` are the kept ids where they are recorded."""
+        """Append one sampled token to every row.
+
+        `supports` are the ids that the sampling limits left, if they are recorded.
+        """
         rows = np.arange(len(self))
         count = self.count[: len(self)]
         self._fit(len(self), int(count.max()) + 1)
@@ -104,7 +110,10 @@ class DecodeBatch:
                 kept.append(support)
 
     def remove(self, row: int) -> Live:
-        """Take a row out and give its sequence what was booked; the last row moves into its place."""
+        """Remove a row and return its sequence with the sampled tokens.
+
+        The last row takes its place.
+        """
         live = self.sequences[row]
         last = len(self) - 1
         done = self.count[row]

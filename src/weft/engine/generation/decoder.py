@@ -1,4 +1,4 @@
-"""What generation needs of a network."""
+"""Interface of the networks that generate text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.models.network.packed import Packed
 
 
 class Decoder(Protocol):
-    """A network that text is generated with: `Transformer`, or another that gives the same."""
+    """Interface of a network that generates text, such as `Transformer`."""
 
     config: TransformerConfig
-    vocab_size: int  # ids in all; `config` may be that of a part
+    vocab_size: int  # of the whole network; `config` can be that of a shard
     training: bool
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
@@ -28,19 +28,20 @@ class Decoder(Protocol):
 
     @property
     def prefix_tokens(self) -> int:
-        """So many tokens, whatever they are, stand before each sequence
-        (`weft.models.network.prefix`).
-        """
+        """Number of placeholder tokens that begin each sequence (`weft.models.network.prefix`)."""
         ...
 
     @property
     def reads_pages(self) -> bool:
-        """Return whether keys and values may be stored in pages: weft's attention reads them."""
+        """True if keys and values can be stored in pages, because attention is weft's own."""
         ...
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """`wide` is what `kernels.kept_wide` made of `output_matrix`."""
+        """Return the logits of hidden states.
+
+        `wide` is the result of `kernels.kept_wide` for `output_matrix`.
+        """
         ...
 
     @property
@@ -54,8 +55,11 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class PutsOff(Protocol):
-    """A decoder whose passes without `rows` may return before all of what they compute is there."""
+    """A decoder whose passes without `rows` can return before they are complete."""
 
     def catch_up(self) -> None:
-        """Compute what was put off; asked before anything that passes wrote to is copied or moved."""
+        """Compute the deferred work.
+
+        It is called before anything that a pass wrote is copied or moved.
+        """
         ...

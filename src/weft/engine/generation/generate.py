@@ -1,12 +1,12 @@
-"""The generator: continuous batching on the engine's own weights, one token a sequence a step.
+"""Generator with continuous batching on the engine's weights: one token per sequence and step.
 
     with open_generator(network, spec, device=..., version=..., eos_ids=...) as generator:
         generator.submit(requests)
         while not generator.idle:
             for event in generator.step(): ...
 
-A completion depends on its prompt, its (id, k), the step and the seed, never on what else runs:
-draws come from the hash of `weft.randomness`, and every row is computed by itself.
+A completion depends on its prompt, its (id, k), the step and the seed, and not on the other
+sequences: random numbers are hashes (`weft.randomness`), and rows are computed independently.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def open_generator(
     settle: Settle = drawn_here,
     kept: KeptPages | None = None,
 ) -> Iterator[BatchGenerator]:
-    """A generator on `network`, which is in evaluation mode while it is open.
+    """Open a generator on `network`, which is in evaluation mode until it is closed.
 
-    `version` is what the tokens carry.
+    `version` is the weight version that tokens carry. A completion ends with one of `eos_ids`,
+    `spec.stop_ids` or `spec.stop`; the latter needs the spec's tokenizer (`ConfigError` without
+    it). `budget` defaults to what the device's memory allows. `kept` has the pages and graphs that
+    generators of one network pass on to the next.
 
-    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs the spec's
-    tokenizer (`ConfigError` without it). `budget` defaults to what the device's memory allows.
-    Ranks that generate together do so in step: with equal budgets, and a `settle` that gives all of
-    them the same tokens. What generators of one network leave to the next lies in `kept`.
+    Ranks that generate together run the same steps: they need equal budgets, and a `settle` that
+    returns the same tokens on all of them.
     """
     if spec.stop and spec.tokenizer is None:
         raise ConfigError(
@@ -89,16 +90,16 @@ def open_generator(
 
 
 class Head:
-    """A network's output layer.
+    """Output layer of a network.
 
-    Where each product would make a float32 copy of its matrix, it makes one and keeps it.
+    On devices where each product would copy the matrix to float32, the copy is made once.
     """
 
     def __init__(self, network: Decoder) -> None:
         self._network = network
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V]"""
+        """Return logits [R, V] of hidden states [R, hidden]."""
         return self._network.next_token_logits(states, self._wide)
 
     @cached_property
@@ -108,9 +109,9 @@ class Head:
 
 
 class BatchGenerator:
-    """Implements `weft.engine.base.Generator`.
+    """Generator with continuous batching; implements `weft.engine.base.Generator`.
 
-    Sequences that run are rows 0 .. n - 1 of the key-value cache.
+    Running sequences are rows 0 to n - 1 of the KV cache.
     """
 
     def __init__(
@@ -137,8 +138,10 @@ class BatchGenerator:
         self._rows = DecodeBatch()
         self._multi_step = self._caches.multi_step(self._rows, self._settings)
         self._cache: Cache | None = None
-        self._drawn: Callable[[], Drawn] | None = None  # the tokens of a step that has begun
-        self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
+        self._drawn: Callable[[], Drawn] | None = (
+            None  # waits for the tokens of the step in progress
+        )
+        self._held: dict[Prefix | Fill, Cache] = {}  # of prefixes and unfinished prompts
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
         self._stops: dict[tuple[str, int], StopText] = {}
 
@@ -147,9 +150,9 @@ class BatchGenerator:
         return self._scheduler.idle
 
     def close(self) -> None:
-        """Give all memory back, to the next generator what is kept for it.
+        """Free all memory, except what is passed on to the next generator.
 
-        No step comes after it.
+        No step is possible afterwards.
         """
         self._let_go(list(self._held))
         if self._cache is not None:
@@ -160,9 +163,9 @@ class BatchGenerator:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
-        Raises `DataError` for a prompt that is empty, leaves no room or has unknown ids and for
-        `generated` that is another completion's or leaves nothing to sample, `RunError` for one
-        given twice, `ConfigError` for settings of its own that cannot be.
+        Raises `DataError` for a prompt that is empty, too long or has unknown ids, and for
+        `generated` tokens that belong to another completion or leave nothing to sample; `RunError`
+        for a request submitted twice; `ConfigError` for invalid sampling settings of a request.
         """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.index(request.sampling)]
@@ -190,15 +193,16 @@ class BatchGenerator:
                     self._stops[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """One token for everything that runs, and for each prompt that is computed now.
+        """Sample one token of every running sequence and of each completed prompt.
 
-        Empty when idle, and where a step computes no more than a part of a long prompt.
+        Returns no events if the generator is idle, or if the step computes only a part of a long
+        prompt.
         """
         self.begin()
         return self.finish()
 
     def begin(self) -> None:
-        """A step's passes; nothing but `submit` may come before its `finish`."""
+        """Start the passes of a step; only `submit` can be called before `finish`."""
         with torch.no_grad(), using(self._device):
             self._begin_step()
 
@@ -233,7 +237,7 @@ class BatchGenerator:
         self._drawn = self._settled(first, states) if first or states else None
 
     def finish(self) -> list[TokenEvent]:
-        """Book the tokens of the step that has begun."""
+        """Record the tokens of the step that `begin` started, and return their events."""
         drawn = self._drawn
         self._drawn = None
         events = [] if drawn is None else self._book(*drawn())
@@ -241,8 +245,9 @@ class BatchGenerator:
         return events
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
-        """Stop every unfinished completion of these ids; `Request(generated=partial)` goes on
-        exactly where it was.
+        """Stop all unfinished completions of these ids.
+
+        A `Request(generated=partial)` continues a completion exactly where it stopped.
         """
         partials = []
         for live in self._scheduler.abort(ids):
@@ -256,9 +261,9 @@ class BatchGenerator:
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """Tokens from now on carry `version`.
+        """Use new weights; tokens carry `version` from now on.
 
-        Keys and values of the old weights are computed again, or kept as they are.
+        Keys and values are computed again with the new weights, unless `keep_kv` is set.
         """
         self._version = version
         self._caches.weights_changed()
@@ -272,8 +277,10 @@ class BatchGenerator:
     # -- one step
 
     def _prefill(self, chunks: list[Chunk]) -> list[Tensor]:
-        """Compute parts of prompts; the hidden states [m, hidden] from which the sequences that
-        begin now, the last rows, draw.
+        """Compute chunks of prompts.
+
+        Returns the hidden states [m, hidden] of the last tokens of the sequences that start in this
+        step. These sequences are the last rows.
         """
         states = []
         leaders = []
@@ -302,8 +309,9 @@ class BatchGenerator:
         return states
 
     def _hold(self, chunk: Chunk) -> Tensor:
-        """Compute a part of a prefix, or of a prompt that takes several steps; the hidden state [1,
-        hidden] of its end.
+        """Compute a chunk of a shared prefix, or of a prompt that takes several steps.
+
+        Returns the hidden state [1, hidden] of its last token.
         """
         fill = chunk.fill
         count = chunk.stop - chunk.start
@@ -321,8 +329,9 @@ class BatchGenerator:
         return states
 
     def _prefill_whole(self, fills: list[Fill]) -> tuple[list[int], Tensor]:
-        """Compute fills in one pass, each in a new slot: (slots, hidden states [m, hidden] of their
-        ends).
+        """Compute whole prompts in one pass, each in a new slot.
+
+        Returns (slots, hidden states [m, hidden] of their last tokens).
         """
         cache = self._kv()
         count = len(fills)
@@ -342,8 +351,9 @@ class BatchGenerator:
     def _settled(
         self, first: Callable[[], Drawn] | None, states: list[Tensor]
     ) -> Callable[[], Drawn]:
-        """One token for every row: the last ones are drawn from `states`, those before them are
-        `first`.
+        """Sample one token for every row, and return a function that waits for the tokens.
+
+        The last rows are sampled from `states`; `first` returns the tokens of the rows before them.
         """
 
         def draw() -> Drawn:
@@ -370,7 +380,7 @@ class BatchGenerator:
         logprobs: npt.NDArray[np.float64],
         supports: list[tuple[int, ...]] | None,
     ) -> list[TokenEvent]:
-        """One token more for every row; rows that end go."""
+        """Record one token of every row, and remove the rows that are finished."""
         rows = self._rows
         count = len(self._rows)
         _check_finite(logprobs, rows, self._version)
@@ -404,12 +414,12 @@ class BatchGenerator:
         return self._cache
 
     def _let_go(self, holders: list[Prefix | Fill]) -> None:
-        """Give back what prefixes and prompts in the making hold."""
+        """Close the caches of these prefixes and prefills."""
         for holder in holders:
             self._held.pop(holder).close()
 
     def _let_go_unused(self, chunks: Iterable[Chunk] = ()) -> None:
-        """Give back what neither the scheduler nor the `chunks` still to be computed need."""
+        """Close the caches that neither the scheduler nor the remaining `chunks` need."""
         if not self._held:
             return
         in_use = {
@@ -420,12 +430,12 @@ class BatchGenerator:
         self._let_go([holder for holder in self._held if holder not in in_use])
 
     def _begin(self, live: Live) -> None:
-        """The next row is this sequence's."""
+        """Add a row for this sequence."""
         settings, key = self._draws[live.key]
         self._rows.add(live, settings, key, live.key in self._stops)
 
     def _take_out(self, row: int) -> Live:
-        """Give a row's slot back; the last row moves into its place."""
+        """Remove a row and release its slot; the last row takes its place."""
         assert self._cache is not None
         if self._multi_step is not None:
             self._multi_step.drop()
@@ -441,7 +451,7 @@ class BatchGenerator:
 
 
 def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:
-    """Raises `NotFinite` for a row that nothing can be drawn of."""
+    """Raise `NotFinite` for a row whose log-prob is NaN or infinite."""
     if not math.isfinite(logprobs.sum()):
         row = int(np.isfinite(logprobs).argmin())
         raise NotFinite(
@@ -459,7 +469,7 @@ def _stopped_by_text(
 ) -> npt.NDArray[np.bool_]:
     """Return whether each row's new token completes one of the row's stop texts.
 
-    Not before the row has the `least` tokens of its settings.
+    Rows with fewer than `least` tokens, the minimum of their settings, never stop.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

@@ -1,8 +1,8 @@
-"""Decode steps as captured graphs: one launch in place of hundreds, at a few fixed numbers of rows.
+"""Decode steps as CUDA graphs: one launch instead of hundreds, for a few fixed numbers of rows.
 
-A step arrives as a matrix of numbers (`weft.models.kv.pages.PagedCache.step`), is filled up with
-rows of zeros to the size of a graph, copied into its fixed buffer, and replayed. What is captured
-holds addresses of weights and pages, so it is dropped where these have moved, and only then.
+A step is a matrix of integers (`weft.models.kv.pages.PagedCache.step`). It is padded with rows of
+zeros to the size of a graph and copied into the graph's fixed buffer; then the graph is replayed.
+Graphs contain the addresses of weights and pages, so they are discarded after these have moved.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from torch import Tensor
 
 from weft.engine.device import using
 
-# rows: none is over 2 times the one before
+# numbers of rows, each at most twice the one before
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# where each size is also compiled, which takes longer than what it saves
+# for attention that is compiled per size, where more sizes would cost more than they save
 COARSE = tuple(1 << n for n in range(10))
-BEYOND = 128  # past the last size, multiples of this
-# steps in a graph that is too large before a size has its own, which takes about as long as it
-# saves
+BEYOND = 128  # larger sizes are multiples of this
+# steps in a larger graph before a size gets its own; a capture takes about the time that they lose
 AFTER = 16
-# runs before a capture, in which kernels are chosen, compiled and given their workspaces
+# runs before a capture, which choose and compile kernels and allocate workspaces
 WARM_UPS = 2
 
 Steps = npt.NDArray[np.int32]
 Run = Callable[[Tensor], Tensor]
-# -> (replay, the output it writes)
+# returns (function that replays the graph, its output buffer)
 Capture = Callable[[Run, Tensor], tuple[Callable[[], object], Tensor]]
 
 
 def filled_up(rows: int, sizes: tuple[int, ...]) -> int:
-    """Rows of the graph that is made for a step of `rows`."""
+    """Return the number of rows of the graph for a step of `rows`."""
     return next((size for size in sizes if size >= rows), -(-rows // BEYOND) * BEYOND)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph with the buffer it reads, the host memory that is copied there, and what it writes."""
+    """A captured graph with its input buffer, the host memory copied to it, and its output buffer."""
 
     inputs: Tensor
     host: Tensor
@@ -62,15 +61,16 @@ class Captured:
 
 
 class DecodeGraphs:
-    """`runs[kind]` maps a step int32 [B, C] on the device to [B, ...]; it has no other inputs that
-    change.
+    """CUDA graphs of decode steps, by kind and number of rows.
 
-    A step runs in the smallest graph of its kind that is there and has room for it. Where none has
-    room one is captured at once, with room for all rows that are expected; a size that ran in a
-    larger graph for `after` steps gets its own. `capture` is None where nothing is captured. A
-    capture that fails is told once (`RuntimeWarning`, and `note`), and steps then run one kernel
-    after the other. `counts` says how many steps were "eager" or "replayed", and how many sizes
-    "captured".
+    `runs[kind]` maps a step, int32 [B, C] on the device, to an output [B, ...]; it has no other
+    inputs that change. A step runs in the smallest captured graph that has room for it. If none has
+    room, one is captured at once for all rows that are expected. A size that has run `after` times
+    in a larger graph gets its own graph.
+
+    Without `capture`, steps are not captured. If a capture fails, there is one `RuntimeWarning`
+    (also in `note`), and later steps run without graphs. `counts` has the number of steps that were
+    "eager" or "replayed", and of sizes that were "captured".
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DecodeGraphs:
         return len(self._captured)
 
     def drop(self) -> None:
-        """Forget all graphs: addresses may have changed."""
+        """Discard all graphs, because addresses may have changed."""
         self._captured.clear()
 
     def __call__(self, kind: str, step: Steps, *, form: Hashable, expected: int = 0) -> Tensor:
@@ -117,7 +117,7 @@ class DecodeGraphs:
         return self._runs[kind](inputs)[: len(step)]
 
     def _graph(self, kind: str, step: Steps, most: int) -> Captured | None:
-        """The one to run a step in; None where there are no graphs."""
+        """Return the graph to run a step in, or None if it runs without one."""
         size = filled_up(len(step), self._sizes)
         found = min((own for of, own in self._captured if of == kind and own >= size), default=None)
         if found == size:
@@ -130,7 +130,7 @@ class DecodeGraphs:
         return self._captured.get((kind, found)) if found is not None else None
 
     def _add(self, kind: str, step: Steps, size: int) -> bool:
-        """Capture a size; whether that worked."""
+        """Capture a graph of this size, and return whether that succeeded."""
         assert self._capture is not None
         host, inputs = self._put(step, size)
         try:
@@ -143,7 +143,7 @@ class DecodeGraphs:
         return True
 
     def _put(self, step: Steps, size: int) -> tuple[Tensor, Tensor]:
-        """(host memory, a copy on the device) of a step that is filled up."""
+        """Return (a step padded to `size` rows in host memory, its copy on the device)."""
         host = torch.zeros(
             size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
@@ -161,19 +161,18 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures on a CUDA device; graphs that are alive share a memory pool, as no two of their
-    outputs are read at once.
+    """Return a function that captures graphs on a CUDA device.
 
-    torch 2.11 asserts that a pool has a graph when another joins it, and a pool may outlive its
-    graphs: a cuBLAS workspace keeps it. So the first capture after all graphs are gone takes a new
-    handle.
+    Graphs share a memory pool, since no two outputs are needed at the same time. torch 2.11 asserts
+    that a pool has a graph when another joins it, but a pool can outlive its graphs, because a
+    cuBLAS workspace keeps it. So the first capture after all graphs are gone takes a new pool.
     """
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
         nonlocal pool
-        with using(device):  # streams and the capture are of the thread's device
+        with using(device):  # streams and captures use the current device of the thread
             current = torch.cuda.current_stream()
             side = torch.cuda.Stream()
             side.wait_stream(current)

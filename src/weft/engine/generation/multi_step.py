@@ -22,31 +22,35 @@ from weft.engine.generation.settings import Drawn, SettingsTable
 from weft.kernels import Drawing
 from weft.models.kv.slots import KVCache
 
-SECONDS = 0.04  # that steps ahead may take: tokens are seen that much later
+SECONDS = 0.04  # maximum duration of a call, by which tokens are delayed
 CREDIT = 64.0
-SHARE = 0.125  # steps that may be computed in vain at first, and as a share of all
+SHARE = 0.125  # discarded steps allowed per step; `CREDIT` are allowed at first
 
 
 class MultiStepDecoder:
+    """Decoder that computes several steps per call and returns their tokens one step at a time."""
+
     def __init__(self, passes: Passes, rows: DecodeBatch, settings: SettingsTable) -> None:
         self._passes = passes
         self._rows = rows
         self._settings = settings
-        self._drawn: list[Drawn] = []  # of the steps that are not taken yet, the next one last
+        self._drawn: list[Drawn] = []  # tokens of the steps not yet returned, the next one last
         self._credit = CREDIT
         self._seconds = SECONDS  # of a step
 
     def drop(self) -> None:
-        """Forget what was not taken."""
+        """Discard the steps that were computed, but not used."""
         self._credit -= len(self._drawn)
         self._drawn = []
 
     def take(self, cache: Any, joined: bool) -> Drawn | None:
-        """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of the
-        `KVCache`, which counts the step's keys and values from now on; None where this step must be
-        computed on its own, as where other rows have `joined`.
+        """Return the tokens [n] and log-probs [n] of the next step of all rows.
+
+        The rows are slots 0 to n - 1 of the `KVCache`, which counts the step's keys and values from
+        now on. Returns None if the step must be computed on its own, for example because other rows
+        have `joined`.
         """
-        # the cache's memory is another, or the weights are
+        # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):
             self.drop()
         self._credit = min(CREDIT, self._credit + SHARE)
@@ -63,7 +67,10 @@ class MultiStepDecoder:
         return self._drawn.pop()
 
     def _reach(self, cache: KVCache) -> int:
-        """Steps that are computed in one call; one at least, where the cache has room for it."""
+        """Return the number of steps to compute in one call.
+
+        It is at least one, or 0 if the cache has no room for a step.
+        """
         most = min(
             int(SECONDS / max(self._seconds, 1e-6)), int(self._credit), self._rows.fewest_left
         )
@@ -72,7 +79,7 @@ class MultiStepDecoder:
     def _draws_plainly(self, kind: int) -> bool:
         """Return whether rows are sampled from the whole vocabulary, except ends not allowed yet.
 
-        They also must end by their tokens or their number alone.
+        Rows with stop texts, recorded ids or reported alternatives do not qualify.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

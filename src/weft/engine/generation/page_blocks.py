@@ -1,8 +1,8 @@
-"""Key-value memory counted in pages, for the scheduler. Pure accounting: no torch, no tensors.
+"""Accounting of the KV cache in pages, for the scheduler, without torch.
 
-`models/kv/pages.py` shares pages where sequences begin alike and copies a partly full one once
-somebody writes to it. What is counted here is the most that a sequence may come to hold by itself,
-so memory that is counted free is free.
+`models/kv/pages.py` shares the pages of common prefixes, and copies a partly full page when a
+sequence writes to it. Each sequence counts with the maximum number of pages that it can need for
+itself, so memory that is counted as free is free.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from weft.engine.generation.blocks import Key
 
 
 class PageBlocks:
-    """Implements `weft.engine.generation.blocks.Blocks`: pages of `page` tokens for `max_tokens`
-    tokens in all.
+    """Accounting in pages of `page` tokens; implements `weft.engine.generation.blocks.Blocks`.
 
-    No step looks at the sequences one by one: they are grouped by the step, modulo `page`, in which
-    they open a page.
+    The pages have room for `max_tokens` tokens in all. The cost of a step does not depend on the
+    number of sequences: they are grouped by the step, modulo `page`, in which they need another
+    page.
     """
 
     def __init__(
@@ -26,21 +26,21 @@ class PageBlocks:
         self.max_sequences = max_sequences
         self.page = page
         self.least_spared = least_spared
-        # a sequence of `max_tokens` fits, wherever its prefix ends
+        # so that a sequence of `max_tokens` fits wherever its prefix ends
         self.num_pages = -(-max_tokens // page) + 2
         self.num_used = 0
-        # sequences that may run at once, and the most tokens that one of them will have
+        # expected number of running sequences, and maximum tokens of one
         self.rows = self.longest = 0
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens
         self._started: dict[Key, int] = {}  # tokens - clock
         self._prefixes: dict[Key, int] = {}  # tokens
-        # started sequences by clock % page at which they need a page more
+        # number of running sequences by the clock % page at which they need another page
         self._opening: Counter[int] = Counter()
 
     @property
     def num_wanted(self) -> int:
-        """Pages to have at once: for all that may come, as far as the limit goes."""
+        """Number of pages to allocate at once: enough for all expected sequences, within the limit."""
         return min(self.num_pages, max(self.num_used, self.rows * self._own(self.longest)))
 
     def expect(self, count: int, longest: int) -> None:
@@ -82,11 +82,14 @@ class PageBlocks:
             self.num_used -= self._own(distance + self._clock)
 
     def _own(self, length: int) -> int:
-        """Most pages for `length` tokens that begin anywhere in a page."""
+        """Return the maximum number of pages of `length` tokens that begin anywhere in a page."""
         return (length + 2 * self.page - 2) // self.page
 
     def _phase(self, distance: int) -> int:
-        """clock % page at which `_own` grows, which it does at 2, page + 2, ... tokens."""
+        """Return the value of clock % page at which the sequence needs another page.
+
+        `_own` grows at 2, page + 2, ... tokens.
+        """
         return (2 - distance) % self.page
 
     def _take(self, count: int) -> bool:

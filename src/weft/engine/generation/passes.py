@@ -1,5 +1,7 @@
-"""A network's passes over cached sequences: by the CPU kernel that computes one in a single call
-where it serves the network, else module by module. Both give the same bits.
+"""Passes of a network over cached sequences.
+
+If the CPU kernel supports the network, a pass is one call of it; otherwise it runs module by
+module. The results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from weft.models.network.linear import Linear
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
 
-# Which values of a configuration's fields the kernel computes; None: every value. A field that is
-# not here turns the kernel off where it has another value than its default.
+# Values of configuration fields that the kernel supports; None: all values. A field that is not
+# listed must have its default value.
 SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "family": None,
     "vocab_size": None,
@@ -57,12 +59,12 @@ SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "final_softcap": None,  # it is the head's, which reads the states
     "windows": None,
     "tied": None,
-    "prefix_tokens": None,  # once it lies in the cache
+    "prefix_tokens": None,  # supported once the prefix is in the cache
     "initializer_range": None,
     "embed_dropout": None,  # nothing is dropped while text is generated
     "hidden_dropout": None,
     "attention_dropout": None,
-    "extra": None,  # what changes no number
+    "extra": None,  # without effect on the computation
 }
 
 
@@ -89,24 +91,24 @@ def reads_only_written(network: object) -> bool:
 
 @dataclass
 class _Prepared:
-    """A network as the kernel reads it over one cache."""
+    """A network in the form that the kernel reads, for one cache."""
 
     forward: CachedForward
-    moves: int  # of the cache, when it was prepared
-    groups: tuple[PrefixGroup, ...] = ()  # of the decode step that `prefixes` is of
+    moves: int  # `KVCache.moves` at the time of preparation
+    groups: tuple[PrefixGroup, ...] = ()  # groups of the decode step that `prefixes` belongs to
     prefixes: tuple[PrefixRows, ...] = ()
 
 
 class Passes:
-    """Passes of one network without a gradient.
+    """Passes of one network without gradients.
 
-    It keeps where weights and caches lie until it is told to `forget`.
+    The addresses of weights and caches are remembered until `forget` is called.
     """
 
     def __init__(self, network: Decoder) -> None:
         self._network = network
         self._prepared: WeakKeyDictionary[KVCache, _Prepared | None] = WeakKeyDictionary()
-        # of the positions that were asked for so far
+        # (cos, sin) of the positions used so far
         self._rotations: tuple[Tensor, Tensor] | None = None
         self._fits = _fits(network)
 
@@ -131,7 +133,7 @@ class Passes:
 
     @property
     def multi_step(self) -> bool:
-        """Return whether several decode steps may be computed in one call."""
+        """True if several decode steps can be computed in one call."""
         settings = self._network.config.rope
         return self._fits and (settings is None or settings.scaling not in rope.CHANGING)
 
@@ -146,7 +148,7 @@ class Passes:
         return prepared is not None and prepared.moves == cache.moves
 
     def forget(self) -> None:
-        """Weights may be others from now on, or lie elsewhere."""
+        """Discard the addresses of weights and caches, because weights may have changed or moved."""
         self._prepared.clear()
         self._fits = _fits(self._network)
 
@@ -187,8 +189,10 @@ class Passes:
     def _rotation(
         self, x: Packed, context: Cached, steps: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); with
-        rows for `steps` decode steps.
+        """Return (cos, sin, row of the two for each token).
+
+        `cos` and `sin` are [P, 1, half] and have rows for `steps` decode steps; the row indices are
+        int64 [T].
         """
         settings = self._network.config.rope
         dtype = context.cache.dtype

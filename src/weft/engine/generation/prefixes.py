@@ -17,9 +17,10 @@ Level = tuple[int, int]  # (tokens, hash of the chain up to there)
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens that begin several sequences.
+    """First tokens shared by several sequences.
 
-    `ready` once their keys and values are computed; `users` run now.
+    `ready` is set once their keys and values are computed; `users` is the number of running
+    sequences that begin with them.
     """
 
     tokens: tuple[int, ...]
@@ -32,12 +33,12 @@ class Prefix:
 class PrefixIndex:
     """Number of current sequences that begin with each chain of tokens."""
 
-    # tokens that a new prefix must spare: its length times the sequences beyond the first
+    # minimum tokens that a new prefix must save: its length times the sequences after the first
     least: int
     counts: Counter[int] = field(default_factory=Counter)
 
     def levels(self, prompt: Sequence[int]) -> tuple[Level, ...]:
-        """The prefixes of a prompt that may be shared, shortest first."""
+        """Return the prefixes of a prompt that can be shared, shortest first."""
         last = len(prompt) - 1
         ends = [*range(STRIDE, last, STRIDE), last]
         found = []
@@ -59,8 +60,9 @@ class PrefixIndex:
                 del self.counts[mark]
 
     def best(self, levels: Collection[Level], stored: Mapping[int, Prefix]) -> Level | None:
-        """The prefix that spares a sequence most, given what is stored already; None where none
-        spares enough.
+        """Return the prefix that saves a sequence the most tokens, or None if none saves enough.
+
+        `stored` has the prefixes that are already in the KV cache.
         """
 
         def spared(level: Level) -> float:

@@ -1,4 +1,4 @@
-"""What a request must be before it is queued."""
+"""Checks of requests before they are queued."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from weft.errors import DataError
 
 
 def limit_of(network: Decoder, request: Request, most: int) -> int:
-    """Most tokens of this completion: `most`, or what it wants.
+    """Return the maximum number of new tokens of a completion.
 
-    A table of learned positions has an end, and so has the completion there. Raises `DataError` for
-    a prompt that is empty, leaves no room or has ids that the model does not know.
+    It is `most` or the request's own limit, and at most the number of positions left in a network
+    with learned positions. Raises `DataError` for a prompt that is empty, too long or has ids that
+    the model does not know.
     """
     config = network.config
     vocab_size = network.vocab_size
@@ -50,13 +51,14 @@ def limit_of(network: Decoder, request: Request, most: int) -> int:
 
 
 def prompt_of(network: Decoder, request: Request) -> tuple[int, ...]:
-    """The tokens of the prompt, after those that stand for the network's prefix, whatever they are."""
+    """Return the tokens of the prompt, after placeholders for the tokens of the network's prefix."""
     return (*(0,) * network.prefix_tokens, *map(int, request.prompt))
 
 
 def check_partial(done: Partial, live: Sequence) -> None:
-    """Raises `DataError` where what was generated before is not a part of this completion, or
-    leaves nothing to sample.
+    """Raise `DataError` if the tokens generated earlier do not belong to this completion.
+
+    Also if they leave nothing to sample.
     """
     if (done.id, done.k) != live.key:
         raise DataError(

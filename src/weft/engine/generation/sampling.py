@@ -24,15 +24,17 @@ from torch import Tensor
 from weft import kernels
 from weft.engine.spec import GenerationSpec
 
-BLOCK = 128  # ids a step of the two-level search through the CDF
-HEAD = 1024  # likeliest ids looked at before a whole row is sorted
-CELLS = 1 << 19  # probabilities that a CPU works on at once: 2 MB, which its caches hold
+BLOCK = 128  # ids per block of the two-level search in the CDF
+HEAD = 1024  # likeliest ids examined before a whole row is sorted
+CELLS = 1 << 19  # probabilities that a CPU processes at once: 2 MB, which fit into its caches
 
 
 @dataclass(frozen=True)
 class Draw:
-    """`tokens` int64 [R]; `logprobs` float32 [R]; `kept` bool [R, V], the ids a limit left, or None
-    without a limit.
+    """Sampled tokens of R rows.
+
+    `tokens` are int64 [R] and `logprobs` float32 [R]. `kept` is a mask bool [R, V] of the ids that
+    the sampling limits left, or None without limits.
     """
 
     tokens: Tensor
@@ -41,13 +43,16 @@ class Draw:
 
     @property
     def packed(self) -> Tensor:
-        """float64 [R, 2]: tokens and log-probs, which one copy brings to the host."""
+        """Tokens and log-probs as one tensor float64 [R, 2], to be copied to the host at once."""
         return torch.stack([self.tokens.double(), self.logprobs.double()], dim=1)
 
 
 @dataclass(frozen=True)
 class Ban:
-    """`ids` (int64 [B]) may not be drawn in the rows where `rows` (bool [R]) is true."""
+    """Ids that some rows must not sample.
+
+    `ids` are int64 [B]; `rows` is a mask bool [R] of the rows in which they are excluded.
+    """
 
     rows: Tensor
     ids: Tensor
@@ -56,7 +61,7 @@ class Ban:
         return Ban(self.rows[part], self.ids)
 
     def applied(self, scores: Tensor) -> Tensor:
-        """`scores` [R, V], with minus infinity for what may not be drawn."""
+        """Return `scores` [R, V] with minus infinity for the excluded ids."""
         allowed = scores.clone()
         allowed[:, self.ids] = scores[:, self.ids].masked_fill(self.rows.unsqueeze(-1), -math.inf)
         return allowed
@@ -71,11 +76,11 @@ def limits(spec: GenerationSpec, vocab_size: int) -> bool:
 
 
 def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> Draw:
-    """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
+    """Sample one token per row of `logits` [R, V] with random numbers `uniforms` [R] in [0, 1).
 
-    Probabilities are float32 (float64 for float64 logits) and added up in float64, row by row, so a
-    row's token does not depend on the other rows (Apple's MPS has no float64: there the rows are
-    drawn on the CPU). Log-probs are float32.
+    Logits have any float dtype. Probabilities are float32 (float64 for float64 logits) and are
+    summed in float64 row by row, so that a row's token does not depend on the other rows. Log-probs
+    are float32. Apple's MPS has no float64, so its rows are sampled on the CPU.
     """
     if logits.is_mps:
         logits = logits.cpu()
@@ -105,9 +110,10 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
 def likely(
     logits: Tensor, spec: GenerationSpec, banned: Ban | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `spec.top_logprobs` likeliest ids of each row, best first (int64 [R, n]), and their
-    log-probs (float32 [R, n]) in the distribution that `draw` draws from; minus infinity for ids
-    that it cannot draw.
+    """Return (the `spec.top_logprobs` likeliest ids of each row, their log-probs), best first.
+
+    Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `draw` samples from;
+    minus infinity for ids that it cannot sample.
     """
     if logits.is_mps:
         logits = logits.cpu()
@@ -149,14 +155,14 @@ def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | 
 
 
 def _scaled(logits: Tensor, spec: GenerationSpec) -> Tensor:
-    """Logits at the temperature, in float32 at least."""
+    """Return logits divided by the temperature, in float32 or wider."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     temperature = 1.0 if spec.greedy else spec.temperature
     return scores if temperature == 1.0 else scores / temperature
 
 
 def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens of the softmax of `allowed`, their log-probs in that of `scores`)."""
+    """Return (tokens from the softmax of `allowed`, their log-probs in the softmax of `scores`)."""
     if not kernels.serves(allowed):
         return (tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms)), _logprobs(scores, tokens)
     tokens, logprobs = kernels.draw(allowed, uniforms)
@@ -164,10 +170,10 @@ def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, 
 
 
 def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """[R, ..] of `tokens` [R, ..].
+    """Return the log-probs of `tokens`, [R] or [R, n].
 
-    Step by step what `weft.models.network.token_outputs` computes, so that equal logits give equal
-    log-probs to the last bit.
+    The operations are those of `weft.models.network.token_outputs`, so that equal logits give
+    bitwise equal log-probs.
     """
     if kernels.serves(scores):
         lse = kernels.statistics(scores).lse
@@ -176,12 +182,11 @@ def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Ids, int64 [R], for unnormalised `weights` [R, V] >= 0 (float32 or float64) and `uniforms`
-    [R] in [0, 1).
+    """Return ids int64 [R] for unnormalized `weights` [R, V] >= 0 and `uniforms` [R] in [0, 1).
 
-    The id is the first whose cumulative weight exceeds `uniform * total`, in float64: sums over
-    blocks of ids first, then inside the block found, so that no row needs a running sum over its
-    whole vocabulary.
+    Weights are float32 or float64. The id is the first whose cumulative weight exceeds `uniform *
+    total`, in float64. Blocks of ids are summed first and then the ids of the block found, so that
+    no row needs a running sum over the vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % BLOCK:
@@ -196,11 +201,11 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
-    """bool [R, V]: the ids that top-k, top-p and min-p leave, for `scores` [R, V] = logits /
-    temperature; where they are recorded, the `max_support` likeliest of them, since a flat position
-    may leave a whole vocabulary.
+    """Return a mask bool [R, V] of the ids that top-k, top-p and min-p leave.
 
-    At least the likeliest id stays; ids with a score of -inf never do.
+    `scores` [R, V] are logits divided by the temperature. If the ids are recorded, at most the
+    `max_support` likeliest remain, because a flat distribution would leave the whole vocabulary.
+    The likeliest id always remains; ids with a score of minus infinity never do.
     """
     possible = scores > -math.inf
     kept = possible
@@ -220,18 +225,17 @@ def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
 
 
 def supports(kept: Tensor) -> list[list[int]]:
-    """The kept ids of each row in vocabulary order."""
+    """Return the ids in each row of the mask, in vocabulary order."""
     counts = kept.sum(dim=-1).tolist()
     ids = kept.nonzero()[:, 1]
     return [part.tolist() for part in ids.split(counts)]
 
 
 def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """(scores of the likeliest ids, best first [R, w], how many of them stay [R]) under top-k
-    `limit` and `top_p`.
+    """Return (scores of the likeliest ids [R, w], best first; the number of them that remain [R]).
 
-    The head of the ranking nearly always holds `top_p` of the probability; whole rows are sorted
-    where it does not.
+    `limit` is the value of top-k. The `HEAD` likeliest ids nearly always have `top_p` of the
+    probability; whole rows are sorted only if they do not.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values
@@ -248,10 +252,10 @@ def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Ten
 
 
 def _running(x: Tensor) -> Tensor:
-    """[R, n] -> [R, n]: running sums.
+    """Return running sums along the last dimension of [R, n].
 
-    Where kernels must repeat bit for bit, torch refuses its own for a CUDA device, which may add up
-    in another order each time; a product with a triangle of ones repeats.
+    With deterministic algorithms on CUDA, torch refuses `cumsum`, whose order of summation can
+    vary; a product with a triangular matrix of ones is used instead.
     """
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
         return x @ x.new_ones(x.shape[-1], x.shape[-1]).triu_()
@@ -259,10 +263,9 @@ def _running(x: Tensor) -> Tensor:
 
 
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """[R]: the first index at which the running sums `ends` [R, n] exceed `target` [R].
+    """Return the first index [R] at which the running sums `ends` [R, n] exceed `target` [R].
 
-    Where rounding leaves none above, the last index at which the sum grew: the first at which it
-    has its largest value.
+    If rounding leaves no sum above the target, it is the first index of the largest sum.
     """
     return torch.minimum((ends <= target.unsqueeze(-1)).sum(dim=-1), ends.argmax(dim=-1))
 

@@ -1,14 +1,12 @@
-"""Which sequences run next: continuous batching as plain data.
+"""Scheduler of sequences for continuous batching, without torch and without a clock.
 
-Pure: no torch, no tensors, no clock.
-
-Sequences wait in the order they came. A step first makes room for one more token of everything that
-runs, sending the youngest back to wait (its keys and values are computed again later) where memory
-is short; then it admits waiting ones, oldest first, and computes as many of their prompts as the
-step's prefill budget allows. A prompt above the budget takes several steps, in each of which
-everything that runs gets its token. Sequences that begin alike share the work: a beginning that
-pays to store apart is a `Prefix`, computed and held once; sequences with exactly the same tokens
-after it are computed once and copied.
+Sequences wait in the order of submission. A step first reserves room for one more token of every
+running sequence. If memory is short, the youngest sequence is preempted: it waits again, and its
+keys and values are computed again later. Then waiting sequences are admitted, oldest first, and
+their prompts are computed up to the prefill budget of the step. A longer prompt takes several
+steps, in each of which every running sequence gets its token. Sequences with equal first tokens
+share their computation: a prefix that is worth storing separately (`Prefix`) is computed and stored
+once; sequences with exactly the same tokens after it are computed once and copied.
 """
 
 from __future__ import annotations
@@ -35,12 +33,10 @@ class Budget:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making, with what was sampled so far.
+    """A completion in progress, with the tokens sampled so far.
 
-    `limit` is the most tokens it may get.
-
-    While it runs the tokens that it gets may be booked elsewhere; whoever does so adds them before
-    the sequence waits again.
+    `limit` is the maximum number of new tokens. While the sequence runs, its new tokens can be
+    recorded elsewhere (`DecodeBatch`); they are copied here before the sequence waits again.
     """
 
     id: str
@@ -64,8 +60,10 @@ class Sequence:
 
 @dataclass(eq=False)
 class Fill:
-    """Tokens to compute after `after`: those of the prefix `makes`, or the rest of `sequences`,
-    which are all equal.
+    """A prefill: tokens to compute after the prefix `after`.
+
+    They are the tokens of the new prefix `makes`, or the remaining tokens of `sequences`, which are
+    all equal.
     """
 
     tokens: tuple[int, ...]
@@ -94,9 +92,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: `preempted` give their memory back, then passes over the last tokens of `decodes`
-    and over `chunks` in order. Each sequence of `decodes` and of a fill's last chunk gets one
-    token.
+    """Work of one step, in this order.
+
+    The memory of `preempted` is freed; then the last tokens of `decodes`, and the `chunks`, are
+    computed. Each sequence of `decodes` and of a prefill's last chunk gets one token.
     """
 
     preempted: list[Sequence]
@@ -105,8 +104,9 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting and running sequences; `running` is in order of admission, `filling` what is being
-    computed for it first.
+    """Scheduler of waiting and running sequences.
+
+    `running` is in order of admission; `filling` are the pending prefills of admitted sequences.
     """
 
     def __init__(self, budget: Budget, blocks: Blocks) -> None:
@@ -117,9 +117,9 @@ class Scheduler:
         self.running: dict[tuple[str, int], Sequence] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
-        # times that a running sequence was sent back, its keys and values to be computed again
+        # number of times that a running sequence was preempted
         self.num_preempted = 0
-        self._longest = 0  # tokens that any of them may come to have
+        self._longest = 0  # maximum tokens of any submitted sequence
         self._index = PrefixIndex(blocks.least_spared or 0)
 
     @property
@@ -129,7 +129,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
-        Raises `RunError` where it is here already, or could not run even alone.
+        Raises `RunError` if it was submitted before, or if it would not fit even alone.
         """
         if sequence.key in self._known:
             raise RunError(
@@ -156,20 +156,20 @@ class Scheduler:
         """Return the work of the next step; planned work counts as done from now on."""
         preempted = self._make_room()
         decodes = list(self.running.values())
-        if not preempted:  # their tokens may not be booked yet, and there is no room anyway
+        if not preempted:  # their tokens may not be recorded yet, and memory is full
             self._admit()
         self._drop_unused()
         return StepPlan(preempted, decodes, self._chunks())
 
     def finish(self, sequence: Sequence) -> None:
-        """A running sequence is done."""
+        """Remove a running sequence that is complete."""
         del self.running[sequence.key]
         self._release(sequence)
         self._forget(sequence)
         self._drop_unused(self._index.counts)
 
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
-        """Forget every sequence of these ids; returns them in order of submission."""
+        """Remove all sequences of these ids, and return them in order of submission."""
         wanted = set(ids)
         gone = [sequence for sequence in self._known.values() if sequence.id in wanted]
         for sequence in gone:
@@ -188,8 +188,9 @@ class Scheduler:
         return gone
 
     def restart(self) -> None:
-        """Send everything admitted back to the head of the queue: its keys and values are to be
-        computed again.
+        """Return all admitted sequences to the head of the queue.
+
+        Their keys and values will be computed again.
         """
         admitted = [
             *self.running.values(),
@@ -205,15 +206,16 @@ class Scheduler:
     # -- memory
 
     def _make_room(self) -> list[Sequence]:
-        """Room for the keys and values of each running sequence's last token, which this step
-        computes.
+        """Reserve room for the keys and values of each running sequence's last token.
+
+        Returns the sequences that were preempted for it.
         """
         preempted = []
         while not self.blocks.advance():
             if self._drop_unused():
                 continue
-            # What is being filled is younger than all that runs; it has nothing to lose but the
-            # computation.
+            # Pending prefills are younger than all running sequences; only their computation is
+            # lost.
             if self.filling:
                 young = [sequence for fill in self.filling for sequence in fill.sequences]
                 self.filling.clear()
@@ -239,8 +241,9 @@ class Scheduler:
         self._index.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
-        """Give back prefixes that nobody admitted begins with, but those of the marks `keep` that
-        are computed; whether there were any.
+        """Free the prefixes that no admitted sequence begins with.
+
+        Returns whether there were any. Computed prefixes whose hashes are in `keep` remain.
         """
         unused = [
             prefix
@@ -256,9 +259,7 @@ class Scheduler:
     # -- admission
 
     def _admit(self) -> None:
-        """Take in waiting sequences while there is room, and less to compute than the step's
-        budget.
-        """
+        """Admit waiting sequences while there is room, up to the prefill budget of a step."""
         pending = sum(len(fill.tokens) - fill.done for fill in self.filling)
         equal = {(fill.after, fill.tokens): fill for fill in self.filling if fill.makes is None}
         count = len(self.running) + sum(len(fill.sequences) for fill in self.filling)

@@ -1,6 +1,6 @@
-"""How each row is sampled.
+"""Sampling settings of each row.
 
-Rows with equal settings are drawn together; the generator's own settings are number 0.
+Rows with equal settings are sampled together; the generator's own settings have index 0.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from weft.options import validate
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
 Likely = tuple[tuple[int, float], ...]  # ids and their log-probs, the likeliest first
-# What makes the ranks of one network agree on a step's tokens: given how this rank would draw them
-# and for how many rows, it returns what waits for the tokens that count. It draws, or does not, at
-# once.
+# Function by which the ranks of one network agree on the tokens of a step. Its arguments are a
+# function that samples them on this rank, and the number of rows; it returns a function that waits
+# for the agreed tokens. Whether it samples on this rank is decided immediately.
 Settle = Callable[[Callable[[], Drawn], int], Callable[[], Drawn]]
 
 
 def drawn_here(draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
-    """The `Settle` of one rank."""
+    """Return the tokens that this rank samples: the `Settle` of a network on one rank."""
     drawn = draw()
     return lambda: drawn
 
 
 @dataclass(frozen=True)
 class InGraph:
-    """Either every row's likeliest token, or draws from the whole vocabulary at `temperatures` [R]."""
+    """Sampling parameters of a captured graph.
+
+    Each row gets its likeliest token (`greedy`), or is sampled from the whole vocabulary at
+    `temperatures` [R].
+    """
 
     greedy: bool
     temperatures: npt.NDArray[np.float64]
@@ -55,14 +59,16 @@ def joined(first: Drawn, second: Drawn) -> Drawn:
 
 
 class SettingsTable:
-    """`specs[i]` are settings i, `is_stop[i]` bool [V] the ids that end a completion under them,
-    `least[i]` the tokens that come before any end.
+    """Sampling settings of a generator and of its requests, by index.
+
+    `specs[i]` are settings i. `is_stop[i]` is a mask bool [V] of the ids that end a completion, and
+    `least[i]` the minimum number of tokens before any end.
     """
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
         self._own = spec
         self.vocab_size = vocab_size
-        # by id, so that one object is compared once
+        # by id(), so that each object is compared only once
         self._given: dict[int, tuple[GenerationSpec, int]] = {}
         self.specs: list[GenerationSpec] = []
         self.is_stop = np.zeros((0, vocab_size), bool)
@@ -76,10 +82,10 @@ class SettingsTable:
         return self._own.seed
 
     def index(self, given: GenerationSpec | None) -> int:
-        """The number of a request's own settings, or of the generator's.
+        """Return the index of a request's settings; 0, the generator's own, if it has none.
 
-        Seed, tokenizer and what is recorded are always the generator's; the ids that end its
-        completions end this one too. Raises `ConfigError` for values out of range.
+        The seed, the tokenizer and the recorded outputs are always the generator's, and its stop
+        ids apply to all requests. Raises `ConfigError` for values out of range.
         """
         if given is None:
             return 0
@@ -111,9 +117,10 @@ class SettingsTable:
         settings: npt.NDArray[np.int64],
         done: npt.NDArray[np.int64],
     ) -> Drawn:
-        """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each
-        under its `settings` [R] after `done` [R] tokens. Other likely ids, where settings ask for
-        them, are then there to be taken.
+        """Sample rows of `logits` [R, V], each with its `settings` [R] after `done` [R] tokens.
+
+        Returns tokens, log-probs and, if they are recorded, the ids that the sampling limits left.
+        Likely alternatives, if settings request them, are then available from `take_likely`.
         """
         self._likely = self._most_likely(logits, settings, done)
         if (settings == settings[0]).all():
@@ -134,7 +141,7 @@ class SettingsTable:
     def _draw(
         self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]
     ) -> Drawn:
-        """Rows of one kind of settings."""
+        """Sample rows that have the same settings."""
         spec = self.specs[kind]
         supports = None
         drawn = sampling.draw(logits, uniforms, spec, self._banned(kind, done, logits.device))
@@ -149,8 +156,9 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_likely(self, count: int) -> Iterable[Likely]:
-        """For each of `count` rows, of which the last were drawn here last, the likeliest ids that
-        `draw` was to tell; once.
+        """Return the likely alternatives of each of `count` rows, once.
+
+        The last rows are those of the last call of `draw`; the others have none.
         """
         found = self._likely
         self._likely = None
@@ -159,8 +167,9 @@ class SettingsTable:
     def _most_likely(
         self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> list[Likely] | None:
-        """The likeliest ids of each row of `logits` [R, V] with log-probs, where its settings ask
-        for them; None where none do.
+        """Return the likeliest ids of each row of `logits` [R, V], with log-probs.
+
+        Rows whose settings do not request them have none. Returns None if no row does.
         """
         kinds = [kind for kind in np.unique(settings).tolist() if self.specs[kind].top_logprobs]
         if not kinds:
@@ -205,7 +214,7 @@ class SettingsTable:
     def _banned(
         self, kind: int, done: npt.NDArray[np.int64], device: torch.device
     ) -> sampling.Ban | None:
-        """The ends that rows with too few tokens may not come to."""
+        """Return the stop ids for the rows with too few tokens to end, or None."""
         early = done < self.least[kind]
         if not early.any():
             return None
@@ -226,8 +235,9 @@ class SettingsTable:
 
 
 def _by_token(spec: GenerationSpec) -> GenerationSpec:
-    """The settings with stop texts that are one special token (`<|im_end|>`) as ids, which need no
-    text to be watched.
+    """Return settings in which stop texts that are one special token (`<|im_end|>`) are stop ids.
+
+    Stop ids need no decoding.
     """
     if not spec.stop or spec.tokenizer is None:
         return spec

@@ -1,4 +1,4 @@
-"""Stop texts: whether a growing completion has come to one."""
+"""Detection of stop texts in completions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 class StopText:
-    """Watches one completion for `stops`.
+    """Detector of stop texts in one completion.
 
-    Text is decoded as it becomes stable, so a stop text may span tokens and a character may span
-    them too; special tokens count as they are written.
+    Text is decoded as it becomes stable, so that a stop text, or a character, can span several
+    tokens. Special tokens count as text.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:

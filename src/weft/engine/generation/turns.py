@@ -1,9 +1,10 @@
-"""Several generators on one network that take turns: while one's tokens are on their way, the
-others' passes are computed.
+"""Several generators on one network with interleaved steps.
+
+While the tokens of one generator are in transit, the passes of the others are computed.
 
     with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator: ...
 
-For a pipeline, whose ranks then all have something to compute. Every rank takes the same turns.
+This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ def open_turns(
 
 
 class TurnsGenerator:
-    """Implements `weft.engine.base.Generator`.
+    """Generator that interleaves the steps of several; implements `weft.engine.base.Generator`.
 
     All completions of an id go to one generator, which computes their prompt once.
     """
 
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:
         self._generators = list(generators)
-        self._begun: list[int] = []  # whose step has begun, the oldest first
-        self._events: list[TokenEvent] = []  # of steps that had to be finished in between
+        self._begun: list[int] = []  # generators with a step in progress, oldest first
+        self._events: list[TokenEvent] = []  # of steps finished ahead of their turn
         self._homes: dict[str, int] = {}
         self._left: Counter[str] = Counter()  # unfinished completions of an id
 
@@ -98,9 +99,9 @@ class TurnsGenerator:
             loads[home] += 1
 
     def step(self) -> list[TokenEvent]:
-        """One token for what runs in the generator whose step began first.
+        """Sample one token of each sequence in the generator whose step started first.
 
-        Steps of all others have begun by then.
+        The steps of all other generators have started by then.
         """
         if self._events:
             events = self._events
@@ -115,7 +116,8 @@ class TurnsGenerator:
     def abort(self, ids: Iterable[str]) -> list[Partial]:
         """Abort requests as `BatchGenerator.abort` does.
 
-        Tokens whose step had begun are part of the result, and events of the next step.
+        Steps in progress are finished first. Their tokens are part of the result, and their events
+        are returned by later steps.
         """
         self._finish_all()
         wanted = list(ids)
@@ -144,7 +146,7 @@ class TurnsGenerator:
         return events
 
     def _forget(self, id: str) -> None:
-        """One completion of the id less."""
+        """Count down the unfinished completions of an id."""
         self._left[id] -= 1
         if not self._left[id]:
             del self._left[id], self._homes[id]
