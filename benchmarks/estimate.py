@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_backends import LLAMA_3_2_1B
 from weft.checkpoints import hf_io
-from weft.engine.generation.caches import DRAWING, PageCaches
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.caches import SAMPLING_COLUMNS, PageCaches
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.master_weights import MasterWeights
-from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.kernels import flash, lane_of
+from weft.engine.torch.optimizer import Optimizer, list_decayed_names
+from weft.kernels import build_copy_queue, flash
 from weft.kernels.gpu import compiled
 from weft.models.attention.contexts import Dense
 from weft.models.kv.pages import PAGE, TABLE
@@ -159,12 +159,12 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counted: Counted) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counted = counted
+        ctx.format_step = counted
         return counted.as_one("rms_norm", lambda x, weight: torch.empty_like(x))(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (x, weight), counted = ctx.saved_tensors, ctx.counted
+        (x, weight), counted = ctx.saved_tensors, ctx.format_step
         by_x = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(x))(
             gradients[0], x
         )
@@ -182,7 +182,7 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, counted: Counted, operations: float
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.counted, ctx.operations = counted, operations
+        ctx.format_step, ctx.operations = counted, operations
         return counted.as_one(
             "attention",
             lambda q, k, v: torch.empty_like(q),
@@ -193,8 +193,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         q, k, v = ctx.saved_tensors
-        rate = ctx.counted.device.attention[1]
-        made = ctx.counted.as_one(
+        rate = ctx.format_step.device.attention[1]
+        made = ctx.format_step.as_one(
             "attention backward",
             lambda _, *given: [torch.empty_like(x) for x in given],
             2.5 * ctx.operations,
@@ -211,11 +211,11 @@ def install(counted: Counted, lengths: list[int], *, fused: bool) -> None:
         return Attention.apply(q, k, v, counted, 4.0 * pairs * q.shape[1] * q.shape[2])
 
     flash.serves = lambda *_: True  # type: ignore[assignment]
-    flash.kernel = lambda: varlen  # type: ignore[assignment]
-    flash.abilities = lambda: flash.Abilities(True, True)  # type: ignore[assignment]
+    flash.load_kernel = lambda: varlen  # type: ignore[assignment]
+    flash.find_features = lambda: flash.FlashFeatures(True, True)  # type: ignore[assignment]
     torch.nn.functional.rms_norm = lambda x, _, weight, eps: Norm.apply(x, weight, counted)  # type: ignore[assignment]
     compiled.serves = lambda *_: fused  # type: ignore[assignment]
-    compiled.one_kernel = lambda f: counted.as_one(f.__name__, f)  # type: ignore[assignment]
+    compiled.compile_as_one_kernel = lambda f: counted.as_one(f.__name__, f)  # type: ignore[assignment]
 
 
 def update(counted: Counted, masters: list[Tensor], *, clips: bool) -> None:
@@ -237,12 +237,15 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     token).
     """
     config = hf_io.find_family(raw, None).config(raw)
-    network = Transformer.empty(config, device="meta").train()
-    masters = MasterWeights(network, torch.bfloat16, lane_of(torch.device("meta")))
+    network = Transformer.build_empty(config, device="meta").train()
+    masters = MasterWeights(network, torch.bfloat16, build_copy_queue(torch.device("meta")))
     gradient_sums.add_to(network, masters.masters)
-    trained = masters.trained
+    trained = masters.trained_parameters
     optimizer = Optimizer(
-        OptimizerSpec(lr=1e-5, max_grad_norm=1.0), Schedule(10, 0), trained, decayed(network)
+        OptimizerSpec(lr=1e-5, max_grad_norm=1.0),
+        Schedule(10, 0),
+        trained,
+        list_decayed_names(network),
     )
     total = sum(lengths)
     ints = torch.zeros(total, dtype=torch.int64, device="meta")
@@ -259,7 +262,7 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     with counted:
         out = network(x, frozenset({"logprobs", "top1"}))
         (-(out["logprobs"] * weights).sum()).backward()
-        torch.nn.utils.get_total_norm(list(optimizer.gradients().values()))
+        torch.nn.utils.get_total_norm(list(optimizer.collect_gradients().values()))
         masters.refresh()
     update(counted, list(optimizer.parameters), clips=not hasattr(optimizer, "_clip"))
     products = sum(p.numel() for p in network.parameters() if p.dim() == 2)
@@ -283,7 +286,7 @@ def pages(counted: Counted, rows: int, length: int) -> None:
             counted.device.attention[0],
         )(q, held)
 
-    flash.kernel = lambda: varlen  # type: ignore[assignment]
+    flash.load_kernel = lambda: varlen  # type: ignore[assignment]
 
 
 def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> float:
@@ -291,14 +294,16 @@ def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> flo
     bytes that it can move: weights and the sequences' keys and values, once.
     """
     config, meta = hf_io.find_family(raw, None).config(raw), torch.device("meta")
-    network = Transformer.empty(config, device=meta, dtype=torch.bfloat16).eval()
-    caches = PageCaches(network, meta, Budget(rows, 2 * rows * length))
+    network = Transformer.build_empty(config, device=meta, dtype=torch.bfloat16).eval()
+    caches = PageCaches(network, meta, GenerationBudget(rows, 2 * rows * length))
     # in place of the host's memory
-    caches._results[rows] = torch.empty(rows, 2, dtype=torch.float64, device=meta)
-    step = torch.zeros(rows, DRAWING + TABLE + length // PAGE + 1, dtype=torch.int32, device=meta)
+    caches._result_buffers[rows] = torch.empty(rows, 2, dtype=torch.float64, device=meta)
+    step = torch.zeros(
+        rows, SAMPLING_COLUMNS + TABLE + length // PAGE + 1, dtype=torch.int32, device=meta
+    )
     pages(counted, rows, length)
     with counted, torch.no_grad():
-        caches._drawn(step)
+        caches._sample_tokens(step)
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
     return weights + 4.0 * rows * length * config.num_layers * config.num_kv_heads * config.head_dim
 

@@ -401,16 +401,16 @@ def _provenance(where: Where, missing: list[str], commit: str | None) -> dict[st
     import numpy
     import transformers
 
-    from weft.engine.device import hardware
-    from weft.engine.flops import model_of
+    from weft.engine.device import describe_hardware
+    from weft.engine.flops import parse_gpu_model
 
     cuda = where.device.type == "cuda"
     return {
         "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
         "commit": _output("git", "rev-parse", "HEAD") or commit,
         "dirty": bool(_output("git", "status", "--porcelain")),
-        "device": torch.cuda.get_device_name() if cuda else hardware(where.device)["name"],
-        "gpu": model_of(torch.cuda.get_device_name()) if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else describe_hardware(where.device)["name"],
+        "gpu": parse_gpu_model(torch.cuda.get_device_name()) if cuda else None,
         "driver": _driver() if cuda else None,
         "versions": {
             "python": platform.python_version(),

@@ -173,7 +173,7 @@ def engine(raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) 
 
     config = hf_io.find_family(raw, None).config(raw)
     dtype = torch.float32 if trained else where.torch_dtype
-    network = Transformer.empty(config, device=where.device, dtype=dtype)
+    network = Transformer.build_empty(config, device=where.device, dtype=dtype)
     fill(network)
     return _built(network, raw, where, trained=trained, **options)
 
@@ -188,7 +188,7 @@ def adapted(raw: dict[str, Any], where: Where, rank: int) -> Any:
     from weft.models.network.transformer import Transformer
 
     config = hf_io.find_family(raw, None).config(raw)
-    network = Transformer.empty(config, device=where.device, dtype=where.torch_dtype)
+    network = Transformer.build_empty(config, device=where.device, dtype=where.torch_dtype)
     fill(network)
     lora.attach(network, r=rank, alpha=2.0 * rank)
     return _built(network, raw, where, trained=True, lora=LoRASpec(r=rank, alpha=2.0 * rank))
@@ -206,7 +206,7 @@ def _built(
     network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **options: Any
 ) -> Any:
     from weft.engine.backends import common
-    from weft.engine.backends.torch import _cost
+    from weft.engine.backends.torch import _compute_cost
     from weft.engine.spec import ModelSpec, Schedule
     from weft.engine.torch.engine import BuiltNetwork, TorchEngine
     from weft.models.network.compiled import compile_blocks
@@ -218,7 +218,7 @@ def _built(
     )
     if spec.compile:
         common.check_compile(spec, Layout(), where.device)
-        compile_blocks(network, fp8=common.fp8_product(spec, where.device))
+        compile_blocks(network, fp8=common.build_fp8_product(spec, where.device))
     if not spec.has_adapters:
         network.requires_grad_(trained)
     config = network.config
@@ -228,7 +228,10 @@ def _built(
         "num_layers": config.num_layers,
     }
     built = BuiltNetwork(
-        network=network, save=_unsaved, cost=_cost(network, frozen=spec.has_adapters), facts=facts
+        network=network,
+        save=_unsaved,
+        cost=_compute_cost(network, frozen=spec.has_adapters),
+        facts=facts,
     )
     return TorchEngine(built, spec, Layout(), where.device)
 
@@ -330,7 +333,7 @@ def kernels(where: Where, head_dim: int) -> dict[str, Any]:
     served = flash.serves(where.device, where.torch_dtype, head_dim)
     return {
         "flash": served,
-        "flash_reads_pages": served and flash.abilities().block_table,
+        "flash_reads_pages": served and flash.find_features().block_table,
         "flex": flex.serves(where.device, head_dim),
     }
 
@@ -344,7 +347,7 @@ def training_attention(where: Where, config: Any) -> str:
     if config.attention_softcap is None and flash.serves(
         where.device, where.torch_dtype, config.head_dim
     ):
-        return f"flash attention {flash.version()} over packs"
+        return f"flash attention {flash.find_version()} over packs"
     return "scaled_dot_product_attention" if where.device.type == "cuda" else "weft's CPU kernel"
 
 
@@ -365,8 +368,8 @@ def decoding_attention(generator: Any, where: Where) -> str:
     plain = config.attention_softcap is None and flash.serves(
         where.device, where.torch_dtype, config.head_dim
     )
-    if plain and flash.abilities().block_table:
-        return f"flash attention {flash.version()} over pages"
+    if plain and flash.find_features().block_table:
+        return f"flash attention {flash.find_version()} over pages"
     return "FlexAttention over pages"
 
 

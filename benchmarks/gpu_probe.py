@@ -56,9 +56,9 @@ def abilities() -> dict[str, str]:
     from weft.kernels import flash, flex
 
     return {
-        "flash": str(flash.abilities()),
-        "flash version": str(flash.version()),
-        "flex": str(flex._compiles()),
+        "flash": str(flash.find_features()),
+        "flash version": str(flash.find_version()),
+        "flex": str(flex._can_compile()),
     }
 
 
@@ -93,8 +93,8 @@ def draws(device: torch.device) -> float:
     logits = drawn(device, 64, 8192, dtype=torch.float32) * 3
     uniforms = torch.rand(64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     temperatures = torch.ones(64, dtype=torch.float64, device=device)
-    found = sampling.draw_rows(logits, uniforms.to(device), temperatures).tokens.cpu()
-    exact = sampling.inverse_cdf(logits.double().cpu().softmax(-1), uniforms)
+    found = sampling.sample_rows(logits, uniforms.to(device), temperatures).tokens.cpu()
+    exact = sampling.invert_cdf(logits.double().cpu().softmax(-1), uniforms)
     return float((found != exact).float().mean())
 
 
@@ -118,7 +118,9 @@ def flash_attention(device: torch.device) -> float:
         for n, count in enumerate(heads)
     ]
     bounds = torch.tensor(ends, dtype=torch.int32, device=device)
-    out = flash.packed(*inputs, VarlenLengths(bounds, bounds, 350, 350), AttentionSpec(dim**-0.5))
+    out = flash.attend_packed(
+        *inputs, VarlenLengths(bounds, bounds, 350, 350), AttentionSpec(dim**-0.5)
+    )
     weights = drawn(device, *out.shape, seed=9)
     found = (out, *torch.autograd.grad(out, inputs, weights))
     plain = [x.detach().double().cpu().requires_grad_() for x in inputs]
@@ -133,12 +135,14 @@ def formulas(device: torch.device) -> float:
     from weft.kernels.gpu import compiled
 
     x, by = drawn(device, 700, 512), drawn(device, 700, 256, seed=1)
-    made = compiled.one_kernel(exact.activated)(x, True, "silu")
-    gradients = compiled.one_kernel(exact.activated_gradients)(by, x, True, "silu", True)
+    made = compiled.compile_as_one_kernel(exact.activated)(x, True, "silu")
+    gradients = compiled.compile_as_one_kernel(exact.compute_activated_gradients)(
+        by, x, True, "silu", True
+    )
     wide, wide_by = x.double().cpu(), by.double().cpu()
     wanted = (
         exact.activated(wide, True, "silu"),
-        *exact.activated_gradients(wide_by, wide, True, "silu", True),
+        *exact.compute_activated_gradients(wide_by, wide, True, "silu", True),
     )
     return max(
         relative(a.cpu(), b)
@@ -158,8 +162,8 @@ def flex_attention(device: torch.device) -> float:
     q, k, v = (
         drawn(device, prompt + 2 * rest, count, dim, seed=n) for n, count in enumerate((8, 2, 2))
     )
-    mask = flex.pack_mask(bounds, [((0, prompt), (prompt, len(q)))], len(q), None)
-    found = flex.packed(q, k, v, mask, AttentionSpec(dim**-0.5)).double().cpu()
+    mask = flex.build_pack_mask(bounds, [((0, prompt), (prompt, len(q)))], len(q), None)
+    found = flex.attend_packed(q, k, v, mask, AttentionSpec(dim**-0.5)).double().cpu()
     wide = [x.double().cpu() for x in (q, k, v)]
     errors = []
     for first in (prompt, prompt + rest):
@@ -174,11 +178,11 @@ def graphs(device: torch.device) -> float:
     """Each form's first capture comes after all graphs of the form before are gone."""
     import numpy as np
 
-    from weft.engine.generation.graphs import DecodeGraphs, cuda_capture
+    from weft.engine.generation.graphs import DecodeGraphs, build_cuda_capture
 
     weight = drawn(device, 7, 5, dtype=torch.float32)
     made = DecodeGraphs(
-        {"step": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device)
+        {"step": lambda numbers: numbers.float() @ weight}, device, build_cuda_capture(device)
     )
     random, errors = np.random.default_rng(0), []
     for form in range(3):

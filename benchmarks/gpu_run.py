@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from benchmarks import gpu_backends
 from benchmarks.gpu_backends import Sizes, Where
 from benchmarks.gpu_plan import BARS
-from weft.engine.flops import peak_of
+from weft.engine.flops import find_peak_rates
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Run:
         """The same by the GPU's data sheet; None of a device that has none."""
         if self.where.device.type != "cuda":
             return None
-        peak = peak_of(torch.cuda.get_device_name(self.where.device))
+        peak = find_peak_rates(torch.cuda.get_device_name(self.where.device))
         if peak is None:
             return None
         return {"products_per_s": 1e12 * peak.tflops, "bytes_per_s": 1e9 * peak.gb_per_s}[name]

@@ -168,9 +168,9 @@ def agreement(run: Run) -> None:
     gap = float((again.float() - batch.data["logprobs"].float().to(again.device)).abs().mean())
     run.add("sampled and recomputed: mean gap", gap, "", by=run.details["attention"])
     network = gpu_backends.network_of(made)
-    shared, network.shares_prefixes = network.shares_prefixes, lambda _: False
+    shared, network.can_share_prefixes = network.can_share_prefixes, lambda _: False
     repeated = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
-    network.shares_prefixes = shared
+    network.can_share_prefixes = shared
     differ("shared and repeated prompts", again, repeated)
     print(f"  kernels: {run.details['kernels']}; graphs: {run.details['graphs']}", flush=True)
     del made, network, generator

@@ -156,7 +156,7 @@ def bare_parts(engine: Any, batch: int, context: int) -> dict[str, Callable[[], 
     parts: dict[str, Callable[[], object]] = {
         "products": lambda: [run() for run in best],
         "attention": min(ways, key=lambda way: min(each(way, 5))),
-        "sampling": lambda: sampling.draw(logits, uniforms, spec),
+        "sampling": lambda: sampling.sample(logits, uniforms, spec),
     }
     return {name: _no_grad(run) for name, run in parts.items()}
 

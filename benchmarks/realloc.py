@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import model, pairs, results
-from weft.checkpoints.hf_io import find_family, parameter_shapes
+from weft.checkpoints.hf_io import compute_parameter_shapes, find_family
 from weft.models.network.config import TransformerConfig
 from weft.realloc.execute import Reallocation
-from weft.realloc.plan import Transfer, holdings_of, plan
+from weft.realloc.plan import ParameterTransfer, holdings_of, plan
 from weft.topology import Layout, Mesh, Slice
 
 MIB = 2**20
@@ -189,7 +189,8 @@ def measure_case(
         for layout, start in zip(layouts, (0, case.start), strict=True)
     ]
     source, target = (
-        holdings_of(parameter_shapes(config), config, mesh, tied=config.tied) for mesh in meshes
+        holdings_of(compute_parameter_shapes(config), config, mesh, tied=config.tied)
+        for mesh in meshes
     )
     transfers = plan(source, target, node_of=lambda _: 0)
     ends = [Parameters(held[rank]) if rank in held else None for held in (source, target)]
@@ -198,7 +199,7 @@ def measure_case(
         transfers, rank=rank, group=dist.group.WORLD, bucket_bytes=settings["bucket"]
     )
     sent, stays = (
-        BYTES * sum(each.num_elements for each in transfers if each.stays is way)
+        BYTES * sum(each.num_elements for each in transfers if each.is_local is way)
         for way in (False, True)
     )
     times = []
@@ -218,18 +219,18 @@ def measure_case(
     return times[1:]  # connections are made in the first
 
 
-def buffers(transfers: Sequence[Transfer], rank: int) -> dict[tuple[int, int], Tensor]:
+def buffers(transfers: Sequence[ParameterTransfer], rank: int) -> dict[tuple[int, int], Tensor]:
     """(source, target) -> all bytes that go between the two, of this rank's pairs."""
     sizes = Counter[tuple[int, int]]()
     for each in transfers:
-        if not each.stays and rank in (each.source, each.target):
+        if not each.is_local and rank in (each.source, each.target):
             sizes[each.source, each.target] += each.num_elements * BYTES
     return {pair: torch.ones(size, dtype=torch.uint8) for pair, size in sizes.items()}
 
 
-def doubles(transfers: Sequence[Transfer], rank: int) -> list[tuple[Tensor, Tensor]]:
+def doubles(transfers: Sequence[ParameterTransfer], rank: int) -> list[tuple[Tensor, Tensor]]:
     """(from, to) of each piece that stays on this rank."""
-    sizes = [each.num_elements for each in transfers if each.stays and rank == each.source]
+    sizes = [each.num_elements for each in transfers if each.is_local and rank == each.source]
     return [(torch.ones(size), torch.ones(size)) for size in sizes]
 
 

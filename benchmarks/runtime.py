@@ -19,16 +19,16 @@ from weft.experiment import Experiment
 from weft.experiments import GenConfig, PPOConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.launch.assemble import load_tokenizers, parts_of
+from weft.launch.assemble import build_parts, load_tokenizers
 from weft.launch.cluster import launch_devices
-from weft.runtime.commands import Build
+from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup
 from weft.runtime.directory import RunDirectory
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
-from weft.runtime.outcome import Outcome
-from weft.runtime.schedule import Horizon
+from weft.runtime.outcome import FiringOutcome
+from weft.runtime.schedule import RunLength
 from weft.runtime.worker import Worker
 
 CALLS = 8  # of a step, each of which reads what the one before it made
@@ -146,7 +146,11 @@ def overheads(
             )
             if group is None:
                 group = make_group(
-                    experiment, devices, tokenizers, Horizon.of(experiment, data.train), folder
+                    experiment,
+                    devices,
+                    tokenizers,
+                    RunLength.from_experiment(experiment, data.train),
+                    folder,
                 )
             found[size] = overhead(Master(experiment, group, data.train, tokenizers), repeats)
     finally:
@@ -159,17 +163,17 @@ def make_group(
     experiment: Experiment,
     devices: int,
     tokenizers: Mapping[str, Tokenizer],
-    horizon: Horizon,
+    horizon: RunLength,
     folder: Path,
 ) -> WorkerGroup:
     import torch
 
-    specs, cache = horizon.specs(experiment), folder / "cache"
+    specs, cache = horizon.build_specs(experiment), folder / "cache"
     if devices:
         return DeviceGroup(
-            launch_devices(experiment, "local").devices(),
+            launch_devices(experiment, "local").wait_for_devices(),
             experiment,
-            Build(experiment, specs, tokenizers, cache, "cpu"),
+            BuildWorker(experiment, specs, tokenizers, cache, "cpu"),
         )
     return LocalGroup(
         lambda: Worker(experiment, specs, tokenizers, "cpu", cache), torch.device("cpu")
@@ -182,10 +186,10 @@ class Times:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def fired(self, outcome: Outcome, step: int) -> None:
+    def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None:
         self.seconds += outcome.seconds
 
-    def stepped(self, ids: Sequence[str], step: int) -> None:
+    def on_step_finished(self, ids: Sequence[str], step: int) -> None:
         """Nothing."""
 
 
@@ -221,7 +225,7 @@ def bytes_of_a_step(folder: Path, steps: int, prompts: int, new: int) -> list[st
     config.critic.device_mesh = config.ref.device_mesh = "1"
     config.rew.device_mesh = "2"
     experiment = config.build()
-    parts = parts_of(experiment, RunDirectory.of(experiment.control))
+    parts = build_parts(experiment, RunDirectory.from_control(experiment.control))
     lines = []
     try:
         for _ in range(steps):
@@ -229,7 +233,7 @@ def bytes_of_a_step(folder: Path, steps: int, prompts: int, new: int) -> list[st
             result = parts.master.step()
             assert result is not None, "there are rows for every step"
             moved = sum(
-                value for name, value in result.measured.items() if name.endswith(f"/{BYTES_MOVED}")
+                value for name, value in result.metrics.items() if name.endswith(f"/{BYTES_MOVED}")
             )
             share = f"{moved / seen.least:.3g} times" if seen.least else "no"
             lines.append(
@@ -249,14 +253,14 @@ class Sizes:
     def __init__(self, experiment: Experiment, group: WorkerGroup) -> None:
         self._experiment, self._group, self.least = experiment, group, 0
 
-    def fired(self, outcome: Outcome, step: int) -> None:
+    def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None:
         """Nothing."""
 
-    def stepped(self, ids: Sequence[str], step: int) -> None:
-        graph, meshes = self._experiment.graph, self._experiment.meshes()
+    def on_step_finished(self, ids: Sequence[str], step: int) -> None:
+        graph, meshes = self._experiment.graph, self._experiment.build_meshes()
         reads: dict[tuple[int, ...], set[str]] = {}
         makes: dict[tuple[int, ...], set[str]] = {}
-        for node in graph.model_calls():
+        for node in graph.list_model_calls():
             ranks = tuple(meshes[node.role].ranks)
             reads.setdefault(ranks, set()).update(node.inputs, node.optional_inputs)
             makes.setdefault(ranks, set()).update(node.outputs)

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import model, results
-from weft.runtime.processes import Process, adopt_orphans, descendants
+from weft.runtime.processes import ProcessId, adopt_orphans, find_descendants
 
 LAYOUTS = {"one device": "d1", "two devices": "d2", "four devices": "d4"}
 # seconds, on two idle cores
@@ -119,7 +119,7 @@ def first_step(folder: Path, layout: str, trial: str) -> dict[str, float]:
         "device=cpu",
     ]
     metrics, screen = folder / "startup" / trial / "metrics.jsonl", folder / f"{trial}.txt"
-    first_line, others = 0.0, descendants()  # what an earlier run's Ray has left for a moment
+    first_line, others = 0.0, find_descendants()  # what an earlier run's Ray has left for a moment
     with screen.open("wb") as output:
         began = time.monotonic()
         run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -130,12 +130,12 @@ def first_step(folder: Path, layout: str, trial: str) -> dict[str, float]:
             if not first_line and screen.stat().st_size:
                 first_line = time.monotonic() - began
             time.sleep(POLL_SECONDS)
-        seconds, used = time.monotonic() - began, cpu_seconds(descendants() - others)
+        seconds, used = time.monotonic() - began, cpu_seconds(find_descendants() - others)
         run.wait()
     return {"seconds": seconds, "first line": first_line, "cpu": sum(used.values()), **used}
 
 
-def cpu_seconds(processes: set[Process]) -> dict[str, float]:
+def cpu_seconds(processes: set[ProcessId]) -> dict[str, float]:
     """CPU seconds of these processes, and of children of theirs that have ended, by kind."""
     used = dict.fromkeys((*KINDS.values(), "Ray"), 0.0)
     for process in processes:

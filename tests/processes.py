@@ -34,7 +34,7 @@ PRELOADED = [
     "weft.launch.assemble",
     "weft.launch.damaged",
     "weft.runtime.commands",
-    "weft.engine.many_devices",
+    "weft.engine.mesh_collectives",
     "weft.engine.backends.torch",
     "weft.engine.generation.generate",
     "weft.host.reward",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.kind import shipped_configs
+from weft.checkpoints.kind import read_shipped_configs
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 README = RECIPES / "README.md"
@@ -93,7 +93,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         found[name] = folder / name
         found[name].mkdir(parents=True, exist_ok=True)
         file = real / str(model.real) / "config.json"
-        text = file.read_text() if file.is_file() else json.dumps(shipped_configs()[name])
+        text = file.read_text() if file.is_file() else json.dumps(read_shipped_configs()[name])
         (found[name] / "config.json").write_text(text)
     return found
 

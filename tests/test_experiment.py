@@ -24,9 +24,9 @@ def test_without_groups_the_nodes_say_it() -> None:
         asked.memory_per_node_gb,
     ) == (8, 4, None, 8.0)
     assert (
-        asked.ignored_on_one_machine() == ["memory_gb"]
+        asked.list_ignored_fields() == ["memory_gb"]
         and asked.env == {}
-        and asked.common("nodelist") is None
+        and asked.get_common_value("nodelist") is None
     )
     assert Scheduling().num_devices == 1
 
@@ -45,8 +45,8 @@ def test_groups_are_added_up_and_spread_over_the_nodes() -> None:
         asked.cpus_per_node,
         asked.memory_per_node_gb,
     ) == (7, 3, 9, 25.0)
-    assert asked.env == {"A": "1", "B": "2"} and asked.common("nodelist") == "n[1-2]"
-    assert asked.ignored_on_one_machine() == [
+    assert asked.env == {"A": "1", "B": "2"} and asked.get_common_value("nodelist") == "n[1-2]"
+    assert asked.list_ignored_fields() == [
         "actor.cpus",
         "actor.memory_gb",
         "reward.cpus",
@@ -62,7 +62,7 @@ def test_groups_that_differ_where_a_job_has_one_answer_are_refused() -> None:
         }
     )
     with pytest.raises(ConfigError, match=r"the groups differ in container \(a: 'x', b: 'y'\)"):
-        asked.common("container")
+        asked.get_common_value("container")
     with pytest.raises(ConfigError, match="b sets A='2', another group '1'"):
         _ = asked.env
 
@@ -133,8 +133,12 @@ def test_where_roles_and_calls_are(
 ) -> None:
     made = ppo(**options)
     made.check()
-    calls = {call.name: made.mesh_of(call) for call in made.graph.model_calls()}
-    found = {**made.meshes(), **calls, "eval": made.mesh_of(made.evaluation.graph.model_calls()[0])}
+    calls = {call.name: made.get_mesh(call) for call in made.graph.list_model_calls()}
+    found = {
+        **made.build_meshes(),
+        **calls,
+        "eval": made.get_mesh(made.evaluation.graph.list_model_calls()[0]),
+    }
     for name, place in places.items():
         layout, _, ranks = place.partition(" ")
         assert found[name] == Mesh(Layout.parse(layout), tuple(map(int, ranks.split(",")))), name
@@ -142,9 +146,9 @@ def test_where_roles_and_calls_are(
 
 
 def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
-    assert ppo().copies() == []
-    assert ppo(ref_inf__device_mesh="1").copies() == [], "nothing else uses the reference"
-    assert ppo(train__layout="t2", gen__layout="d2").copies() == [
+    assert ppo().list_copies() == []
+    assert ppo(ref_inf__device_mesh="1").list_copies() == [], "nothing else uses the reference"
+    assert ppo(train__layout="t2", gen__layout="d2").list_copies() == [
         ("actor", Mesh(Layout(data=2), (0, 1)))
     ]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from weft.errors import ConfigError
-from weft.options import Scalar, leaves, option, read, to_mapping, validate
+from weft.options import CommandLineValue, iterate_options, option, read, to_mapping, validate
 
 
 @dataclass
@@ -45,16 +45,16 @@ class Outer:
         ({"limit": "null"}, ("limit", None)),
         ({"path": "None"}, ("path", None)),
         ({"deep": "True"}, ("deep", True)),
-        ({"name": Scalar(1.1, "1.10")}, ("name", "1.10")),
-        ({"path": Scalar(7, "007")}, ("path", "007")),
-        ({"limit": Scalar(7, "7")}, ("limit", 7)),
-        ({"limit": Scalar(None, "null")}, ("limit", None)),
-        ({"path": Scalar(None, "null")}, ("path", None)),
-        ({"name": Scalar(None, "null")}, ("name", "null")),  # as in backend=null, a name
+        ({"name": CommandLineValue(1.1, "1.10")}, ("name", "1.10")),
+        ({"path": CommandLineValue(7, "007")}, ("path", "007")),
+        ({"limit": CommandLineValue(7, "7")}, ("limit", 7)),
+        ({"limit": CommandLineValue(None, "null")}, ("limit", None)),
+        ({"path": CommandLineValue(None, "null")}, ("path", None)),
+        ({"name": CommandLineValue(None, "null")}, ("name", "null")),  # as in backend=null, a name
         ({"texts": ["a", "b"]}, ("texts", ["a", "b"])),
         ({"texts": "a"}, ("texts", ["a"])),
-        ({"args": {"k": {"x": Scalar(1, "1")}}}, ("args", {"k": {"x": 1}})),
-        ({"any": [1, {"a": Scalar(2, "2")}]}, ("any", [1, {"a": 2}])),
+        ({"args": {"k": {"x": CommandLineValue(1, "1")}}}, ("args", {"k": {"x": 1}})),
+        ({"any": [1, {"a": CommandLineValue(2, "2")}]}, ("any", [1, {"a": 2}])),
         ({"level": "b"}, ("level", "b")),
     ],
 )
@@ -130,7 +130,7 @@ def test_plain_values_go_there_and_back() -> None:
 
 
 def test_leaves_show_type_default_and_help() -> None:
-    found = {leaf.name: leaf for leaf in leaves(Outer(inner=Inner(lr=0.25)))}
+    found = {leaf.name: leaf for leaf in iterate_options(Outer(inner=Inner(lr=0.25)))}
     assert (found["inner.lr"].type, found["inner.lr"].default, found["inner.lr"].help) == (
         "float",
         0.25,

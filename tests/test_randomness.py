@@ -38,13 +38,13 @@ GOLDEN = {
 def test_published_vectors(
     counter: tuple[int, int], key: tuple[int, int], result: tuple[int, int]
 ) -> None:
-    found = randomness.threefry(np.array(key, np.uint32), np.array(counter, np.uint32))
+    found = randomness.compute_threefry(np.array(key, np.uint32), np.array(counter, np.uint32))
     assert tuple(found.tolist()) == result
 
 
 @pytest.mark.parametrize(("use", "number"), GOLDEN.items())
 def test_golden_numbers(use: tuple[int, str, int, str, int, int], number: int) -> None:
-    assert randomness.uniform(*use) * 2**24 == number
+    assert randomness.draw_uniform(*use) * 2**24 == number
 
 
 def naive_threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
@@ -70,7 +70,7 @@ words = st.integers(0, 2**32 - 1)
 
 @given(st.tuples(words, words), st.tuples(words, words))
 def test_equals_the_naive_form(key: tuple[int, int], counter: tuple[int, int]) -> None:
-    found = randomness.threefry(np.array(key, np.uint32), np.array(counter, np.uint32))
+    found = randomness.compute_threefry(np.array(key, np.uint32), np.array(counter, np.uint32))
     assert tuple(found.tolist()) == naive_threefry(key, counter)
 
 
@@ -81,21 +81,23 @@ def test_uniform_is_the_definition(seed: int, step: int, id: str, k: int, positi
     except UnicodeEncodeError:
         return
     word = naive_threefry(struct.unpack("<II", digest[:8]), (position, 0))[0]
-    assert randomness.uniform(seed, "p", step, id, k, position) == (word >> 8) / 2**24
+    assert randomness.draw_uniform(seed, "p", step, id, k, position) == (word >> 8) / 2**24
 
 
 def test_a_number_does_not_depend_on_its_neighbours() -> None:
     uses = [(f"id{n}", n % 3, 5 * n) for n in range(40)]
-    keys = np.array([randomness.key(3, "sample", 2, id, k) for id, k, _ in uses])
+    keys = np.array([randomness.derive_key(3, "sample", 2, id, k) for id, k, _ in uses])
     positions = np.array([position for *_, position in uses])
-    together = randomness.uniforms(keys, positions)
+    together = randomness.draw_uniforms(keys, positions)
     assert together.dtype == np.float64
-    assert together.tolist() == [randomness.uniform(3, "sample", 2, id, k, p) for id, k, p in uses]
-    assert randomness.uniforms(keys[::-1], positions[::-1]).tolist() == together[::-1].tolist()
+    assert together.tolist() == [
+        randomness.draw_uniform(3, "sample", 2, id, k, p) for id, k, p in uses
+    ]
+    assert randomness.draw_uniforms(keys[::-1], positions[::-1]).tolist() == together[::-1].tolist()
 
 
 def test_numbers_look_uniform() -> None:
-    numbers = randomness.uniforms(randomness.key(1, "test"), np.arange(100_000))
+    numbers = randomness.draw_uniforms(randomness.derive_key(1, "test"), np.arange(100_000))
     assert numbers.min() >= 0.0 and numbers.max() < 1.0
     counts, _ = np.histogram(numbers, bins=100, range=(0, 1))
     chi_squared = ((counts - 1000) ** 2 / 1000).sum()
@@ -103,21 +105,24 @@ def test_numbers_look_uniform() -> None:
 
 
 def test_a_bar_in_the_purpose_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds"):
-        randomness.key(1, "a|2", 3)
+    with pytest.raises(ConfigError, match="contains"):
+        randomness.derive_key(1, "a|2", 3)
 
 
 def test_permutations() -> None:
-    order = randomness.permutation(1000, 1, "shuffle", 4)
+    order = randomness.draw_permutation(1000, 1, "shuffle", 4)
     assert sorted(order.tolist()) == list(range(1000))
-    assert order.tolist() == randomness.permutation(1000, 1, "shuffle", 4).tolist()
-    assert order.tolist() != randomness.permutation(1000, 1, "shuffle", 5).tolist()
+    assert order.tolist() == randomness.draw_permutation(1000, 1, "shuffle", 4).tolist()
+    assert order.tolist() != randomness.draw_permutation(1000, 1, "shuffle", 5).tolist()
     assert order[:5].tolist() == [508, 433, 195, 876, 545]
-    assert randomness.permutation(0, 1, "shuffle").tolist() == []
+    assert randomness.draw_permutation(0, 1, "shuffle").tolist() == []
 
 
 def test_generators_repeat() -> None:
-    assert randomness.generator(1, "a", 2).integers(0, 10**9) == randomness.generator(
+    assert randomness.make_generator(1, "a", 2).integers(0, 10**9) == randomness.make_generator(
         1, "a", 2
     ).integers(0, 10**9)
-    assert randomness.generator(1, "a", 2).random() != randomness.generator(1, "b", 2).random()
+    assert (
+        randomness.make_generator(1, "a", 2).random()
+        != randomness.make_generator(1, "b", 2).random()
+    )

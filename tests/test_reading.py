@@ -37,7 +37,7 @@ class PanicException(BaseException):
 def test_what_a_library_raises_is_a_message_of_the_file(raised: BaseException, said: str) -> None:
     with (
         pytest.raises(ConfigError, match=f"^a.json: .*{said}.*; mend it$") as caught,
-        reading.reading("a.json", ConfigError, "mend it"),
+        reading.explain_read_errors("a.json", ConfigError, "mend it"),
     ):
         raise raised
     assert caught.value.__cause__ is raised
@@ -45,15 +45,13 @@ def test_what_a_library_raises_is_a_message_of_the_file(raised: BaseException, s
 
 def test_errors_of_weft_and_orders_to_stop_pass() -> None:
     for passes in (UserError("own"), KeyboardInterrupt(), SystemExit(3)):
-        with pytest.raises(type(passes)), reading.reading("a.json", ConfigError):
+        with pytest.raises(type(passes)), reading.explain_read_errors("a.json", ConfigError):
             raise passes
 
 
 def test_a_long_message_is_cut() -> None:
-    assert len(reading.reason(ValueError("x " * 10_000))) < 400
-    assert (
-        reading.shortened("a" * 500).startswith("aaa") and len(reading.shortened("a" * 500)) < 130
-    )
+    assert len(reading.describe_cause(ValueError("x " * 10_000))) < 400
+    assert reading.shorten("a" * 500).startswith("aaa") and len(reading.shorten("a" * 500)) < 130
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "nothing", "long", "large"])
@@ -137,25 +135,25 @@ def test_a_folder_of_very_many_files_is_not_searched(
     (tmp_path / "a").mkdir()
     for name in ("x", "a/y"):
         (tmp_path / name).touch()
-    assert sorted(reading.files_below(tmp_path, "path")) == [tmp_path / "a" / "y", tmp_path / "x"]
+    assert sorted(reading.iterate_files(tmp_path, "path")) == [tmp_path / "a" / "y", tmp_path / "x"]
     monkeypatch.setattr(reading, "MOST_ENTRIES", 2)
     with pytest.raises(UserError, match=r"^path: more than 2 files"):
-        list(reading.files_below(tmp_path, "path"))
+        list(reading.iterate_files(tmp_path, "path"))
 
 
 def test_which_errors_of_the_system_speak_of_a_place(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         (tmp_path / ("x" * 300)).stat()
-    assert "file name too long" in str(reading.place_problem(caught.value))
-    assert reading.place_problem(OSError(28, "No space left on device", "x")) is None
-    assert reading.place_problem(OSError(36, "File name too long")) is None
+    assert "file name too long" in str(reading.find_path_problem(caught.value))
+    assert reading.find_path_problem(OSError(28, "No space left on device", "x")) is None
+    assert reading.find_path_problem(OSError(36, "File name too long")) is None
 
 
 def test_the_home_of_nobody() -> None:
     with pytest.raises(RuntimeError) as caught:
         Path("~nobody-of-this-name/x").expanduser()
-    assert "no home directory here" in str(reading.place_problem(caught.value))
-    assert reading.place_problem(RuntimeError("a bug")) is None
+    assert "no home directory here" in str(reading.find_path_problem(caught.value))
+    assert reading.find_path_problem(RuntimeError("a bug")) is None
 
 
 def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path: Path) -> None:
@@ -186,7 +184,7 @@ def test_a_url_is_no_path(
     path: str | Path, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    problem = reading.url_problem(path)
+    problem = reading.find_url_problem(path)
     assert problem is not None
     assert (
         problem.startswith("is a URL, and weft reads and writes paths of this machine; ")
@@ -214,4 +212,4 @@ def test_a_url_is_no_path(
     ],
 )
 def test_paths_and_names_of_the_hub_are_no_urls(path: str) -> None:
-    assert reading.url_problem(path) is None
+    assert reading.find_url_problem(path) is None

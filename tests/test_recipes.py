@@ -13,14 +13,14 @@ import torch
 from tests import recipes
 from weft.checkpoints.config_file import find_family
 from weft.checkpoints.hf_io import read_config
-from weft.checkpoints.kind import shipped_configs
+from weft.checkpoints.kind import read_shipped_configs
 from weft.cli import main as weft
 from weft.cli.quickstart import configured
-from weft.data.named.catalogue import find
-from weft.data.spec import sources_of
+from weft.data.named.catalogue import find_entry
+from weft.data.spec import list_source_specs
 from weft.engine.spec import GenerationSpec
 from weft.evaluation.settings import read_file
-from weft.launch.run import without_weights
+from weft.launch.run import mark_as_planned
 from weft.models.network.transformer import Transformer
 
 FILES = recipes.files()
@@ -36,7 +36,7 @@ def test_a_recipe_is_a_configuration_and_says_what_it_needs(
     recipe: Path, models: dict[str, Path]
 ) -> None:
     config: Any = configured(recipes.words(recipe, models))[0]
-    without_weights(config).build()
+    mark_as_planned(config).build()
     assert recipes.kind_of(recipe) in recipes.KINDS
     for name in ("Model", "Data", "GPU", "Memory", "Smaller", "Values"):
         assert recipes.head(recipe, name)
@@ -51,15 +51,15 @@ def test_a_recipe_is_a_configuration_and_says_what_it_needs(
     assert all(path in recipe.read_text().partition("device:")[0] for path in named), (
         "the head names every model"
     )
-    for source in sources_of(config.dataset):
+    for source in list_source_specs(config.dataset):
         if source.named is not None:
-            find(source.named)
+            find_entry(source.named)
 
 
 def test_the_shapes_are_those_of_the_models() -> None:
     """Parameters as their pages say."""
     for name, model in recipes.MODELS.items():
-        config = shipped_configs()[name]
+        config = read_shipped_configs()[name]
         with torch.device("meta"):
             network = Transformer(find_family(config).config(config), "lm")
         count = sum(parameter.numel() for parameter in network.parameters())
@@ -68,7 +68,7 @@ def test_the_shapes_are_those_of_the_models() -> None:
 
 @pytest.mark.parametrize("name", [name for name, model in recipes.MODELS.items() if model.real])
 def test_what_stands_here_is_what_the_real_file_says(name: str, models: dict[str, Path]) -> None:
-    written, network = shipped_configs()[name], read_config(models[name])[1]
+    written, network = read_shipped_configs()[name], read_config(models[name])[1]
     assert (
         network.num_layers == written["num_hidden_layers"]
         and network.vocab_size == written["vocab_size"]

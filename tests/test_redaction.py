@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import DataError, RunError, UserError
-from weft.redaction import is_secret, masked, masked_options, masked_words, redacted, redacted_urls
+from weft.redaction import (
+    is_secret,
+    iterate_masked_options,
+    mask_values,
+    mask_words,
+    redact,
+    redact_urls,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ def test_words_of_a_command():
         "model.tokenizer.eos_token=</s>",
         "rew.url=http://me:pw@host:1/x",
     ]
-    assert masked_words(words) == [
+    assert mask_words(words) == [
         "weft",
         "quickstart",
         "sft",
@@ -96,12 +103,12 @@ def test_a_configuration():
         "tokenizer": {"eos_token": "</s>"},
         "list": [{"secret": 5}],
     }
-    assert masked(config) == {
+    assert mask_values(config) == {
         "launch": {"env": {"HF_TOKEN": "***", "A": "y"}},
         "tokenizer": {"eos_token": "</s>"},
         "list": [{"secret": "***"}],
     }
-    assert masked({"token": None}) == {"token": None}, "nothing to hide"
+    assert mask_values({"token": None}) == {"token": None}, "nothing to hide"
 
 
 @pytest.mark.parametrize(
@@ -124,10 +131,10 @@ def test_a_configuration():
     ],
 )
 def test_urls(url: str, shown: str) -> None:
-    assert redacted_urls(url) == shown
-    assert redacted_urls(shown) == shown
+    assert redact_urls(url) == shown
+    assert redact_urls(shown) == shown
     assert (
-        redacted(f"judge: url={url!r}: status 500, see {url}; then")
+        redact(f"judge: url={url!r}: status 500, see {url}; then")
         == f"judge: url={shown!r}: status 500, see {shown}; then"
     )
 
@@ -156,7 +163,7 @@ def test_urls(url: str, shown: str) -> None:
     ],
 )
 def test_messages(text: str, shown: str) -> None:
-    assert redacted(text) == shown
+    assert redact(text) == shown
 
 
 def test_every_error_is_redacted_where_it_is_made() -> None:
@@ -179,7 +186,7 @@ def test_secrets_of_mappings_and_lists_below_a_telling_name() -> None:
         "secrets": {"a": "x", "b": ["y", {"c": "z"}]},
         "reward": [{"args": {"url": "http://u:p@h/?k=1", "apiKey": "sk"}}],
     }
-    assert masked(config) == {
+    assert mask_values(config) == {
         "secrets": {"a": "***", "b": ["***", {"c": "***"}]},
         "reward": [{"args": {"url": "http://***@h/?k=***", "apiKey": "***"}}],
     }
@@ -190,8 +197,8 @@ def test_secrets_of_mappings_and_lists_below_a_telling_name() -> None:
         "reward[0].args.url",
         "reward[0].args.apiKey",
     ]
-    assert list(masked_options(masked(config))) == names
-    assert not list(masked_options({"prompt": "*** rate this ***", "token": None}))
+    assert list(iterate_masked_options(mask_values(config))) == names
+    assert not list(iterate_masked_options({"prompt": "*** rate this ***", "token": None}))
 
 
 def test_a_reference_to_a_variable_is_no_secret() -> None:
@@ -199,4 +206,4 @@ def test_a_reference_to_a_variable_is_no_secret() -> None:
         "api_key=${oc.env:KEY}",
         "reward=[{name: f, args: {api_key: '${oc.env:KEY}', token: abc}}]",
     ]
-    assert masked_words(words) == [words[0], words[1].replace("abc", "***")]
+    assert mask_words(words) == [words[0], words[1].replace("abc", "***")]

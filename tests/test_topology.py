@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.checkpoints.hf_io import parameter_shapes
+from weft.checkpoints.hf_io import compute_parameter_shapes
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.registry import families
 from weft.topology import (
-    Coordinates,
     Layout,
-    holdings,
-    kv_heads_of,
-    stage_of,
-    tensor_slice,
-    vocabulary_of,
+    MeshCoordinates,
+    compute_holdings,
+    compute_kv_heads,
+    compute_stage,
+    compute_tensor_slice,
+    compute_vocabulary,
 )
 
 
@@ -31,17 +31,17 @@ def config_of(family: str) -> TransformerConfig:
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
-@pytest.mark.parametrize("family", families.names())
+@pytest.mark.parametrize("family", families.list_names())
 def test_the_parts_are_the_whole_and_make_the_narrowed_network(family: str, t: int) -> None:
     config = config_of(family)
     if config.num_heads % t:
         pytest.skip(f"{config.num_heads} heads")
     copies = max(1, t // config.num_kv_heads)
-    narrow = [parameter_shapes(config.narrowed(t, rank)) for rank in range(t)]
-    for name, shape in parameter_shapes(config).items():
+    narrow = [compute_parameter_shapes(config.narrow_to_rank(t, rank)) for rank in range(t)]
+    for name, shape in compute_parameter_shapes(config).items():
         held = np.zeros(shape, int)
         for rank in range(t):
-            part = tensor_slice(name, shape, config, t, rank)
+            part = compute_tensor_slice(name, shape, config, t, rank)
             held[part] += 1
             assert held[part].shape == narrow[rank][name], name
         split = (held == 1).all()
@@ -58,60 +58,62 @@ def test_a_hand_worked_example() -> None:
     assert (config.num_heads, kv) == (4, 2)
     name = "blocks.1.attention.{}.weight".format
     hidden = config.hidden_size
-    assert tensor_slice(name("q"), (4 * d, hidden), config, 2, 1) == (
+    assert compute_tensor_slice(name("q"), (4 * d, hidden), config, 2, 1) == (
         slice(2 * d, 4 * d),
         slice(0, hidden),
     )
-    assert tensor_slice(name("k"), (2 * d, hidden), config, 4, 3) == (
+    assert compute_tensor_slice(name("k"), (2 * d, hidden), config, 4, 3) == (
         slice(d, 2 * d),
         slice(0, hidden),
     )
-    assert tensor_slice(name("o"), (hidden, 4 * d), config, 2, 0) == (
+    assert compute_tensor_slice(name("o"), (hidden, 4 * d), config, 2, 0) == (
         slice(0, hidden),
         slice(0, 2 * d),
     )
-    down = tensor_slice("blocks.0.mlp.down.weight", (hidden, inner), config, 2, 1)
+    down = compute_tensor_slice("blocks.0.mlp.down.weight", (hidden, inner), config, 2, 1)
     assert down == (slice(0, hidden), slice(inner // 2, inner))
-    assert tensor_slice("blocks.0.mlp.down.bias", (hidden,), config, 2, 1) == (slice(0, hidden),)
-    assert tensor_slice("embed.weight", (131, hidden), config, 2, 0) == (
+    assert compute_tensor_slice("blocks.0.mlp.down.bias", (hidden,), config, 2, 1) == (
+        slice(0, hidden),
+    )
+    assert compute_tensor_slice("embed.weight", (131, hidden), config, 2, 0) == (
         slice(0, 65),
         slice(0, hidden),
     )
-    assert tensor_slice("head.weight", (131, hidden), config, 2, 1) == (
+    assert compute_tensor_slice("head.weight", (131, hidden), config, 2, 1) == (
         slice(65, 131),
         slice(0, hidden),
     )
-    assert tensor_slice("norm.weight", (hidden,), config, 2, 1) == (slice(0, hidden),)
+    assert compute_tensor_slice("norm.weight", (hidden,), config, 2, 1) == (slice(0, hidden),)
 
 
 def test_adapters_are_split_with_their_layer() -> None:
     config = config_of("llama")
     d, r, hidden = config.head_dim, 4, config.hidden_size
-    rows = tensor_slice("blocks.0.attention.q.lora_b", (4 * d, r), config, 2, 1)
+    rows = compute_tensor_slice("blocks.0.attention.q.lora_b", (4 * d, r), config, 2, 1)
     assert rows == (slice(2 * d, 4 * d), slice(0, r))
-    assert tensor_slice("blocks.0.attention.q.lora_a", (r, hidden), config, 2, 1) == (
+    assert compute_tensor_slice("blocks.0.attention.q.lora_a", (r, hidden), config, 2, 1) == (
         slice(0, r),
         slice(0, hidden),
     )
-    columns = tensor_slice("blocks.0.attention.o.lora_a", (r, 4 * d), config, 2, 1)
+    columns = compute_tensor_slice("blocks.0.attention.o.lora_a", (r, 4 * d), config, 2, 1)
     assert columns == (slice(0, r), slice(2 * d, 4 * d))
-    experts = tensor_slice("blocks.0.mlp.experts.down.lora_a", (8, r, 64), config, 2, 1)
+    experts = compute_tensor_slice("blocks.0.mlp.experts.down.lora_a", (8, r, 64), config, 2, 1)
     assert experts == (slice(0, 8), slice(0, r), slice(32, 64))
 
 
 @pytest.mark.parametrize(("t", "word"), [(3, "attention heads"), (8, "attention heads")])
 def test_heads_that_do_not_split(t: int, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        config_of("llama").narrowed(t, 0)
+        config_of("llama").narrow_to_rank(t, 0)
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     if stages > layers:
         with pytest.raises(ConfigError, match="every stage"):
-            stage_of(layers, stages, 0)
+            compute_stage(layers, stages, 0)
         return
-    held = [stage_of(layers, stages, stage) for stage in range(stages)]
+    held = [compute_stage(layers, stages, stage) for stage in range(stages)]
     assert [block for stage in held for block in stage] == list(range(layers))
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
@@ -122,7 +124,7 @@ def test_the_last_stage_has_fewer_blocks_for_the_output_matrix(
 ) -> None:
     if stages > layers:
         return
-    held = [stage_of(layers, stages, stage, head) for stage in range(stages)]
+    held = [compute_stage(layers, stages, stage, head) for stage in range(stages)]
     assert [block for stage in held for block in stage] == list(range(layers)) and all(held)
     even = [(stage + 1) * layers // stages - stage * layers // stages for stage in range(stages)]
     costs = [
@@ -134,13 +136,13 @@ def test_the_last_stage_has_fewer_blocks_for_the_output_matrix(
 
 @given(st.integers(1, 300), st.integers(1, 9))
 def test_ids_are_held_once(size: int, t: int) -> None:
-    parts = [vocabulary_of(size, t, rank) for rank in range(t)]
+    parts = [compute_vocabulary(size, t, rank) for rank in range(t)]
     assert [id for part in parts for id in range(part.start, part.stop)] == list(range(size))
 
 
 def test_queries_read_the_heads_that_their_rank_holds() -> None:
     config = config_of("llama")
-    assert [kv_heads_of(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [
+    assert [compute_kv_heads(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [
         slice(1, 2)
     ] * 2
 
@@ -156,8 +158,12 @@ def test_a_rank_holds_the_blocks_of_all_its_stages(turns: bool, blocks: list[lis
     layout = Layout(pipeline=2, stages_a_rank=2, turns=turns)
     for tied in (False, True):
         for rank, own in enumerate(blocks):
-            held = holdings(
-                dict.fromkeys(names, (8,)), config, layout, Coordinates(pipeline=rank), tied=tied
+            held = compute_holdings(
+                dict.fromkeys(names, (8,)),
+                config,
+                layout,
+                MeshCoordinates(pipeline=rank),
+                tied=tied,
             )
             last = rank == layout.placement.last_rank
             ends = ["embed.weight"] * (rank == 0 or (tied and last)) + ["norm.weight"] * last
@@ -173,7 +179,7 @@ def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:
     shapes["blocks.1.mlp.router.weight"] = (6, 4)
     config = config_of("mixtral")
     for data in range(4):
-        held = holdings(shapes, config, layout, Coordinates(data=data, tensor=1))
+        held = compute_holdings(shapes, config, layout, MeshCoordinates(data=data, tensor=1))
         own = slice(3 * (data % 2), 3 * (data % 2) + 3)
         assert held["blocks.1.mlp.experts.gate.weight"] == (own, slice(4, 8), slice(0, 4))
         assert held["blocks.1.mlp.experts.up.lora_a"] == (own, slice(0, 8), slice(0, 4))
@@ -188,7 +194,9 @@ def test_experts_are_shared_by_the_ranks_that_have_the_same_ones(layout: str, sh
     parsed, config = Layout.parse(layout), config_of("mixtral")
     expert, dense = "blocks.1.mlp.experts.gate.weight", "blocks.1.mlp.router.weight"
     held = [
-        holdings({expert: (16, 8, 4), dense: (16, 4)}, config, parsed, Coordinates(data=data))
+        compute_holdings(
+            {expert: (16, 8, 4), dense: (16, 4)}, config, parsed, MeshCoordinates(data=data)
+        )
         for data in range(8)
     ]
     size = 16 // parsed.expert // shards

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import UserError
-from weft.writing import opened, replacing, write
+from weft.writing import open_file, replace_file, write
 
 SRC = Path(__file__).resolve().parent.parent / "src" / "weft"
 WRITES = re.compile(
@@ -31,7 +31,7 @@ OWN_FOLDERS = {
     "host/verifiers/_sandbox.py": "a temporary folder",
     "runtime/commands.py": "standard output; asks for the destination",
     "runtime/master.py": "the folder of an unfinished recovery point",
-    "runtime/saved.py": "the folder of an unfinished recovery point",
+    "runtime/worker_state_files.py": "the folder of an unfinished recovery point",
     "runtime/scratch.py": "a temporary folder",
     "runtime/state.py": "the folder of an unfinished recovery point",
     "data/encode_worker.py": "standard output",
@@ -60,7 +60,7 @@ def test_what_is_no_file_is_refused_and_stays(tmp_path, name):
     ):
         write(path, "text")
     with pytest.raises(UserError, match="weft writes files"):
-        opened(path, "a")
+        open_file(path, "a")
     assert sorted((p.name, os.lstat(p).st_mode) for p in tmp_path.iterdir()) == before
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
@@ -73,7 +73,7 @@ def test_links_are_followed_and_stay_links(tmp_path):
         (tmp_path / name).symlink_to(target)
     write(tmp_path / "to_new", "new")
     write(tmp_path / "twice", "changed")
-    with opened(tmp_path / "to_old", "a") as file:
+    with open_file(tmp_path / "to_old", "a") as file:
         file.write(" and more")
     assert {name: os.readlink(tmp_path / name) for name in links} == links
     assert {p.name: p.read_text() for p in (tmp_path / "there").iterdir()} == {
@@ -86,7 +86,7 @@ def test_a_file_keeps_its_permissions_and_what_it_held_where_writing_fails(tmp_p
     path = tmp_path / "a.txt"
     path.write_text("old")
     path.chmod(0o640)
-    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
+    with pytest.raises(KeyboardInterrupt), replace_file(path) as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "old"
@@ -114,7 +114,7 @@ def test_every_output_goes_through_this_module():
 
 def test_several_may_write_one_file_at_once(tmp_path):
     path = tmp_path / "state.json"
-    with replacing(path) as one, replacing(path) as other:
+    with replace_file(path) as one, replace_file(path) as other:
         one.write_text("same")
         other.write_text("same")
     assert path.read_text() == "same" and [each.name for each in tmp_path.iterdir()] == [

@@ -150,7 +150,7 @@ def _newer(python: str) -> list[str]:
 
 def check(configuration: Configuration, python: str) -> str | None:
     """What is not as the configuration says, before the tests."""
-    code = "import torch; from weft.kernels.cpu.library import library; print(torch.backends.cpu.get_cpu_capability(), library() is not None)"  # noqa: E501
+    code = "import torch; from weft.kernels.cpu.library import load_library; print(torch.backends.cpu.get_cpu_capability(), load_library() is not None)"  # noqa: E501
     done = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, env=environment(configuration)
     )

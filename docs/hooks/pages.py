@@ -40,7 +40,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     uri = page.file.src_uri
-    markdown = markdown.replace(METRICS, metric_help.markdown())
+    markdown = markdown.replace(METRICS, metric_help.render_markdown())
     return render(
         markdown, uri, {at: source for source, at in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.experiments import GRPOConfig, PPOConfig
 from weft.graph.draw import to_svg
-from weft.observe.palette import INDIGO, MAGENTA, ORANGE, SKY, TEAL, Hue
+from weft.observe.palette import INDIGO, MAGENTA, ORANGE, SKY, TEAL, ColourPair
 
 FOLDER = Path(__file__).resolve().parent.parent / "img"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
@@ -79,7 +79,7 @@ def _style() -> str:
         rules = f".ground{{fill:{ground};stroke:{edge};stroke-width:1}}text{{fill:{ink}}}.soft{{fill:{soft}}}"
         rules += f".plain{{fill:{ground};stroke:{edge}}}.line{{stroke:{soft}}}.tip{{fill:{soft}}}"
         for name, hue in HUES.items():
-            colour = getattr(hue, side) if isinstance(hue, Hue) else hue
+            colour = getattr(hue, side) if isinstance(hue, ColourPair) else hue
             rules += (
                 f".h-{name}{{fill:color-mix(in srgb,{colour} {mix}%,{ground});stroke:{colour}}}"
             )

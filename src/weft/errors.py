@@ -10,16 +10,16 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from weft.redaction import redacted
+from weft.redaction import redact
 
 MAX_REPORTS = 20
 MOST_NAMES = 40  # names listed in an error message
-LIKE = 0.65  # least `SequenceMatcher` ratio of two similar names
-BEHIND = 0.15  # greatest distance in ratio from the most similar name
+LEAST_SIMILARITY = 0.65  # least `SequenceMatcher` ratio of two similar names
+MOST_SIMILARITY_GAP = 0.15  # greatest distance in ratio from the most similar name
 # PART: ratio assigned to a name with a word that starts with the typed text.
 # LEAST_PART: minimum length of that text.
-PART = 0.75
-LEAST_PART = 3
+SUBSTRING_SIMILARITY = 0.75
+LEAST_SUBSTRING = 3
 LONGEST_NAME = 200  # characters of a name that are compared
 # Texts of gloo, NCCL and torch store errors about a lost peer. gloo and NCCL raise a plain
 # RuntimeError.
@@ -43,7 +43,7 @@ class WeftError(Exception):
     exit_code = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(redacted(str(message)))
+        super().__init__(redact(str(message)))
 
 
 class UserError(WeftError, ValueError):
@@ -73,7 +73,7 @@ class DataError(UserError):
 
     def __init__(self, reports: Sequence[str] | str) -> None:
         self.reports = [
-            redacted(each) for each in ([reports] if isinstance(reports, str) else reports)
+            redact(each) for each in ([reports] if isinstance(reports, str) else reports)
         ]
         shown = self.reports[:MAX_REPORTS]
         more = len(self.reports) - len(shown)
@@ -121,7 +121,7 @@ class Interrupted(RunError):
         self.exit_code = 128 + signal_number
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` names most similar to `name`, best first, excluding `name`.
 
     Used for suggestions in errors about unknown names.
@@ -131,18 +131,27 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     found = []
     for other in sorted(each for each in set(known) if each != name):
         matcher.set_seq1(other.lower())
-        is_part = len(short) >= LEAST_PART and re.search(
+        is_part = len(short) >= LEAST_SUBSTRING and re.search(
             rf"(?<![^\W_]){re.escape(short)}", other.lower()
         )
-        if is_part or (matcher.real_quick_ratio() >= LIKE and matcher.quick_ratio() >= LIKE):
+        if is_part or (
+            matcher.real_quick_ratio() >= LEAST_SIMILARITY
+            and matcher.quick_ratio() >= LEAST_SIMILARITY
+        ):
             ratio = matcher.ratio()
-            found.append((max(ratio, PART + 0.1 * ratio) if is_part else ratio, other))
+            found.append(
+                (max(ratio, SUBSTRING_SIMILARITY + 0.1 * ratio) if is_part else ratio, other)
+            )
     best = max((likeness for likeness, _ in found), default=0.0)
-    near = [each for each in found if each[0] >= LIKE and each[0] >= best - BEHIND]
+    near = [
+        each
+        for each in found
+        if each[0] >= LEAST_SIMILARITY and each[0] >= best - MOST_SIMILARITY_GAP
+    ]
     return [other for _, other in sorted(near, key=lambda each: -each[0])[:count]]
 
 
-def set_for(name: str, error: ConfigError) -> ConfigError:
+def qualify_error(name: str, error: ConfigError) -> ConfigError:
     """Return the error with its option qualified by the role or call it belongs to.
 
     For example, `layout=d0: ...` becomes `ROLE.layout=d0: ...`.
@@ -151,10 +160,10 @@ def set_for(name: str, error: ConfigError) -> ConfigError:
     return ConfigError(f"{name}{'.' if begins else ': '}{error}")
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+def build_unknown_name_error(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unregistered name; it suggests similar names or lists all of them."""
     names = sorted(known)
-    close = nearest(name, names)
+    close = find_nearest(name, names)
     if len(names) <= MOST_NAMES:
         listed = ", ".join(names)
     else:

@@ -14,7 +14,7 @@ from typing import Any
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
-from weft.errors import ConfigError, GraphError, set_for, unknown_name
+from weft.errors import ConfigError, GraphError, build_unknown_name_error, qualify_error
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
 from weft.registry import interfaces
@@ -77,7 +77,7 @@ class Control:
 STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
-def step_range(text: str) -> range:
+def parse_step_range(text: str) -> range:
     """Return the steps named by `5:8` (inclusive) or `5`, counted from 1.
 
     Raises `ConfigError` for any other text.
@@ -126,11 +126,11 @@ class Experiment:
     # estimates of allocation_mode=search, as plain values
     search: Mapping[str, Any] = field(default_factory=dict)
 
-    def node(self, name: str) -> Node:
+    def get_node(self, name: str) -> Node:
         for node in self.graph.nodes:
             if node.name == name:
                 return node
-        raise unknown_name("node", name, [n.name for n in self.graph.nodes])
+        raise build_unknown_name_error("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
         """Return a copy with changed fields of one node.
@@ -138,30 +138,30 @@ class Experiment:
         Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. The evaluation node of the
         same name is changed too. Changing the interface or host function resets its arguments.
         """
-        changed = _changed(self.graph, name, changes)
+        changed = _change_node(self.graph, name, changes)
         evaluation = self.evaluation
         if evaluation is not None and any(n.name == name for n in evaluation.graph.nodes):
             kept = {
                 key: value for key, value in changes.items() if key not in ("method", "batch_size")
             }
-            evaluation = replace(evaluation, graph=_changed(evaluation.graph, name, kept))
+            evaluation = replace(evaluation, graph=_change_node(evaluation.graph, name, kept))
         return replace(self, graph=changed, evaluation=evaluation)
 
     @property
     def most_epochs(self) -> float:
         """Return the maximum number of epochs; infinite if `max_steps` limits a training run."""
-        lasts_by_steps = self.control.max_steps is not None and bool(self.trained_nodes())
+        lasts_by_steps = self.control.max_steps is not None and bool(self.list_trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
-    def trained_nodes(self) -> list[MFCDef]:
+    def list_trained_nodes(self) -> list[MFCDef]:
         return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]
 
-    def resolved(self) -> dict[str, Any]:
+    def resolve(self) -> dict[str, Any]:
         """Return the contents of config.yaml, by which a restart recognizes its run.
 
         These are the options, or a description of the experiment if it has none.
         """
-        return dict(self.config) or _described(self)
+        return dict(self.config) or _describe_experiment(self)
 
     def check(self) -> None:
         """Check everything that can be checked without torch.
@@ -170,19 +170,19 @@ class Experiment:
         """
         _check_control(self.control)
         _check_roles(self)
-        for call in self.calls():
-            self.mesh_of(call)
+        for call in self.list_calls():
+            self.get_mesh(call)
 
-    def calls(self) -> list[MFCDef]:
+    def list_calls(self) -> list[MFCDef]:
         """Return every model function call, with those of evaluation and fixed prompts last."""
         beside = [
-            each.graph.model_calls()
+            each.graph.list_model_calls()
             for each in (self.evaluation, self.fixed_prompts)
             if each is not None
         ]
-        return [*self.graph.model_calls(), *(call for calls in beside for call in calls)]
+        return [*self.graph.list_model_calls(), *(call for calls in beside for call in calls)]
 
-    def meshes(self) -> dict[str, Mesh]:
+    def build_meshes(self) -> dict[str, Mesh]:
         """Return the mesh of each role's primary weights.
 
         A trained role is on the mesh of the call that trains it. Otherwise it is on the mesh of the
@@ -194,9 +194,9 @@ class Experiment:
             try:
                 named = spec.resolve_mesh()
             except ConfigError as error:
-                raise set_for(role, error) from None
-            calls = [call for call in self.graph.model_calls() if call.role == role]
-            own = {call.name: self._own_mesh(call, named) for call in calls}
+                raise qualify_error(role, error) from None
+            calls = [call for call in self.graph.list_model_calls() if call.role == role]
+            own = {call.name: self._choose_mesh(call, named) for call in calls}
             trained = {call.name: own[call.name] or named for call in calls if call.trains}
             if len(set(trained.values())) > 1:
                 shown = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
@@ -208,21 +208,21 @@ class Experiment:
             found[role] = next(iter(trained.values()), first or named)
         return found
 
-    def mesh_of(self, call: MFCDef) -> Mesh:
+    def get_mesh(self, call: MFCDef) -> Mesh:
         """Return the mesh of a call: the one that the call names, else its role's.
 
         Raises `ConfigError` for a mesh that does not fit.
         """
-        primary = self.meshes()[call.role]
-        return self._own_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
+        primary = self.build_meshes()[call.role]
+        return self._choose_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
 
-    def copies(self) -> list[tuple[str, Mesh]]:
+    def list_copies(self) -> list[tuple[str, Mesh]]:
         """Return (role, mesh) of each secondary copy of a role's weights, in the order of calls."""
-        own = self.meshes()
-        used = dict.fromkeys((call.role, self.mesh_of(call)) for call in self.calls())
+        own = self.build_meshes()
+        used = dict.fromkeys((call.role, self.get_mesh(call)) for call in self.list_calls())
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
-    def _own_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
+    def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
         """Return the mesh that a call asks for, or None.
 
         Without `device_mesh` the call uses the first devices of its role, or the first devices of
@@ -231,11 +231,11 @@ class Experiment:
         if call.layout is None and call.device_mesh is None:
             return None
         spec = self.roles[call.role]
-        sharded = spec.zero_stage != 0 and self._trains(call)
+        sharded = spec.zero_stage != 0 and self._is_training_call(call)
         try:
             layout = role[0].layout
             if call.layout is not None:
-                layout = spec.placed(Layout.parse(call.layout, trained=sharded))
+                layout = spec.with_virtual_stages(Layout.parse(call.layout, trained=sharded))
             if call.device_mesh is not None:
                 return parse_mesh(call.device_mesh, layout)
             enough = next(
@@ -249,11 +249,11 @@ class Experiment:
                     f"{len(role[0].ranks)}; say which "
                     f"by {call.name}.device_mesh"
                 )
-            return Mesh.first(layout)
+            return Mesh.on_first_devices(layout)
         except ConfigError as error:
-            raise set_for(call.name, error) from None
+            raise qualify_error(call.name, error) from None
 
-    def _trains(self, call: MFCDef) -> bool:
+    def _is_training_call(self, call: MFCDef) -> bool:
         """Return whether this is a training call or its counterpart in the evaluation graph."""
         return call.trains or any(
             node.trains and node.name == call.name for node in self.graph.nodes
@@ -262,18 +262,21 @@ class Experiment:
     @property
     def num_devices(self) -> int:
         """Number of devices that the run uses, with one process each."""
-        meshes = [*self.meshes().values(), *(self.mesh_of(call) for call in self.calls())]
+        meshes = [
+            *self.build_meshes().values(),
+            *(self.get_mesh(call) for call in self.list_calls()),
+        ]
         return 1 + max(rank for mesh in meshes for rank in mesh.ranks)
 
 
-def _changed(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> DataflowGraph:
-    node = graph.node(name)
+def _change_node(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> DataflowGraph:
+    node = graph.get_node(name)
     what = "interface" if isinstance(node, MFCDef) else "function"
     if changes.get(what, getattr(node, what)) != getattr(node, what):
         changes = {"args": {}, **changes}
     unknown = sorted(set(changes) - {spec.name for spec in fields(node)})
     if unknown:
-        raise unknown_name(
+        raise build_unknown_name_error(
             f"field of node {name!r}", unknown[0], [spec.name for spec in fields(node)]
         )
     new = replace(node, **changes)
@@ -297,7 +300,7 @@ def _check_control(control: Control) -> None:
         )
     if control.profile_steps is not None:
         try:
-            step_range(control.profile_steps)
+            parse_step_range(control.profile_steps)
         except ConfigError as error:
             raise ConfigError(f"profile_steps: {error}") from None
     for spec in fields(control):
@@ -315,10 +318,10 @@ def _check_roles(experiment: Experiment) -> None:
     graph = experiment.graph
     # Check that every role that the experiment refers to exists.
     if experiment.evaluation:
-        evaluated = experiment.evaluation.graph.model_calls()
+        evaluated = experiment.evaluation.graph.list_model_calls()
     else:
         evaluated = ()
-    named = {f"node {n.name!r}": n.role for n in (*graph.model_calls(), *evaluated)}
+    named = {f"node {n.name!r}": n.role for n in (*graph.list_model_calls(), *evaluated)}
     named |= {
         f"sync {s.source} -> {s.target}": role
         for s in graph.syncs
@@ -340,17 +343,17 @@ def _check_roles(experiment: Experiment) -> None:
             f"steps_follow={experiment.steps_follow!r} is no node; nodes: {', '.join(graph.order)}"
         )
     # Check that the calls of a role fit its spec and its backend.
-    for node in (*graph.model_calls(), *evaluated):
+    for node in (*graph.list_model_calls(), *evaluated):
         if node.trains and not roles[node.role].trained:
             raise GraphError(
                 f"node {node.name!r} trains {node.role!r}, whose spec has trained=False; set it"
             )
         backend = roles[node.role].backend
         shipped = (
-            backend == "null" and node.interface in interfaces.shipped()
+            backend == "null" and node.interface in interfaces.list_shipped()
         )  # shipped interfaces use the engine
         if backend in NO_NETWORK and (
-            node.method in ("generate", "train_step") or _moves(node) or shipped
+            node.method in ("generate", "train_step") or _has_offload_hook(node) or shipped
         ):
             raise GraphError(
                 f"node {node.name!r} calls {node.method} on {node.role!r}, which has "
@@ -372,30 +375,30 @@ def _check_roles(experiment: Experiment) -> None:
             )
 
 
-def _moves(node: MFCDef) -> bool:
+def _has_offload_hook(node: MFCDef) -> bool:
     return any(isinstance(hook, Offload) for hook in (*node.pre_hooks, *node.post_hooks))
 
 
-def _described(experiment: Experiment) -> dict[str, Any]:
+def _describe_experiment(experiment: Experiment) -> dict[str, Any]:
     """Return the experiment as plain values; dataclasses become mappings."""
     return {
-        **_plain(asdict(experiment.control)),
-        "roles": {name: _plain(asdict(spec)) for name, spec in experiment.roles.items()},
-        "nodes": {node.name: _plain(asdict(node)) for node in experiment.graph.nodes},
+        **_to_plain(asdict(experiment.control)),
+        "roles": {name: _to_plain(asdict(spec)) for name, spec in experiment.roles.items()},
+        "nodes": {node.name: _to_plain(asdict(node)) for node in experiment.graph.nodes},
         "syncs": {
-            f"{sync.source} -> {sync.target}": _plain(asdict(sync))
+            f"{sync.source} -> {sync.target}": _to_plain(asdict(sync))
             for sync in experiment.graph.syncs
         },
-        "dataset": {"type": experiment.dataset_type, **_plain(asdict(experiment.dataset))},
+        "dataset": {"type": experiment.dataset_type, **_to_plain(asdict(experiment.dataset))},
         "init_from": dict(experiment.init_from),
     }
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_plain(each) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return repr(value)
@@ -462,7 +465,7 @@ class Scheduling:
         )
         return max(self.memory_gb or 0.0, asked) or None
 
-    def common(self, name: str) -> Any:
+    def get_common_value(self, name: str) -> Any:
         """Return the common value of the field `name` over the groups that set it, or None.
 
         Raises `ConfigError` if the groups differ, since all of them share one job.
@@ -493,7 +496,7 @@ class Scheduling:
                     )
         return found
 
-    def ignored_on_one_machine(self) -> list[str]:
+    def list_ignored_fields(self) -> list[str]:
         """Return the names of the set fields that have no effect without a Slurm job."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
         found = [

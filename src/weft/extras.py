@@ -13,20 +13,20 @@ from urllib.parse import unquote, urlparse
 
 def install(extra: str) -> str:
     """Return the command that installs an extra: `python -m pip install '/home/me/weft[wandb]'`."""
-    folder = sources()
+    folder = find_sources()
     if folder is not None:
         return f"python -m pip install '{folder}[{extra}]'"
     return f"python -m pip install '.[{extra}]' in the folder of weft's sources"
 
 
-def sources() -> Path | None:
+def find_sources() -> Path | None:
     """Return the folder that weft was installed from or runs in; None if it no longer exists."""
     here = Path(__file__).resolve().parents[2]
-    found = [here, *_installed_from()]
+    found = [here, *_read_source_folder()]
     return next((folder for folder in found if (folder / "pyproject.toml").is_file()), None)
 
 
-def _installed_from() -> list[Path]:
+def _read_source_folder() -> list[Path]:
     """Return the source folder that pip recorded in direct_url.json, if any."""
     try:
         written = distribution("weft").read_text("direct_url.json")

@@ -2,7 +2,7 @@
 
 A configuration is a dataclass, defined in the module that it configures. A field made by `option`
 carries its help text and its rule. `read` fills a configuration from nested plain values (a command
-line, a YAML file), `leaves` lists its options for `--help`, `validate` checks types and rules,
+line, a YAML file), `iterate_options` lists its options for `--help`, `validate` checks types and rules,
 `to_mapping` converts it to plain values.
 """
 
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from weft.errors import ConfigError, nearest
-from weft.reading import shortened
+from weft.errors import ConfigError, find_nearest
+from weft.reading import shorten
 
 Config = TypeVar("Config")
-MOST = 2**63 - 1  # largest integer option; larger ones do not fit into an int64 tensor
+LARGEST_INTEGER = 2**63 - 1  # largest integer option; larger ones do not fit into an int64 tensor
 LONGEST_VALUE = 400  # characters of a value shown in an error message
 
 
@@ -62,7 +62,7 @@ def option(
 
 
 @dataclass(frozen=True)
-class Leaf:
+class OptionDescription:
     """One option: its dotted name, its type as users write it, its default and its help text."""
 
     name: str
@@ -71,27 +71,27 @@ class Leaf:
     help: str
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
+def iterate_options(config: Any, prefix: str = "") -> Iterator[OptionDescription]:
     """Iterate over all options of a configuration, including nested ones.
 
     `config` is an instance; its values are shown as the defaults.
     """
-    hints = _hints(type(config))
-    for spec in visible(config):
+    hints = _get_hints(type(config))
+    for spec in list_visible_fields(config):
         value = getattr(config, spec.name)
         name = f"{prefix}{spec.name}"
         if is_dataclass(value):
-            yield from leaves(value, f"{name}.")
+            yield from iterate_options(value, f"{name}.")
         else:
             choices = spec.metadata.get("choices")
             if choices:
                 shown = "|".join(map(str, choices))
             else:
                 shown = describe_type(hints[spec.name])
-            yield Leaf(name, shown, value, spec.metadata.get("help", ""))
+            yield OptionDescription(name, shown, value, spec.metadata.get("help", ""))
 
 
-def visible(config: Any) -> list[Field[Any]]:
+def list_visible_fields(config: Any) -> list[Field[Any]]:
     """Return the fields that users can set, without the hidden ones."""
     return [spec for spec in fields(config) if not spec.metadata.get("hidden")]
 
@@ -119,7 +119,7 @@ def describe_type(hint: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Scalar:
+class CommandLineValue:
     """A command-line value together with its spelling.
 
     For a text option, `trial_name=1.10` is "1.10" and not the number 1.1.
@@ -127,11 +127,11 @@ class Scalar:
 
     value: Any
     text: str
-    unread: Unread | None = None
+    unparsed: UnparsedValue | None = None
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnparsedValue:
     """A command-line value that the value grammar cannot parse, or parses as a sweep.
 
     `text` is the unparsed text and `items` are the elements of a list. An option that accepts
@@ -143,7 +143,7 @@ class Unread:
     sweep: bool
     error: ConfigError
 
-    def as_a(self, hint: Any) -> str | list[str]:
+    def read_as(self, hint: Any) -> str | list[str]:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             kinds = typing.get_args(hint)
         else:
@@ -165,14 +165,14 @@ def read(
     Raises `ConfigError` for an unknown name, with the nearest names, and for a wrong type, with the
     option, the value and the rule.
     """
-    names = known or [leaf.name for leaf in leaves(base)]
-    hints = _hints(type(base))
-    allowed = {spec.name: spec for spec in visible(base)}
+    names = known or [leaf.name for leaf in iterate_options(base)]
+    hints = _get_hints(type(base))
+    allowed = {spec.name: spec for spec in list_visible_fields(base)}
     changed = {spec.name: getattr(base, spec.name) for spec in fields(base) if spec.init}  # type: ignore[arg-type]
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in allowed:
-            raise unknown_option(_written(name, value), names)
+            raise build_unknown_option_error(_qualify_name(name, value), names)
         current = changed[key]
         if is_dataclass(current) and isinstance(value, Mapping):
             changed[key] = read(current, value, f"{name}.", known=names)
@@ -181,10 +181,10 @@ def read(
     try:
         return type(base)(**changed)
     except ConfigError as error:
-        raise _in_full(error, prefix, allowed) from None
+        raise _qualify_option(error, prefix, allowed) from None
 
 
-def _in_full(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
+def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
     """Return the error of a nested group with its option as a dotted name."""
     begins = re.match(r"([a-z_]+)(=| and )", str(error))
     if begins and begins[1] in names:
@@ -192,7 +192,7 @@ def _in_full(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigErr
     return error
 
 
-def _written(name: str, value: Any) -> str:
+def _qualify_name(name: str, value: Any) -> str:
     """Return the full dotted name as the user wrote it, following mappings with a single key."""
     while isinstance(value, Mapping) and len(value) == 1:
         key, value = next(iter(value.items()))
@@ -200,7 +200,7 @@ def _written(name: str, value: Any) -> str:
     return name
 
 
-def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
+def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
     """Return the error for an unknown option.
 
     It suggests options with the same last name part first, then similar spellings.
@@ -210,7 +210,7 @@ def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
     same_end = sorted(
         (k for k in known if k.rsplit(".", 1)[-1] == last), key=lambda k: k.split(".")[0] != root
     )
-    close = list(dict.fromkeys([*same_end, *nearest(name, known)]))[:3]
+    close = list(dict.fromkeys([*same_end, *find_nearest(name, known)]))[:3]
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
@@ -226,30 +226,30 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     # Choose between a text and the value that it spells.
-    if isinstance(value, Scalar) and value.unread is not None:
-        value = value.unread.as_a(hint)
-    if isinstance(value, Scalar):
+    if isinstance(value, CommandLineValue) and value.unparsed is not None:
+        value = value.unparsed.read_as(hint)
+    if isinstance(value, CommandLineValue):
         null = value.value is None and type(None) in arguments
-        value = value.text if _wants_text(hint) and not null else value.value
+        value = value.text if _accepts_text(hint) and not null else value.value
     # Any value, unions and literals.
     if hint is Any or isinstance(hint, TypeVar):
-        return plain(value)
+        return to_plain(value)
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(value, arguments, name)
     if origin is typing.Literal:
         if value in arguments:
             return value
-        raise _wrong(name, value, f"must be one of {', '.join(map(str, arguments))}")
+        raise _build_error(name, value, f"must be one of {', '.join(map(str, arguments))}")
     # Groups of options, mappings and lists.
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value
         if isinstance(value, Mapping):
             return read(hint(), value, f"{name}.")
-        raise _wrong(
+        raise _build_error(
             name,
             value,
-            f"is a group of options; set one of them, such as {_first_option(hint, name)}",
+            f"is a group of options; set one of them, such as {_find_first_option(hint, name)}",
         )
     container = origin or hint
     if isinstance(container, type) and issubclass(container, Mapping):
@@ -261,30 +261,30 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     return _coerce_scalar(value, hint, name)
 
 
-def plain(value: Any) -> Any:
-    """Return `value` with every `Scalar` replaced by its value, including nested ones."""
-    if isinstance(value, Scalar):
+def to_plain(value: Any) -> Any:
+    """Return `value` with every `CommandLineValue` replaced by its value, including nested ones."""
+    if isinstance(value, CommandLineValue):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [to_plain(each) for each in value]
     return value
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the options as nested plain values, for YAML, for comparing runs and for `read`."""
     mapping = {}
-    for spec in visible(config):
+    for spec in list_visible_fields(config):
         value = getattr(config, spec.name)
-        mapping[spec.name] = to_mapping(value) if is_dataclass(value) else plain(value)
+        mapping[spec.name] = to_mapping(value) if is_dataclass(value) else to_plain(value)
     return mapping
 
 
 # -- rules
 
 
-def problem(spec: Field[Any], value: Any) -> str | None:
+def find_problem(spec: Field[Any], value: Any) -> str | None:
     """Return the problem with `value` for the field `spec`, as `rule; fix`, or None."""
     rules = spec.metadata
     if value is None or not rules:
@@ -302,8 +302,8 @@ def problem(spec: Field[Any], value: Any) -> str | None:
             return f"must be below {rules['below']}"
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
-        if isinstance(value, int) and abs(value) > MOST:
-            return f"must be at most {MOST}"
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            return f"must be at most {LARGEST_INTEGER}"
     if isinstance(value, str) and not value.isprintable() and "\0" in value:
         return "must not contain the character NUL"
     if value == "" and spec.default is None:
@@ -319,11 +319,11 @@ def validate(config: Any, path: str = "") -> None:
     here: `read` has already converted command-line texts, so code that passes "3" for a number gets
     an error.
     """
-    hints = _hints(type(config))
+    hints = _get_hints(type(config))
     try:
         replace(config)  # run `__post_init__` again, since attributes can have changed
     except ConfigError as error:
-        raise _in_full(error, path, hints) from None
+        raise _qualify_option(error, path, hints) from None
     for spec in fields(config):
         value = getattr(config, spec.name)
         name = f"{path}{spec.name}"
@@ -334,35 +334,35 @@ def validate(config: Any, path: str = "") -> None:
         as_list = list(value) if isinstance(value, tuple) else value
         # NaN differs from itself; the field's rule reports it
         if wanted != as_list and wanted == wanted:
-            raise _wrong(
+            raise _build_error(
                 name, value, f"must be {describe_type(hints[spec.name])}; write {wanted!r}"
             )
-        wrong = problem(spec, value)
+        wrong = find_problem(spec, value)
         if wrong:
-            raise _wrong(name, value, wrong)
+            raise _build_error(name, value, wrong)
 
 
-def _wrong(name: str, value: Any, rule: str) -> ConfigError:
-    return ConfigError(f"{name}={shortened(repr(plain(value)), LONGEST_VALUE)}: {rule}")
+def _build_error(name: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(f"{name}={shorten(repr(to_plain(value)), LONGEST_VALUE)}: {rule}")
 
 
 # Cache of type hints by class; evaluating string annotations is slow.
 _HINTS: dict[type[Any], Mapping[str, Any]] = {}
 
 
-def _hints(cls: type[Any]) -> Mapping[str, Any]:
+def _get_hints(cls: type[Any]) -> Mapping[str, Any]:
     """Return the types of a configuration class's fields."""
     if cls not in _HINTS:
         _HINTS[cls] = types.MappingProxyType(typing.get_type_hints(cls))
     return _HINTS[cls]
 
 
-def _wants_text(hint: Any) -> bool:
+def _accepts_text(hint: Any) -> bool:
     return hint is str or str in typing.get_args(hint)
 
 
-def _first_option(cls: type, name: str) -> str:
-    return next(leaf.name for leaf in leaves(cls(), f"{name}."))
+def _find_first_option(cls: type, name: str) -> str:
+    return next(leaf.name for leaf in iterate_options(cls(), f"{name}."))
 
 
 def _coerce_union(value: Any, arguments: tuple[Any, ...], name: str) -> Any:
@@ -377,12 +377,12 @@ def _coerce_union(value: Any, arguments: tuple[Any, ...], name: str) -> Any:
             failures.append(failure)
     if len(failures) == 1:
         raise failures[0]
-    raise _wrong(name, value, f"must be {' or '.join(describe_type(a) for a in arguments)}")
+    raise _build_error(name, value, f"must be {' or '.join(describe_type(a) for a in arguments)}")
 
 
 def _coerce_mapping(value: Any, item: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise _wrong(
+        raise _build_error(
             name, value, f"must be a mapping; write {name}.KEY=VALUE or '{name}={{KEY: VALUE}}'"
         )
     return {str(key): coerce(each, item, f"{name}.{key}") for key, each in value.items()}
@@ -392,18 +392,18 @@ def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:
     if hint is bool:
         truth = {"true": True, "false": False}.get(str(value).lower())
         if not isinstance(value, (bool, str)) or truth is None:
-            raise _wrong(name, value, "must be true or false")
+            raise _build_error(name, value, "must be true or false")
         return truth
     if hint is str:
         if not isinstance(value, str):
             if isinstance(value, Mapping | list | tuple):
-                raise _wrong(name, value, "must be a text")
+                raise _build_error(name, value, "must be a text")
             spelled = "null" if value is None else value
-            raise _wrong(name, value, f"must be a text; quote it: {name}='{spelled}'")
+            raise _build_error(name, value, f"must be a text; quote it: {name}='{spelled}'")
         return value
     if hint in (int, float):
         return _coerce_number(value, hint, name)
-    raise _wrong(
+    raise _build_error(
         name,
         value,
         f"has the type {describe_type(hint)}, which no command line can write; set it in code",
@@ -416,15 +416,15 @@ def _coerce_number(value: Any, hint: Any, name: str) -> int | float:
     else:
         rule = "must be a number, such as 0.1 or 1e-5"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise _wrong(name, value, rule)
+        raise _build_error(name, value, rule)
     try:
         number = float(value)
     except (ValueError, OverflowError):
-        raise _wrong(name, value, rule) from None
+        raise _build_error(name, value, rule) from None
     if hint is float:
         return number
     if not number.is_integer():
-        raise _wrong(name, value, rule)
+        raise _build_error(name, value, rule)
     if not isinstance(value, str) or value.lstrip("+-").isdigit():
         return int(value)
     return int(number)

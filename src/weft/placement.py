@@ -21,14 +21,14 @@ class Placement:
     def num_stages(self) -> int:
         return self.ranks * self.stages_a_rank
 
-    def rank_of(self, stage: int) -> int:
+    def get_rank(self, stage: int) -> int:
         row, rank = divmod(stage, self.ranks)
         return self.ranks - 1 - rank if self.turns and row % 2 else rank
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+    def list_stages(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.get_rank(stage) == rank)
 
     @property
     def last_rank(self) -> int:
         """The rank that holds the last stage."""
-        return self.rank_of(self.num_stages - 1)
+        return self.get_rank(self.num_stages - 1)

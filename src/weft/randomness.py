@@ -1,6 +1,6 @@
 """Stateless random numbers that depend only on their seed and purpose.
 
-`uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on any
+`draw_uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on any
 rank and after any restart. threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3") uses only 32-bit integer addition, exclusive or and rotation, so
 numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
@@ -24,7 +24,7 @@ ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 PARITY = 0x1BD11BDA  # Skein's key-schedule constant, as in Random123
 
 
-def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key:
+def derive_key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key:
     """Return the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8) as two words.
 
     The words are little-endian. `purpose` names the use of the numbers ("sample", "shuffle/NAME",
@@ -41,7 +41,7 @@ def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key
     return np.uint32(low), np.uint32(high)
 
 
-def threefry(keys: Words, counters: Words) -> Words:
+def compute_threefry(keys: Words, counters: Words) -> Words:
     """Return threefry-2x32-20 of each row.
 
     `keys` and `counters` are uint32 [..., 2] and are broadcast; the result is uint32 [..., 2].
@@ -64,7 +64,7 @@ def threefry(keys: Words, counters: Words) -> Words:
     return np.concatenate([x, y], axis=-1)
 
 
-def uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Return float64 [n] numbers in [0, 1), multiples of 2^-24.
 
     `keys` is uint32 [n, 2] (or one key [2]), `positions` is uint32 [n].
@@ -72,25 +72,26 @@ def uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.fl
     words = np.atleast_2d(np.asarray(keys, dtype=np.uint32))
     places = np.asarray(positions, dtype=np.uint32)
     counters = np.stack([places, np.zeros_like(places)], axis=-1)
-    return (threefry(words, counters)[..., 0] >> np.uint32(8)).astype(np.float64) / 2.0**24
+    return (compute_threefry(words, counters)[..., 0] >> np.uint32(8)).astype(np.float64) / 2.0**24
 
 
-def uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
+def draw_uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
     """Return the number in [0, 1) for this use; see the module's docstring."""
-    return float(uniforms(key(seed, purpose, step, id, k), [position])[0])
+    return float(draw_uniforms(derive_key(seed, purpose, step, id, k), [position])[0])
 
 
-def permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[np.int64]:
+def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[np.int64]:
     """Return a random order of 0 .. n - 1 (int64 [n]): positions sorted by their two hash words."""
     places = np.arange(n, dtype=np.uint32)
-    words = threefry(
-        np.asarray(key(seed, purpose, step)), np.stack([places, np.zeros_like(places)], axis=-1)
+    words = compute_threefry(
+        np.asarray(derive_key(seed, purpose, step)),
+        np.stack([places, np.zeros_like(places)], axis=-1),
     )
     order = (words[:, 0].astype(np.uint64) << np.uint64(32)) | words[:, 1].astype(np.uint64)
     return np.argsort(order, kind="stable").astype(np.int64)
 
 
-def generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
+def make_generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
     """Return a numpy generator seeded by the same key, for draws other than uniform numbers."""
-    low, high = key(seed, purpose, step)
+    low, high = derive_key(seed, purpose, step)
     return np.random.Generator(np.random.Philox(key=int(low) | int(high) << 32))

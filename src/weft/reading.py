@@ -4,7 +4,7 @@
     read_text(path, what, kind); read_json(path, what, kind); read_yaml(path, what, kind)
 
 `what` starts the message and names the option or the file; `kind` is the `UserError` class to
-raise. Put only code that reads user input inside `reading`: weft's own bugs must not be reported as
+raise. Put only code that reads user input inside `explain_read_errors`: weft's own bugs must not be reported as
 user errors.
 """
 
@@ -50,7 +50,7 @@ PLACES = (
 )
 
 
-def url_problem(path: str | Path) -> str | None:
+def find_url_problem(path: str | Path) -> str | None:
     """Return the problem with a URL given as a path, and the fix.
 
     None for a path or the name of a model on the hub.
@@ -70,13 +70,15 @@ def url_problem(path: str | Path) -> str | None:
 
 def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
     """Raise `kind` if `path` is a URL; otherwise a folder of that name would be created or read."""
-    problem = url_problem(path)
+    problem = find_url_problem(path)
     if problem is not None:
         raise kind(f"{what}: {problem}")
 
 
 @contextmanager
-def reading(what: str, kind: type[UserError] = UserError, fix: str = "") -> Iterator[None]:
+def explain_read_errors(
+    what: str, kind: type[UserError] = UserError, fix: str = ""
+) -> Iterator[None]:
     """Convert any library error in the block to `kind`, with the cause and `fix` in the message.
 
     Errors of weft are passed on unchanged.
@@ -87,15 +89,15 @@ def reading(what: str, kind: type[UserError] = UserError, fix: str = "") -> Iter
     except WeftError:
         raise
     except Exception as error:
-        raise kind(f"{what}: {reason(error)}{tail}") from error
+        raise kind(f"{what}: {describe_cause(error)}{tail}") from error
     except BaseException as error:
         # raised by libraries written in Rust (PyO3) on a panic
         if type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{what}: {reason(error)}{tail}") from error
+        raise kind(f"{what}: {describe_cause(error)}{tail}") from error
 
 
-def reason(error: BaseException) -> str:
+def describe_cause(error: BaseException) -> str:
     """Return the cause of a read error as one line."""
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text ({error.reason} at byte {error.start})"
@@ -117,19 +119,19 @@ def reason(error: BaseException) -> str:
     return (text[:SHOWN] + " ..." if len(text) > SHOWN else text) or type(error).__name__
 
 
-def shortened(text: str, most: int = 120) -> str:
+def shorten(text: str, most: int = 120) -> str:
     """Return `text` cut to about `most` characters, keeping its beginning and its end."""
     return text if len(text) <= most else f"{text[: most - 40]}...{text[-30:]}"
 
 
-def place_problem(error: Exception) -> str | None:
+def find_path_problem(error: Exception) -> str | None:
     """Return the message for a system error caused by a path that the user named; else None.
 
     Examples: a path that is too long, is no folder, cannot be opened, or starts with `~` and an
     unknown user.
     """
     if isinstance(error, OSError) and error.errno in PLACES and error.filename is not None:
-        return f"{shortened(str(error.filename))}: {reason(error)}; choose another path"
+        return f"{shorten(str(error.filename))}: {describe_cause(error)}; choose another path"
     if type(error) is RuntimeError and error.args == NO_HOME:
         return "a path begins with ~ and a user who has no home directory here; write the full path"
     return None
@@ -155,9 +157,9 @@ def check_file(
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        raise kind(f"{what}: {url_problem(path) or 'there is no such file'}") from None
+        raise kind(f"{what}: {find_url_problem(path) or 'there is no such file'}") from None
     except (OSError, ValueError) as error:
-        raise kind(f"{what}: {reason(error)}") from error
+        raise kind(f"{what}: {describe_cause(error)}") from error
     if not stat.S_ISREG(found.st_mode):
         named = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
         raise kind(f"{what}: is {named}, not a file")
@@ -167,7 +169,7 @@ def check_file(
 
 def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
     """Raise `kind` if a folder contains a pipe or a device, on which a library would block."""
-    with reading(what, kind):
+    with explain_read_errors(what, kind):
         for entry in os.scandir(folder):
             try:
                 mode = entry.stat().st_mode
@@ -177,7 +179,7 @@ def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> 
                 raise kind(f"{what}: {entry.path} is a pipe or a device, not a file; remove it")
 
 
-def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
+def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
     """Iterate over all files below a folder, without following links to folders.
 
     Raises `kind` for the root folder or more than `MOST_ENTRIES` entries: the path is probably a
@@ -207,7 +209,7 @@ def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> Non
     Raises `kind` if the system refuses.
     """
     refuse_url(path, what, kind)
-    with reading(f"{what}: the folder cannot be created", kind, "name another"):
+    with explain_read_errors(f"{what}: the folder cannot be created", kind, "name another"):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -219,14 +221,14 @@ def read_text(
     Raises `kind` for a file that is not regular, is too large, or is not UTF-8.
     """
     check_file(path, what, kind, most)
-    with reading(what, kind):
+    with explain_read_errors(what, kind):
         return Path(path).read_text(encoding="utf-8")
 
 
 def read_json(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
     """Return the contents of a JSON file. Raises `kind`."""
     text = read_text(path, what, kind)
-    with reading(what, kind):
+    with explain_read_errors(what, kind):
         return json.loads(text)
 
 
@@ -256,27 +258,31 @@ def parse_yaml(
     """
     import yaml
 
-    with reading(what, kind):
-        loader = _loader()(text)
+    with explain_read_errors(what, kind):
+        loader = _build_loader()(text)
     try:
-        with reading(what, kind):
+        with explain_read_errors(what, kind):
             try:
                 node = loader.get_single_node()
                 if node is not None:
                     _check_size(node, what, kind)
                 return (None if node is None else loader.construct_document(node)), node
             except yaml.MarkedYAMLError as error:
-                raise _wrong(error, text, what, kind) from error
+                raise _build_yaml_error(error, text, what, kind) from error
     finally:
         loader.dispose()
 
 
-def _wrong(error: yaml.MarkedYAMLError, text: str, what: str, kind: type[UserError]) -> UserError:
+def _build_yaml_error(
+    error: yaml.MarkedYAMLError, text: str, what: str, kind: type[UserError]
+) -> UserError:
     line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-    return kind(f"{what}{line}: {_slip(error, text) or f'is not YAML: {error.problem or error}'}")
+    return kind(
+        f"{what}{line}: {_explain_missing_colon(error, text) or f'is not YAML: {error.problem or error}'}"
+    )
 
 
-def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
+def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None:
     """Return a clear message for a missing colon: `- webgpt` above an indented `fraction:`.
 
     YAML's own message for this mistake is misleading. Returns None for other errors.
@@ -323,14 +329,14 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
 
 
 @cache
-def _loader() -> Any:
+def _build_loader() -> Any:
     """Return PyYAML's safe loader with two changes.
 
     1e-5 without a dot is a number, and a duplicate key is an error.
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class SafeYamlLoader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: dict[str, int] = {}
             for key, _ in node.value:
@@ -355,14 +361,14 @@ def _loader() -> Any:
                 ArithmeticError,
             ) as error:  # a date of month 99, a number of 5,000 digits
                 raise yaml.constructor.ConstructorError(
-                    None, None, reason(error), node.start_mark
+                    None, None, describe_cause(error), node.start_mark
                 ) from error
 
     rules: Mapping[str, Any] = yaml.SafeLoader.yaml_implicit_resolvers
-    Loader.yaml_implicit_resolvers = {first: list(each) for first, each in rules.items()}
-    Loader.add_implicit_resolver(
+    SafeYamlLoader.yaml_implicit_resolvers = {first: list(each) for first, each in rules.items()}
+    SafeYamlLoader.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
         list("-+0123456789"),
     )
-    return Loader
+    return SafeYamlLoader

@@ -57,14 +57,14 @@ def is_secret(name: str) -> bool:
     ) is None
 
 
-def redacted_urls(text: str) -> str:
+def redact_urls(text: str) -> str:
     """Return `text` with user, password, query values and fragment of every URL masked."""
     if "@" not in text and "://" not in text:
         return text
-    return BARE_USER.sub(f"{MASK}@", URL.sub(lambda found: _redacted_url(found[0]), text))
+    return BARE_USER.sub(f"{MASK}@", URL.sub(lambda found: _redact_url(found[0]), text))
 
 
-def _redacted_url(url: str) -> str:
+def _redact_url(url: str) -> str:
     # punctuation of the surrounding sentence
     end = url[len(url.rstrip(".,;:)]")) :] if "?" in url or "#" in url else ""
     scheme, _, rest = url.removesuffix(end).partition("://")
@@ -87,39 +87,39 @@ def _redacted_url(url: str) -> str:
         query = ""
     elif "@" in authority:
         place = f"{MASK}@{authority.rpartition('@')[2]}{slash}{path}"
-    return f"{scheme}://{place}{mark}{re.sub(r'[^&#]+', _redacted_entry, query)}{end}"
+    return f"{scheme}://{place}{mark}{re.sub(r'[^&#]+', _redact_entry, query)}{end}"
 
 
-def _redacted_entry(found: re.Match[str]) -> str:
+def _redact_entry(found: re.Match[str]) -> str:
     name, equals, _ = found[0].partition("=")
     return f"{name}={MASK}" if equals else MASK
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Return a message with secrets masked in URLs and after secret names.
 
     Examples of the latter: `api_key=...`, `{'token': ...}`.
     """
     if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
         return text
-    text = redacted_urls(text)
-    text = ASSIGNED.sub(lambda found: f"{found[1]}={_hidden(found[1], found[2])}", text)
+    text = redact_urls(text)
+    text = ASSIGNED.sub(lambda found: f"{found[1]}={_hide_value(found[1], found[2])}", text)
     text = IN_MAPPING.sub(
         lambda found: (
-            f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}{_hidden(found[3], found[5])}"
+            f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}{_hide_value(found[3], found[5])}"
         ),
         text,
     )
     return HEADER.sub(lambda found: f"{found[1]}{MASK}", text)
 
 
-def _hidden(name: str, value: str) -> str:
+def _hide_value(name: str, value: str) -> str:
     if is_secret(name) and value.strip("'\" .:").lower() not in PLAIN:
         return MASK
     return value
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
+def mask_words(words: Sequence[str]) -> list[str]:
     """Return the words of a command with secret values masked.
 
     Covers `name=value`, `--name value` and mappings. `${oc.env:NAME}` reveals nothing and is kept.
@@ -127,20 +127,20 @@ def masked_words(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     hide = False
     for word in words:
-        found.append(MASK if hide and not word.startswith("-") else _masked_word(word))
+        found.append(MASK if hide and not word.startswith("-") else _mask_word(word))
         hide = word.startswith("--") and "=" not in word and is_secret(word.lstrip("-"))
     return found
 
 
-def _masked_word(word: str) -> str:
+def _mask_word(word: str) -> str:
     name, equals, value = word.partition("=")
     if equals and re.fullmatch(r"[-+~]*[\w.\-]+", name):
         hidden = is_secret(name.lstrip("-+~")) and not value.startswith("${oc.env:")
-        return f"{name}={MASK if hidden else _masked_text(value)}"
-    return _masked_text(word)
+        return f"{name}={MASK if hidden else _mask_text(value)}"
+    return _mask_text(word)
 
 
-def _masked_text(text: str) -> str:
+def _mask_text(text: str) -> str:
     kept: list[str] = []
 
     def keep(found: re.Match[str]) -> str:
@@ -154,36 +154,36 @@ def _masked_text(text: str) -> str:
             + (
                 found[5]
                 if re.fullmatch(r"['\"]?\0\d+\0['\"]?\s*", found[5])
-                else _hidden(found[3], found[5])
+                else _hide_value(found[3], found[5])
             )
         ),
-        redacted_urls(text),
+        redact_urls(text),
     )
     return re.sub(r"\0(\d+)\0", lambda found: kept[int(found[1])], text)
 
 
-def masked(value: Any, name: str = "") -> Any:
+def mask_values(value: Any, name: str = "") -> Any:
     """Return nested plain values, such as a configuration, with every secret value masked."""
     hide = name != "" and is_secret(name)
     if isinstance(value, Mapping):
-        return {key: masked(each, name if hide else str(key)) for key, each in value.items()}
+        return {key: mask_values(each, name if hide else str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(each, name if hide else "") for each in value]
+        return [mask_values(each, name if hide else "") for each in value]
     if hide and value is not None and not isinstance(value, bool) and value != "":
         return MASK
-    return redacted_urls(value) if isinstance(value, str) else value
+    return redact_urls(value) if isinstance(value, str) else value
 
 
-def masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
+def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
     """Iterate over the dotted names of values that were masked when a configuration was stored."""
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from masked_options(
+            yield from iterate_masked_options(
                 each, f"{name}.{key}".lstrip("."), telling=telling or is_secret(str(key))
             )
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from masked_options(each, f"{name}[{index}]", telling=telling)
+            yield from iterate_masked_options(each, f"{name}[{index}]", telling=telling)
     elif isinstance(value, str) and MASK in value:
         in_url = any(MASK in url for url in URL.findall(value)) or value.startswith(f"{MASK}@")
         if in_url or (telling and value == MASK):

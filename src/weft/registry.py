@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, UserError, unknown_name
+from weft.errors import ConfigError, UserError, build_unknown_name_error
 
 ROOT = Path(__file__).parent
-SHARED = {
+SHARED_MODULES = {
     "base",
     "common",
     "keymap",
@@ -31,7 +31,7 @@ SHARED = {
 
 
 @dataclass(frozen=True)
-class Form:
+class FunctionConversion:
     """A conversion of a registered plain function to the object that the registry returns.
 
     `maker` is the `module:function` that is called as `made(function, name, **options)`; it is
@@ -55,11 +55,13 @@ class Registry:
     def __init__(self, kind: str, package: str = "") -> None:
         self.kind = kind
         self._package = package
-        self._things: dict[str, Any] = {}
-        self._forms: dict[str, Form] = {}
-        self._made: dict[str, Any] = {}  # cache of converted functions
+        self._objects: dict[str, Any] = {}
+        self._conversions: dict[str, FunctionConversion] = {}
+        self._converted: dict[str, Any] = {}  # cache of converted functions
 
-    def register(self, name: str, thing: Any = None, *, form: Form | None = None) -> Any:
+    def register(
+        self, name: str, thing: Any = None, *, form: FunctionConversion | None = None
+    ) -> Any:
         """Register `thing` as `name`.
 
         Usage: `@register("x")` above a definition, or `register("x", thing)`. With a `form`,
@@ -68,8 +70,8 @@ class Registry:
         """
         if thing is None:
             return lambda decorated: self.register(name, decorated, form=form)
-        known = self._things.get(name)
-        if known is not None and not _same_definition(known, thing):
+        known = self._objects.get(name)
+        if known is not None and not _have_same_definition(known, thing):
             raise ConfigError(
                 f"the {self.kind} {name!r} is registered twice; give the second one another name"
             )
@@ -79,12 +81,12 @@ class Registry:
                 f"out"
             )
         if form is not None:
-            self._forms[name] = form
-        self._things[name] = thing
-        self._made.pop(name, None)
+            self._conversions[name] = form
+        self._objects[name] = thing
+        self._converted.pop(name, None)
         return thing
 
-    def shipped(self) -> list[str]:
+    def list_shipped(self) -> list[str]:
         """Return the names of the package's modules without importing them.
 
         Shared modules and `_helpers` are left out.
@@ -93,73 +95,75 @@ class Registry:
             return []
         folder = ROOT.joinpath(*self._package.split("."))
         found = (module.name for module in pkgutil.iter_modules([str(folder)]))
-        return sorted(name for name in found if not name.startswith("_") and name not in SHARED)
+        return sorted(
+            name for name in found if not name.startswith("_") and name not in SHARED_MODULES
+        )
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return all names that `get` finds by importing at most one module, sorted."""
-        return sorted({*self.shipped(), *self._things})
+        return sorted({*self.list_shipped(), *self._objects})
 
     def get(self, name: str) -> Any:
         """Return the object registered as `name`, importing its module if needed.
 
-        A function registered with a `Form` is converted. Raises `ConfigError` with the nearest
+        A function registered with a `FunctionConversion` is converted. Raises `ConfigError` with the nearest
         names.
         """
-        if name not in self._things and name in self.shipped():
+        if name not in self._objects and name in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{name}")
-        if name not in self._things and ":" in name:
-            return self._at(name)
-        if name not in self._things:
+        if name not in self._objects and ":" in name:
+            return self._load_from_path(name)
+        if name not in self._objects:
             self.load_all()
-        if name not in self._things:
-            raise unknown_name(self.kind, name, self._things)
-        return self._as_meant(name)
+        if name not in self._objects:
+            raise build_unknown_name_error(self.kind, name, self._objects)
+        return self._convert(name)
 
-    def _as_meant(self, name: str) -> Any:
-        if name not in self._forms:
-            return self._things[name]
-        if name not in self._made:
-            self._made[name] = self._forms[name](self._things[name], name)
-        return self._made[name]
+    def _convert(self, name: str) -> Any:
+        if name not in self._conversions:
+            return self._objects[name]
+        if name not in self._converted:
+            self._converted[name] = self._conversions[name](self._objects[name], name)
+        return self._converted[name]
 
-    def _at(self, place: str) -> Any:
+    def _load_from_path(self, place: str) -> Any:
         """Return the object at `module:thing` or `FILE.py:thing`, registering it if it is not yet."""
         home, _, attribute = place.rpartition(":")
         import_user_code([home])
         module = sys.modules[Path(home).stem if home.endswith(".py") else home]
         if attribute not in vars(module):
-            raise unknown_name(
+            raise build_unknown_name_error(
                 f"{self.kind} in {home}",
                 attribute,
                 (n for n in vars(module) if not n.startswith("_")),
             )
         thing = vars(module)[attribute]
-        known = next((name for name, each in self._things.items() if each is thing), None)
+        known = next((name for name, each in self._objects.items() if each is thing), None)
         if known is None:
             known = place
             self.register(place, thing)
-        return self._as_meant(known)
+        return self._convert(known)
 
     def load_all(self) -> list[str]:
         """Import every shipped module (some register several names) and return all names."""
-        for module in self.shipped():
+        for module in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{module}")
-        return sorted(name for name in self._things if ":" not in name)
+        return sorted(name for name in self._objects if ":" not in name)
 
     def __contains__(self, name: object) -> bool:
-        if name in self._things or name in self.shipped():
+        if name in self._objects or name in self.list_shipped():
             return True
-        return isinstance(name, str) and ":" in name and self._at(name) is not None
+        return isinstance(name, str) and ":" in name and self._load_from_path(name) is not None
 
 
-def _same_definition(one: Any, other: Any) -> bool:
+def _have_same_definition(one: Any, other: Any) -> bool:
     """Return whether both objects come from the same definition.
 
     A module imported both by file and by name defines its objects twice.
     """
     if isinstance(one, partial) and isinstance(other, partial):
         same_arguments = (one.args, one.keywords) == (other.args, other.keywords)
-        return same_arguments and _same_definition(one.func, other.func)
+        return same_arguments and _have_same_definition(one.func, other.func)
     try:
         return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
     except AttributeError:
@@ -198,7 +202,9 @@ def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -
     if rows is None:
         form = None
     else:
-        form = Form("weft.data.datasets._row_function:dataset", {"rows": rows})
+        form = FunctionConversion(
+            "weft.data.datasets._row_function:make_dataset_class", {"rows": rows}
+        )
     return datasets.register(name, thing, form=form)
 
 
@@ -223,7 +229,9 @@ def register_loss(
     if per is None:
         form = None
     else:
-        form = Form("weft.algorithms._function:loss", {"per": per, "by_row": by_row})
+        form = FunctionConversion(
+            "weft.algorithms._function:make_loss_constructor", {"per": per, "by_row": by_row}
+        )
     return losses.register(name, thing, form=form)
 
 
@@ -234,7 +242,9 @@ def register_advantage(name: str, function: Any = None, *, per: str = "completio
     `per="token"` (`weft.host._functions`).
     """
     return functions.register(
-        name, function, form=Form("weft.host._functions:advantage", {"per": per})
+        name,
+        function,
+        form=FunctionConversion("weft.host._functions:build_advantage_function", {"per": per}),
     )
 
 
@@ -244,7 +254,9 @@ def register_filter(name: str, function: Any = None) -> Any:
     `fn(rewards, .., option=..)` gets the values of one prompt and returns whether to keep it
     (`weft.host._functions`).
     """
-    return functions.register(name, function, form=Form("weft.host._functions:keep"))
+    return functions.register(
+        name, function, form=FunctionConversion("weft.host._functions:build_filter_function")
+    )
 
 
 def register_hf_family(family: Any) -> Any:

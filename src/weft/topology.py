@@ -107,7 +107,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class MeshCoordinates:
     """Coordinates of a rank in its layout.
 
     `data % fsdp` is the index of the rank's shard, `data % expert` the index of its part of the
@@ -132,10 +132,10 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self.check(self.layout, self.ranks, ",".join(map(str, self.ranks)))
+        self.check_size(self.layout, self.ranks, ",".join(map(str, self.ranks)))
 
     @staticmethod
-    def check(layout: Layout, ranks: Sequence[int], text: str) -> None:
+    def check_size(layout: Layout, ranks: Sequence[int], text: str) -> None:
         """Raise `ConfigError` if the number of devices does not fit the layout.
 
         `text` is the device list as the user wrote it.
@@ -149,7 +149,7 @@ class Mesh:
             raise ConfigError(f"device_mesh={text!r}: {rule}")
 
     @classmethod
-    def first(cls, layout: Layout) -> Mesh:
+    def on_first_devices(cls, layout: Layout) -> Mesh:
         """Return the mesh of this layout on the first devices of the run."""
         return cls(layout, tuple(range(layout.num_devices)))
 
@@ -157,7 +157,7 @@ class Mesh:
         devices = "device" if len(self.ranks) == 1 else "devices"
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
-    def parts_as(self, other: Mesh) -> bool:
+    def has_same_parts(self, other: Mesh) -> bool:
         """Return whether every rank has the same part of batch and network in both meshes.
 
         `fsdp` is ignored.
@@ -166,34 +166,34 @@ class Mesh:
             other.layout, fsdp=1
         )
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def get_coordinates(self, rank: int) -> MeshCoordinates:
         """Return the coordinates of a rank. Raises `ValueError` for a rank outside this mesh."""
         rest = self.ranks.index(rank)
         rest, tensor = divmod(rest, self.layout.tensor)
         rest, context = divmod(rest, self.layout.context)
         pipeline, data = divmod(rest, self.layout.data)
-        return Coordinates(data, tensor, pipeline, context)
+        return MeshCoordinates(data, tensor, pipeline, context)
 
-    def rank_at(self, at: Coordinates) -> int:
+    def get_rank(self, at: MeshCoordinates) -> int:
         layout = self.layout
         rows = (at.pipeline * layout.data + at.data) * layout.context + at.context
         return self.ranks[rows * layout.tensor + at.tensor]
 
-    def ranks_of(self, data: int) -> tuple[int, ...]:
+    def list_ranks(self, data: int) -> tuple[int, ...]:
         """Return all ranks that work on this data-parallel part of a batch."""
-        return tuple(rank for rank in self.ranks if self.coordinates(rank).data == data)
+        return tuple(rank for rank in self.ranks if self.get_coordinates(rank).data == data)
 
-    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only in these coordinates, including `rank`.
 
         They are in the order of the mesh.
         """
-        own = self.coordinates(rank)
-        kept = [field.name for field in fields(Coordinates) if field.name not in axes]
+        own = self.get_coordinates(rank)
+        kept = [field.name for field in fields(MeshCoordinates) if field.name not in axes]
         return tuple(
             r
             for r in self.ranks
-            if all(getattr(self.coordinates(r), k) == getattr(own, k) for k in kept)
+            if all(getattr(self.get_coordinates(r), k) == getattr(own, k) for k in kept)
         )
 
 
@@ -203,7 +203,7 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
     Raises `ConfigError` if they do not fit the layout.
     """
     if text is None:
-        return Mesh.first(layout)
+        return Mesh.on_first_devices(layout)
     ranks: list[int] = []
     for part in str(text).split(","):
         found = re.fullmatch(r"\s*([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*", part)
@@ -218,11 +218,11 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
             f"device_mesh={text!r}: device numbers must be in ascending order; write "
             f"{','.join(map(str, sorted(ranks)))}"
         )
-    Mesh.check(layout, ranks, str(text))
+    Mesh.check_size(layout, ranks, str(text))
     return Mesh(layout, tuple(ranks))
 
 
-def whole(shape: tuple[int, ...]) -> Slice:
+def build_whole_slice(shape: tuple[int, ...]) -> Slice:
     """Return the slice that covers a tensor of `shape`."""
     return tuple(slice(0, n) for n in shape)
 
@@ -237,7 +237,7 @@ def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
             f"{shape[dim]} entries (dim {dim} of {shape}) do not split into {parts} equal parts"
         )
     size = shape[dim] // parts
-    cut = list(whole(shape))
+    cut = list(build_whole_slice(shape))
     cut[dim] = slice(index * size, (index + 1) * size)
     return tuple(cut)
 
@@ -272,7 +272,7 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
 )
 
 
-def tensor_slice(
+def compute_tensor_slice(
     name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int
 ) -> Slice:
     """Return the slice of a parameter that tensor rank `rank` of `t` holds.
@@ -283,23 +283,23 @@ def tensor_slice(
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     found = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
-    if found is None or t == 1 or _normed_by_head(own, shape, config):
-        return whole(shape)
+    if found is None or t == 1 or _is_head_norm(own, shape, config):
+        return build_whole_slice(shape)
     what, dim = found
-    cut = list(whole(shape))
+    cut = list(build_whole_slice(shape))
     match what:
         case "heads":
-            cut[dim] = _times(heads_of(config, t, rank), config.head_dim)
+            cut[dim] = _multiply_slice(compute_heads(config, t, rank), config.head_dim)
         case "kv heads":
-            cut[dim] = _times(kv_heads_of(config, t, rank), config.head_dim)
+            cut[dim] = _multiply_slice(compute_kv_heads(config, t, rank), config.head_dim)
         case "width":
             cut[dim] = shard(shape, len(shape) + dim, t, rank)[dim]
         case _:
-            cut[dim] = vocabulary_of(shape[dim], t, rank)
+            cut[dim] = compute_vocabulary(shape[dim], t, rank)
     return tuple(cut)
 
 
-def heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
+def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
     """Return the query heads of a tensor rank. Raises `ConfigError` if they do not split evenly."""
     if config.num_heads % t:
         raise ConfigError(
@@ -309,7 +309,7 @@ def heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def kv_heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
+def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
     """Return the key-value heads that a tensor rank's queries read.
 
     Raises `ConfigError` if they do not split evenly.
@@ -320,34 +320,34 @@ def kv_heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
             f"layout: t={t} neither divides the model's {kv} key-value heads nor is a multiple of "
             f"them"
         )
-    heads_of(config, t, rank)
+    compute_heads(config, t, rank)
     return slice(rank * kv // t, max(rank * kv // t + 1, (rank + 1) * kv // t))
 
 
-def vocabulary_of(size: int, t: int, rank: int) -> slice:
+def compute_vocabulary(size: int, t: int, rank: int) -> slice:
     """Return the token ids whose embedding and head rows a tensor rank holds."""
     return slice(rank * size // t, (rank + 1) * size // t)
 
 
-def of_experts(name: str) -> bool:
+def is_expert_weight(name: str) -> bool:
     """Return whether a canonical name is that of stacked expert weights or their adapters."""
     return re.fullmatch(r"blocks\.\d+\.mlp\.experts\..+", name) is not None
 
 
-def expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
-    """Return the part of the slice `whole` that expert rank `rank` of `e` holds.
+def compute_expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
+    """Return the part of the slice `build_whole_slice` that expert rank `rank` of `e` holds.
 
     Raises `ConfigError` if the experts do not split evenly.
     """
-    if e == 1 or not of_experts(name):
+    if e == 1 or not is_expert_weight(name):
         return whole
-    num = _size(whole[0])
+    num = _count_elements(whole[0])
     if num % e:
         raise ConfigError(f"layout: e={e} does not divide the model's {num} experts")
     return (slice(rank * num // e, (rank + 1) * num // e), *whole[1:])
 
 
-def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
+def compute_stage(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
     """Return the consecutive blocks of a pipeline stage.
 
     Stages are balanced as evenly as possible, counting the output matrix on the last stage as
@@ -387,7 +387,7 @@ FIRST_STAGE = r"(embed|positions|embed_in)\..*"
 FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 
 
-def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
+def find_stages(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
     """Return the pipeline stages that hold a parameter.
 
     This is one stage, or the first and the last for a tied embedding.
@@ -397,7 +397,7 @@ def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tupl
         return tuple(
             s
             for s in range(stages)
-            if int(block[1]) in stage_of(sizes.num_layers, stages, s, sizes.head_layers)
+            if int(block[1]) in compute_stage(sizes.num_layers, stages, s, sizes.head_layers)
         )
     if not re.fullmatch(FIRST_STAGE, name):
         return (stages - 1,)
@@ -406,11 +406,11 @@ def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tupl
     return (0,)
 
 
-def holdings(
+def compute_holdings(
     shapes: Mapping[str, tuple[int, ...]],
     sizes: StagedSizes,
     layout: Layout,
-    at: Coordinates,
+    at: MeshCoordinates,
     *,
     tied: bool = False,
 ) -> dict[str, Slice]:
@@ -424,26 +424,26 @@ def holdings(
     way among the ranks that have the same ones.
     """
     # Tensor and expert slices of the parameters of this rank's stages.
-    own = set(layout.placement.stages_of(at.pipeline))
+    own = set(layout.placement.list_stages(at.pipeline))
     found = {
-        name: expert_slice(
+        name: compute_expert_slice(
             name,
-            tensor_slice(name, shape, sizes, layout.tensor, at.tensor),
+            compute_tensor_slice(name, shape, sizes, layout.tensor, at.tensor),
             layout.expert,
             at.data % layout.expert,
         )
         for name, shape in shapes.items()
-        if not own.isdisjoint(stages_of(name, sizes, layout.placement.num_stages, tied=tied))
+        if not own.isdisjoint(find_stages(name, sizes, layout.placement.num_stages, tied=tied))
     }
     if layout.fsdp == 1:
         return found
     # Shard the rows of each stored parameter; fused parameters are one.
     sharded: dict[str, Slice] = {}
-    for names in _stored(found):
-        total = sum(_size(found[name][0]) for name in names)
+    for names in _group_by_storage(found):
+        total = sum(_count_elements(found[name][0]) for name in names)
         parts = layout.fsdp
         index = at.data % layout.fsdp
-        if of_experts(names[0]):
+        if is_expert_weight(names[0]):
             parts = layout.expert_shards
             index = index // layout.expert
         chunk = -(-total // parts)
@@ -453,14 +453,14 @@ def holdings(
         for name in names:
             rows, *rest = found[name]
             low = max(start - offset, 0)
-            high = min(stop - offset, _size(rows))
+            high = min(stop - offset, _count_elements(rows))
             if low < high:
                 sharded[name] = (slice(rows.start + low, rows.start + high), *rest)
-            offset += _size(rows)
+            offset += _count_elements(rows)
     return sharded
 
 
-def _stored(names: Iterable[str]) -> Iterator[list[str]]:
+def _group_by_storage(names: Iterable[str]) -> Iterator[list[str]]:
     """Group names by the fused parameter that stores them, in the order of its rows."""
     left = dict.fromkeys(names)
     while left:
@@ -477,15 +477,15 @@ def _stored(names: Iterable[str]) -> Iterator[list[str]]:
         yield together
 
 
-def _size(part: slice) -> int:
+def _count_elements(part: slice) -> int:
     size: int = part.stop - part.start
     return size
 
 
-def _normed_by_head(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
+def _is_head_norm(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
     """Return whether this is a per-head norm, which is replicated."""
     return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 
 
-def _times(part: slice, size: int) -> slice:
+def _multiply_slice(part: slice, size: int) -> slice:
     return slice(part.start * size, part.stop * size)

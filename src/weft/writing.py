@@ -23,7 +23,7 @@ from weft.reading import refuse_url
 TEMPORARY = ".tmp"
 
 
-def destination(path: Path) -> Path:
+def resolve_destination(path: Path) -> Path:
     """Return the path of the file to write: `path`, or the target if it is a link.
 
     Raises `UserError` for a URL and for an existing path that is not a regular file, and `OSError`
@@ -51,13 +51,13 @@ def destination(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield an empty temporary file that replaces `path` at the end of the block.
 
     If the block fails, the temporary file is removed and `path` is unchanged. A replaced file keeps
     its permissions.
     """
-    target = destination(path)
+    target = resolve_destination(path)
     # several processes can write the same file at once, such as the ranks of a role
     own = secrets.token_hex(4)
     partial = target.with_name(f".{target.name}.{own}{TEMPORARY}")
@@ -75,19 +75,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write(path: Path, content: str | bytes, *, errors: str = "strict") -> Path:
     """Write a file atomically and return `path`; text is encoded as UTF-8."""
-    with replacing(path) as partial:
+    with replace_file(path) as partial:
         partial.write_bytes(
             content if isinstance(content, bytes) else content.encode("utf-8", errors)
         )
     return path
 
 
-def opened(path: Path, mode: str, **options: Any) -> IO[Any]:
+def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
     """Open a file to append to it or change a part of it.
 
     `mode` and `options` are passed to `open`.
     """
-    return destination(path).open(mode, **options)
+    return resolve_destination(path).open(mode, **options)
 
 
 def rename(source: Path, target: Path) -> None:

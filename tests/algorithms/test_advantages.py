@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.algorithms.advantages import (
-    baselined,
-    gae,
-    group_stds,
-    reversed_discounted_sums,
-    scaled,
-    segment_sums,
+    compute_discounted_sums,
+    compute_gae,
+    compute_group_stds,
+    compute_segment_sums,
+    find_zero_variance,
+    scale_advantages,
+    subtract_baseline,
     whiten,
-    zero_variance,
 )
-from weft.algorithms.kl import AdaptiveController, FixedController, ValueNormalizer, kl_estimate
+from weft.algorithms.kl import AdaptiveKLController, FixedKLController, ValueNormalizer, estimate_kl
 from weft.errors import ConfigError
 
 numbers = st.floats(-5, 5)
@@ -39,12 +39,14 @@ def test_gae_by_hand() -> None:
     # delta = [.04, .03, .3], A3 = .3, A2 = .03 + .72 * .3 = .246, A1 = .04 + .72 * .246 = .21712
     lengths = np.array([3])
     values = np.array([0.5, 0.6, 0.7])
-    advantages, returns = gae(
+    advantages, returns = compute_gae(
         np.array([0.0, 0.0, 1.0]), values, np.array([0.0]), lengths, discount=0.9, lam=0.8
     )
     assert advantages.tolist() == pytest.approx([0.21712, 0.246, 0.3])
     assert returns.tolist() == pytest.approx([0.71712, 0.846, 1.0])
-    cut, _ = gae(np.array([0.0, 0.0, 1.0]), values, np.array([2.0]), lengths, discount=0.9, lam=0.8)
+    cut, _ = compute_gae(
+        np.array([0.0, 0.0, 1.0]), values, np.array([2.0]), lengths, discount=0.9, lam=0.8
+    )
     assert cut[-1] == pytest.approx(1.0 + 0.9 * 2.0 - 0.7)
 
 
@@ -60,7 +62,7 @@ def test_gae_equals_the_naive_form(
     last = np.array(
         data.draw(st.lists(numbers, min_size=len(rows), max_size=len(rows))), dtype=np.float64
     )
-    advantages, returns = gae(rewards, values, last, lengths, discount=discount, lam=lam)
+    advantages, returns = compute_gae(rewards, values, last, lengths, discount=discount, lam=lam)
     start = 0
     for row, bootstrap in zip(rows, last, strict=True):
         v = [*values[start : start + len(row)], bootstrap]
@@ -78,12 +80,12 @@ def test_gae_equals_the_naive_form(
 @given(ragged, shares)
 def test_reversed_sums(rows: list[list[float]], factor: float) -> None:
     values, lengths = flat(rows)
-    found = reversed_discounted_sums(values, lengths, factor)
+    found = compute_discounted_sums(values, lengths, factor)
     expected = [
         sum(factor**i * x for i, x in enumerate(row[t:])) for row in rows for t in range(len(row))
     ]
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
-    assert segment_sums(values, lengths).tolist() == pytest.approx(
+    assert compute_segment_sums(values, lengths).tolist() == pytest.approx(
         [sum(row) for row in rows], abs=1e-9
     )
 
@@ -104,15 +106,21 @@ REWARDS, GROUP = np.array([1.0, 0.0, 0.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1])
 
 def test_baselines_by_hand() -> None:
     third = 1 / 3
-    assert baselined(REWARDS, GROUP, "group").tolist() == pytest.approx(
+    assert subtract_baseline(REWARDS, GROUP, "group").tolist() == pytest.approx(
         [2 * third, -third, -third, 0, 0]
     )
-    assert baselined(REWARDS, GROUP, "leave_one_out").tolist() == pytest.approx(
+    assert subtract_baseline(REWARDS, GROUP, "leave_one_out").tolist() == pytest.approx(
         [1.0, -0.5, -0.5, 0, 0]
     )
     greedy = np.array([0.5, 0.5, 0.5, 1.0, 1.0])
-    assert baselined(REWARDS, GROUP, "given", greedy).tolist() == [0.5, -0.5, -0.5, 1.0, 1.0]
-    assert baselined(REWARDS, GROUP, "none").tolist() == REWARDS.tolist()
+    assert subtract_baseline(REWARDS, GROUP, "given", greedy).tolist() == [
+        0.5,
+        -0.5,
+        -0.5,
+        1.0,
+        1.0,
+    ]
+    assert subtract_baseline(REWARDS, GROUP, "none").tolist() == REWARDS.tolist()
 
 
 @settings(max_examples=50, deadline=None)
@@ -122,45 +130,47 @@ def test_baselines_equal_the_naive_form(groups: list[list[float]]) -> None:
     group = np.array([g for g, row in enumerate(groups) for _ in row])
     means = [r - sum(row) / len(row) for row in groups for r in row]
     others = [r - (sum(row) - r) / (len(row) - 1) for row in groups for r in row]
-    assert baselined(rewards, group, "group").tolist() == pytest.approx(means, abs=1e-9)
-    assert baselined(rewards, group, "leave_one_out").tolist() == pytest.approx(others, abs=1e-9)
+    assert subtract_baseline(rewards, group, "group").tolist() == pytest.approx(means, abs=1e-9)
+    assert subtract_baseline(rewards, group, "leave_one_out").tolist() == pytest.approx(
+        others, abs=1e-9
+    )
     stds = torch.cat(
         [
             torch.full((len(row),), float(torch.tensor(row, dtype=torch.float64).std()))
             for row in groups
         ]
     )
-    np.testing.assert_allclose(group_stds(rewards, group), stds, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(compute_group_stds(rewards, group), stds, rtol=1e-6, atol=1e-7)
     alike = [max(row) == min(row) for row in groups]
-    assert zero_variance(rewards, group).tolist() == alike
+    assert find_zero_variance(rewards, group).tolist() == alike
 
 
 def test_scales_by_hand() -> None:
-    centred = baselined(REWARDS, GROUP, "group")
+    centred = subtract_baseline(REWARDS, GROUP, "group")
     std = math.sqrt(1 / 3)  # of 1, 0, 0 with n - 1
-    found = scaled(centred, REWARDS, GROUP, "group")
+    found = scale_advantages(centred, REWARDS, GROUP, "group")
     assert found.tolist() == pytest.approx(
         [2 / 3 / (std + 1e-4), -1 / 3 / (std + 1e-4), -1 / 3 / (std + 1e-4), 0, 0]
     )
-    assert scaled(centred, REWARDS, GROUP, "batch").tolist() == pytest.approx(
+    assert scale_advantages(centred, REWARDS, GROUP, "batch").tolist() == pytest.approx(
         (centred / (1.0 + 1e-4)).tolist()
     )
-    assert scaled(centred, REWARDS, GROUP, "none").tolist() == centred.tolist()
+    assert scale_advantages(centred, REWARDS, GROUP, "none").tolist() == centred.tolist()
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_a_group_of_one_is_refused(baseline: str) -> None:
     with pytest.raises(ConfigError, match="group_size"):
-        baselined(np.array([1.0, 2.0, 3.0]), np.array([0, 0, 1]), baseline)
+        subtract_baseline(np.array([1.0, 2.0, 3.0]), np.array([0, 0, 1]), baseline)
 
 
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean group"):
-        baselined(REWARDS, GROUP, "groups")
+        subtract_baseline(REWARDS, GROUP, "groups")
     with pytest.raises(ConfigError, match="did you mean batch"):
-        scaled(REWARDS, REWARDS, GROUP, "batsh")
+        scale_advantages(REWARDS, REWARDS, GROUP, "batsh")
     with pytest.raises(ConfigError, match="baseline_rewards"):
-        baselined(REWARDS, GROUP, "given")
+        subtract_baseline(REWARDS, GROUP, "given")
 
 
 # -- KL
@@ -168,12 +178,12 @@ def test_unknown_choices_are_refused() -> None:
 
 def test_kl_estimators_by_hand() -> None:
     policy, reference = np.array([-1.0]), np.array([-1.5])
-    assert kl_estimate(policy, reference, "k1").tolist() == [0.5]
-    assert kl_estimate(policy, reference, "k2").tolist() == [0.125]
-    assert kl_estimate(policy, reference, "k3").tolist() == pytest.approx([math.exp(-0.5) - 0.5])
-    assert np.isfinite(kl_estimate(np.array([-1e4]), np.array([0.0]), "k3")).all()
+    assert estimate_kl(policy, reference, "k1").tolist() == [0.5]
+    assert estimate_kl(policy, reference, "k2").tolist() == [0.125]
+    assert estimate_kl(policy, reference, "k3").tolist() == pytest.approx([math.exp(-0.5) - 0.5])
+    assert np.isfinite(estimate_kl(np.array([-1e4]), np.array([0.0]), "k3")).all()
     with pytest.raises(ConfigError, match="k1"):
-        kl_estimate(policy, reference, "k9")
+        estimate_kl(policy, reference, "k9")
 
 
 def test_estimators_estimate_the_kl() -> None:
@@ -186,39 +196,39 @@ def test_estimators_estimate_the_kl() -> None:
     kl = (policy.exp() * (policy - reference)).sum()
     weights = policy.exp().detach()
     for estimator, exact in (("k1", True), ("k2", False), ("k3", True)):
-        estimate = (weights * kl_estimate(policy, reference, estimator)).sum()
+        estimate = (weights * estimate_kl(policy, reference, estimator)).sum()
         assert float(estimate.detach()) == pytest.approx(
             float(kl.detach()), rel=1e-9 if exact else 0.1
         )
     gradient = torch.autograd.grad(kl, logits, retain_graph=True)[0]
     by_k2 = torch.autograd.grad(
-        (weights * kl_estimate(policy, reference, "k2")).sum(), logits, retain_graph=True
+        (weights * estimate_kl(policy, reference, "k2")).sum(), logits, retain_graph=True
     )[0]
-    by_k1 = torch.autograd.grad((weights * kl_estimate(policy, reference, "k1")).sum(), logits)[0]
+    by_k1 = torch.autograd.grad((weights * estimate_kl(policy, reference, "k1")).sum(), logits)[0]
     np.testing.assert_allclose(by_k2, gradient, rtol=1e-9)
     np.testing.assert_allclose(by_k1, torch.zeros(4), atol=1e-15)
 
 
 def test_the_adaptive_coefficient_keeps_its_sign_for_any_batch() -> None:
-    controller = AdaptiveController(0.05, target=6.0, horizon=10.0)
+    controller = AdaptiveKLController(0.05, target=6.0, horizon=10.0)
     controller.update(0.0, 64)
     assert controller.value == pytest.approx(0.05 * 0.8)
 
 
 def test_the_adaptive_controller() -> None:
-    controller = AdaptiveController(0.1, target=6.0, horizon=1000.0)
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=1000.0)
     controller.update(12.0, 100)
     assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # the error is cut at 0.2
     controller.update(5.4, 50)
     assert controller.value == pytest.approx(0.102 * (1 - 0.1 * 0.05))
-    other = AdaptiveController(0.5)
+    other = AdaptiveKLController(0.5)
     other.load_state_dict(controller.state_dict())
     assert other.value == controller.value
-    fixed = FixedController(0.3)
+    fixed = FixedKLController(0.3)
     fixed.update(100.0, 100)
     assert fixed.state_dict() == {"value": 0.3}
     with pytest.raises(ConfigError, match="target"):
-        AdaptiveController(0.1, target=0.0)
+        AdaptiveKLController(0.1, target=0.0)
 
 
 @pytest.mark.parametrize("kind", ["exp", "ma"])

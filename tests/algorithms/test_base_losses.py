@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loss_cases import Rows, evaluate, finite_differences, gradients, make_sample
 
 from weft.algorithms import base
-from weft.algorithms.base import Loss, Max, Min, Sum, reduce_stats, trained_rows
+from weft.algorithms.base import Loss, Max, Min, Sum, count_trained_rows, reduce_stats
 from weft.registry import losses
 
 
@@ -247,7 +247,7 @@ def test_trained_rows_are_the_lengths_a_loss_sees(
     seed: int, masks: bool, empty_prompt: bool
 ) -> None:
     sample, _ = minibatch(seed, masks=masks, empty_prompt=empty_prompt)
-    assert trained_rows(sample).tolist() == Rows(sample).lengths.tolist()
+    assert count_trained_rows(sample).tolist() == Rows(sample).lengths.tolist()
 
 
 @settings(max_examples=20, deadline=None)
@@ -266,7 +266,9 @@ def test_the_engines_rows_are_these_rows() -> None:
     rows_of = pytest.importorskip("weft.engine.rows")
     sample, out = minibatch(3, empty_prompt=True)
     device = torch.device("cpu")
-    theirs = rows_of.SampleRows(sample, rows_of.PackLayout.of(sample), device, torch.float64)
+    theirs = rows_of.SampleRows(
+        sample, rows_of.PackLayout.from_sample(sample), device, torch.float64
+    )
     ours = Rows(sample, torch_arrays=True)
     assert theirs.mask.tolist() == ours.mask.tolist()
     for case in CASES:
@@ -299,8 +301,8 @@ def test_shapes_are_checked_here() -> None:
     """The import hook of conftest.py is in force; without it every shape annotation would be
     decoration.
     """
-    from weft.algorithms.preferences import sigmoid_loss
+    from weft.algorithms.preferences import compute_sigmoid_loss
 
-    assert sigmoid_loss(np.zeros(3), 0.1).shape == (3,)
+    assert compute_sigmoid_loss(np.zeros(3), 0.1).shape == (3,)
     with pytest.raises(Exception, match="delta"):
-        sigmoid_loss(np.zeros((3, 2)), 0.1)
+        compute_sigmoid_loss(np.zeros((3, 2)), 0.1)

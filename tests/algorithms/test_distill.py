@@ -9,12 +9,12 @@ import pytest
 import torch
 from loss_cases import Rows, evaluate, gradients, make_sample
 
-from weft.algorithms.distill import GKDLoss, generalised_jsd, kl_divergence
+from weft.algorithms.distill import GKDLoss, compute_generalised_jsd, compute_kl_divergence
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError
-from weft.models.network.event_outputs import given_outputs, top_outputs
+from weft.models.network.event_outputs import compute_given_outputs, compute_top_outputs
 from weft.models.network.packed import TopIds
-from weft.models.network.token_outputs import Projection
+from weft.models.network.token_outputs import OutputProjection
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 STUDENT, TEACHER = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])
@@ -45,16 +45,16 @@ STUDENT, TEACHER = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])
     ],
 )
 def test_divergences_by_hand(beta: float, expected: float) -> None:
-    assert generalised_jsd(STUDENT, TEACHER, beta)[0] == pytest.approx(expected, rel=1e-12)
+    assert compute_generalised_jsd(STUDENT, TEACHER, beta)[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_ends_are_the_limits() -> None:
     """Near 0 the divergence over beta is the forward KL, near 1 that over 1 - beta the reverse KL."""
-    assert generalised_jsd(STUDENT, TEACHER, 1e-6) / 1e-6 == pytest.approx(
-        kl_divergence(TEACHER, STUDENT), rel=1e-5
+    assert compute_generalised_jsd(STUDENT, TEACHER, 1e-6) / 1e-6 == pytest.approx(
+        compute_kl_divergence(TEACHER, STUDENT), rel=1e-5
     )
-    assert generalised_jsd(STUDENT, TEACHER, 1 - 1e-6) / 1e-6 == pytest.approx(
-        kl_divergence(STUDENT, TEACHER), rel=1e-5
+    assert compute_generalised_jsd(STUDENT, TEACHER, 1 - 1e-6) / 1e-6 == pytest.approx(
+        compute_kl_divergence(STUDENT, TEACHER), rel=1e-5
     )
 
 
@@ -75,10 +75,12 @@ def ours(
 ) -> torch.Tensor:
     """The loss of one completion whose rows have these logits, by way of the head's events."""
     rows, size = student.shape
-    identity = Projection(torch.eye(size, dtype=torch.float64))
-    top = top_outputs(teacher, identity, TopIds(count), temperature=temperature)
+    identity = OutputProjection(torch.eye(size, dtype=torch.float64))
+    top = compute_top_outputs(teacher, identity, TopIds(count), temperature=temperature)
     labels = torch.zeros(rows, dtype=torch.int64)
-    out = given_outputs(student, labels, top["top_ids"], identity, temperature=temperature, chunk=3)
+    out = compute_given_outputs(
+        student, labels, top["top_ids"], identity, temperature=temperature, chunk=3
+    )
     keys = {
         "loss_mask": mask,
         "given_ids": top["top_ids"].numpy(),
@@ -145,7 +147,7 @@ def test_fewer_ids_say_less(beta: float) -> None:
     found = [
         float(ours(student, teacher, [1.0] * 9, beta=beta, count=count)) for count in range(1, 13)
     ]
-    whole = generalised_jsd(student.log_softmax(-1), teacher.log_softmax(-1), beta).mean()
+    whole = compute_generalised_jsd(student.log_softmax(-1), teacher.log_softmax(-1), beta).mean()
     assert found == sorted(found) and found[0] > 0
     assert found[10] == found[11] == pytest.approx(float(whole), rel=1e-12)
     assert found[3] < 0.999 * found[10]

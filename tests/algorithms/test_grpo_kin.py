@@ -15,18 +15,18 @@ from loss_cases import gradients, make_sample
 from test_ppo_and_grpo import policy_sample, trl_grpo
 
 from weft.algorithms.advantages import (
-    baselined,
-    decoupled,
-    informative_factor,
-    pass_at_k,
-    pass_at_k_advantages,
-    step_advantages,
+    compute_decoupled_advantages,
+    compute_informative_factor,
+    compute_pass_at_k,
+    compute_pass_at_k_advantages,
+    compute_step_advantages,
+    subtract_baseline,
 )
-from weft.algorithms.covariance import clip_cov_rows, covariances, kl_cov_rows
+from weft.algorithms.covariance import compute_covariances, select_clip_cov_rows, select_kl_cov_rows
 from weft.algorithms.grpo import GRPOLoss
-from weft.algorithms.kl import K3_BOUND, kl_estimate
+from weft.algorithms.kl import K3_BOUND, estimate_kl
 from weft.algorithms.ppo import PPOActorLoss
-from weft.algorithms.sampler import sampler_weights
+from weft.algorithms.sampler import compute_sampler_weights
 from weft.errors import ConfigError, UserError
 
 # -- surrogates
@@ -131,24 +131,24 @@ LENGTHS, ONES = np.array([2, 2]), np.ones(4)
 
 def test_sampler_weights_by_hand() -> None:
     ratios = np.exp([1.0, 0.5, -1.0, 0.0])
-    weights, ratio = sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_truncate", 2.0)
+    weights, ratio = compute_sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_truncate", 2.0)
     assert weights.tolist() == pytest.approx(
         [2.0, *ratios[1:]]
     ) and ratio.tolist() == pytest.approx(ratios.tolist())
-    weights, _ = sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_mask", 2.0, 0.5)
+    weights, _ = compute_sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_mask", 2.0, 0.5)
     assert weights.tolist() == pytest.approx([0.0, ratios[1], 0.0, 1.0])
-    weights, _ = sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "sequence_truncate", 3.0)
+    weights, _ = compute_sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "sequence_truncate", 3.0)
     assert weights.tolist() == pytest.approx([3.0, 3.0, math.exp(-1), math.exp(-1)])
-    weights, _ = sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "sequence_mask", 3.0)
+    weights, _ = compute_sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "sequence_mask", 3.0)
     assert weights.tolist() == pytest.approx([0.0, 0.0, math.exp(-1), math.exp(-1)])
-    masked, _ = sampler_weights(
+    masked, _ = compute_sampler_weights(
         TRAINER, SAMPLER, np.array([0.0, 1.0, 1.0, 1.0]), LENGTHS, "sequence_mask", 3.0
     )
     assert masked[1] == pytest.approx(math.exp(0.5)), (
         "tokens that are not trained count in no product"
     )
     with pytest.raises(UserError, match="token_mask"):
-        sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_maks", 2.0)
+        compute_sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_maks", 2.0)
 
 
 def test_the_decoupled_loss_by_hand() -> None:
@@ -157,7 +157,7 @@ def test_the_decoupled_loss_by_hand() -> None:
     9/10 and 1/4 now.
     """
     behaviour, proximal, now = np.log([0.25, 0.5]), np.log([0.75, 0.25]), np.log([0.9, 0.25])
-    weights, before = sampler_weights(
+    weights, before = compute_sampler_weights(
         proximal, behaviour, np.ones(2), np.array([2]), "token_truncate", 2.0
     )
     assert before.tolist() == pytest.approx([3.0, 0.5]) and weights.tolist() == pytest.approx(
@@ -186,26 +186,32 @@ def test_tokens_with_the_largest_covariance_by_hand() -> None:
         np.array([-1.0, -3.0, -1.0, -3.0, 9.0]),
         np.array([2.0, -2.0, -2.0, 2.0, 9.0]),
     )
-    found = covariances(logprobs, advantages, np.array([1.0, 1.0, 1.0, 1.0, 0.0]))
+    found = compute_covariances(logprobs, advantages, np.array([1.0, 1.0, 1.0, 1.0, 0.0]))
     assert found.tolist() == pytest.approx([2.0, 2.0, -2.0, -2.0, -math.inf])
-    assert kl_cov_rows(found, 0.5).tolist() == [True, True, False, False, False]
-    assert kl_cov_rows(found, 1e-9).sum() == 1, "at least one"
+    assert select_kl_cov_rows(found, 0.5).tolist() == [True, True, False, False, False]
+    assert select_kl_cov_rows(found, 1e-9).sum() == 1, "at least one"
     order = np.array([0.9, 0.1, 0.2, 0.3, 0.0])
-    assert clip_cov_rows(found, 0.25, 1.0, 5.0, order).tolist() == [
+    assert select_clip_cov_rows(found, 0.25, 1.0, 5.0, order).tolist() == [
         False,
         True,
         False,
         False,
         False,
     ]
-    assert clip_cov_rows(found, 1.0, 1.0, 5.0, order).tolist() == [True, True, False, False, False]
-    assert not clip_cov_rows(found, 1.0, 3.0, 5.0, order).any()
-    assert not kl_cov_rows(np.full(3, -np.inf), 0.5).any(), "nothing is trained"
+    assert select_clip_cov_rows(found, 1.0, 1.0, 5.0, order).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not select_clip_cov_rows(found, 1.0, 3.0, 5.0, order).any()
+    assert not select_kl_cov_rows(np.full(3, -np.inf), 0.5).any(), "nothing is trained"
 
 
 def test_k3_is_cut_at_ten_nats() -> None:
     live, reference = np.array([-1.0, -30.0]), np.array([-2.0, -1.0])
-    assert kl_estimate(live, reference, "k3").tolist() == pytest.approx(
+    assert estimate_kl(live, reference, "k3").tolist() == pytest.approx(
         [math.exp(-1) - 1 + 1, K3_BOUND]
     )
 
@@ -219,11 +225,11 @@ def test_opo_by_hand() -> None:
         np.array([0, 0, 0]),
         np.array([1.0, 2.0, 1.0]),
     )
-    assert baselined(rewards, group, "opo", lengths=lengths).tolist() == pytest.approx(
+    assert subtract_baseline(rewards, group, "opo", lengths=lengths).tolist() == pytest.approx(
         [0.0, -1.0, 2.0]
     )
     with pytest.raises(ConfigError, match="baseline='opo'"):
-        baselined(np.ones(1), np.zeros(1, int), "opo", lengths=np.ones(1))
+        subtract_baseline(np.ones(1), np.zeros(1, int), "opo", lengths=np.ones(1))
 
 
 @settings(max_examples=40, deadline=None)
@@ -234,7 +240,10 @@ def test_opo_by_hand() -> None:
 def test_pass_at_k_is_the_mean_over_all_subsets(groups: list[list[bool]], k: int) -> None:
     passed = np.array([float(p) for g in groups for p in g])
     group = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
-    rate, gains = pass_at_k(passed, group, k), pass_at_k_advantages(passed, group, k)
+    rate, gains = (
+        compute_pass_at_k(passed, group, k),
+        compute_pass_at_k_advantages(passed, group, k),
+    )
     at = 0
     for g in groups:
         subsets = list(itertools.combinations(range(len(g)), k))
@@ -253,13 +262,13 @@ def test_pass_at_k_needs_k_completions() -> None:
     with pytest.raises(
         ConfigError, match=r"pass@3 needs 3 completions of each prompt, and one has 2"
     ):
-        pass_at_k(np.zeros(2), np.zeros(2, int), 3)
+        compute_pass_at_k(np.zeros(2), np.zeros(2, int), 3)
 
 
 def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
     rewards, group = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), np.repeat(np.arange(3), 2)
-    assert informative_factor(rewards, group) == 3.0
-    assert informative_factor(np.ones(4), np.repeat(np.arange(2), 2)) == 1.0
+    assert compute_informative_factor(rewards, group) == 3.0
+    assert compute_informative_factor(np.ones(4), np.repeat(np.arange(2), 2)) == 1.0
 
 
 def test_gdpo_by_hand_and_as_trl_does_it() -> None:
@@ -276,7 +285,9 @@ def test_gdpo_by_hand_and_as_trl_does_it() -> None:
                 (own - np.nanmean(own)) / (std + 1e-4)
             )
     expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
-    assert decoupled(parts, weights, group).tolist() == pytest.approx(expected.tolist())
+    assert compute_decoupled_advantages(parts, weights, group).tolist() == pytest.approx(
+        expected.tolist()
+    )
 
 
 def test_steps_by_hand() -> None:
@@ -284,15 +295,15 @@ def test_steps_by_hand() -> None:
     # second. Rewards 1, 0 and 2.
     nan = np.nan
     rewards, lengths = np.array([nan, 1.0, nan, 0.0, 2.0, nan]), np.array([4, 2])
-    found = step_advantages(rewards, lengths, np.array([0, 0]), "none")
+    found = compute_step_advantages(rewards, lengths, np.array([0, 0]), "none")
     assert found.tolist() == pytest.approx([-1.0, -1.0, -1.0, -1.0, 1.0, 0.0])
-    scaled = step_advantages(rewards, lengths, np.array([0, 0]), "group", eps=0.0)
+    scaled = compute_step_advantages(rewards, lengths, np.array([0, 0]), "group", eps=0.0)
     assert scaled.tolist() == pytest.approx(found.tolist()), "the deviation of 0, 1, 2 is 1"
-    apart = step_advantages(rewards, lengths, np.array([0, 1]), "none")
+    apart = compute_step_advantages(rewards, lengths, np.array([0, 1]), "none")
     assert apart.tolist() == pytest.approx([0.0, 0.0, -0.5, -0.5, 0.0, 0.0]), (
         "a group with one step has nothing to compare"
     )
     assert (
-        step_advantages(np.full(3, nan), np.array([3]), np.array([0]), "group").tolist()
+        compute_step_advantages(np.full(3, nan), np.array([3]), np.array([0]), "group").tolist()
         == [0.0] * 3
     )

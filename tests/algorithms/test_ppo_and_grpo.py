@@ -14,7 +14,13 @@ from loss_cases import evaluate, gradients, make_sample
 
 from weft.algorithms.base import LOG_RATIO_BOUND
 from weft.algorithms.grpo import GRPOLoss
-from weft.algorithms.ppo import Clip, EarlyStop, PPOActorLoss, PPOCriticLoss, clipped_surrogate
+from weft.algorithms.ppo import (
+    EarlyStop,
+    PPOActorLoss,
+    PPOCriticLoss,
+    RatioClip,
+    compute_clipped_surrogate,
+)
 from weft.errors import ConfigError
 
 LENGTHS = [3, 1, 5, 2]
@@ -142,10 +148,10 @@ def test_the_surrogate_by_hand() -> None:
     # ratio 1.5, 0.5, 1.5, 0.5, 4 with advantages 2, 2, -1, -1, -1; clip 0.2, dual clip 3.
     ratio = np.array([1.5, 0.5, 1.5, 0.5, 4.0])
     advantages = np.array([2.0, 2.0, -1.0, -1.0, -1.0])
-    loss, held = clipped_surrogate(np.log(ratio), advantages, Clip(0.2))
+    loss, held = compute_clipped_surrogate(np.log(ratio), advantages, RatioClip(0.2))
     assert loss.tolist() == pytest.approx([-2.4, -1.0, 1.5, 0.8, 4.0])
     assert held.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0]
-    loss, held = clipped_surrogate(np.log(ratio), advantages, Clip(0.2, 0.6, 3.0))
+    loss, held = compute_clipped_surrogate(np.log(ratio), advantages, RatioClip(0.2, 0.6, 3.0))
     assert loss.tolist() == pytest.approx([-3.0, -1.0, 1.5, 0.8, 3.0])
     assert held.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 

@@ -12,8 +12,8 @@ import torch
 from loss_cases import evaluate, gradients, make_sample
 
 from weft.algorithms import dpo, preferences
-from weft.algorithms.dpo import dpo_loss
-from weft.algorithms.scores import above
+from weft.algorithms.dpo import build_preference_loss
+from weft.algorithms.scores import is_above
 from weft.algorithms.transport import TRANSPORTED
 from weft.errors import ConfigError, DataError
 from weft.host.base import HostContext
@@ -158,7 +158,7 @@ def test_equals_trl(loss_type: str) -> None:
     if loss_type in TRANSPORTED:
         sample = with_partners(sample, out, loss_type)
     ours = gradients(
-        dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out
+        build_preference_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out
     )
     # partners are float32, as every key of a run
     precision = {"rtol": 1e-6} if loss_type in TRANSPORTED else {}
@@ -190,7 +190,7 @@ def test_divergences_equal_trl(loss_type: str, divergence: str, name: str) -> No
         loss_type, 0.3, smoothing, name, torch.float32 if divergence == "alpha" else torch.float64
     )
     sample, out = pairs_sample()
-    chosen = dpo_loss(
+    chosen = build_preference_loss(
         loss_type=loss_type,
         beta=0.3,
         label_smoothing=smoothing,
@@ -224,12 +224,12 @@ def test_simpo_and_cdpo_equal_trl(smoothing: float) -> None:
     simpo = SimpleNamespace(loss_type="simpo", beta=2.0, simpo_gamma=0.5, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(simpo, better, worse)
     np.testing.assert_allclose(
-        preferences.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12
+        preferences.compute_simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12
     )
     sigmoid = SimpleNamespace(loss_type="sigmoid", beta=0.4, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(sigmoid, better, worse)
     np.testing.assert_allclose(
-        preferences.sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12
+        preferences.compute_sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12
     )
 
 
@@ -242,7 +242,7 @@ def test_orpo_equals_trl() -> None:
     stand_in = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
     theirs, *_ = trainer.ORPOTrainer.odds_ratio_loss(stand_in, better, worse)
     np.testing.assert_allclose(
-        preferences.orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5
+        preferences.compute_orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5
     )  # float32, as TRL computes it
 
 
@@ -288,7 +288,7 @@ def test_kto_equals_trl() -> None:
     loss = trainer.KTOTrainer._compute_loss(stand_in, model, inputs, False)
     loss.backward()
     ours = gradients(
-        dpo_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out
+        build_preference_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out
     )
     assert ours[0] == pytest.approx(float(loss.detach()))
     assert values.grad is not None
@@ -315,7 +315,7 @@ def hand(loss_type: str, beta: float, **options: float) -> float:
     keys = {"rank": [1, 0], "comparison": [0, 0], "ref_logprobs": [-1.0, -1.5, -1.5]}
     sample = make_sample([(1, 2)], keys)
     return evaluate(
-        dpo_loss(loss_type, beta, **options), sample, {"logprobs": [-2.0, -1.0, -1.0]}
+        build_preference_loss(loss_type, beta, **options), sample, {"logprobs": [-2.0, -1.0, -1.0]}
     ).loss
 
 
@@ -380,7 +380,7 @@ def test_aot_by_hand() -> None:
     def loss(loss_type: str) -> float:
         sample = make_sample([(1, 1), (1, 1)], keys)
         sample = sample.update(optimal_transport(sample, HostContext(), loss_type))
-        return evaluate(dpo_loss(loss_type, 0.5), sample, {"logprobs": logprobs}).loss
+        return evaluate(build_preference_loss(loss_type, 0.5), sample, {"logprobs": logprobs}).loss
 
     # Margins 1 and -2 of the policy, -1 and 0.5 of the reference: by rank 1 meets 0.5 and -2 meets
     # -1.
@@ -400,7 +400,9 @@ def test_rewards_that_rounding_alone_makes_unequal_are_ties(loss_type: str) -> N
 
     def share(by: float) -> float:
         return evaluate(
-            dpo_loss(loss_type, 0.5), sample, {"logprobs": base + np.array([by, 0, 0, -by])}
+            build_preference_loss(loss_type, 0.5),
+            sample,
+            {"logprobs": base + np.array([by, 0, 0, -by])},
         ).stats["rewards/accuracies"]
 
     assert share(0.0) == share(5e-16) == 0.0
@@ -409,8 +411,8 @@ def test_rewards_that_rounding_alone_makes_unequal_are_ties(loss_type: str) -> N
 
 def test_ties_are_as_wide_as_the_dtype_is_coarse() -> None:
     one, terms = np.array([1e-6]), np.array([2.0])
-    assert above(one, np.zeros(1), terms).all()
-    assert not above(
+    assert is_above(one, np.zeros(1), terms).all()
+    assert not is_above(
         one.astype(np.float32), np.zeros(1, np.float32), terms.astype(np.float32)
     ).any()
 
@@ -420,7 +422,9 @@ def test_kto_by_hand() -> None:
     keys = {"label": [0.0, 1.0], "kl_baseline": [0.2, 0.2], "ref_logprobs": [-1.0, -1.5, -1.5]}
     sample = make_sample([(1, 2)], keys)
     result = evaluate(
-        dpo_loss("kto", 0.5, desirable_weight=3.0), sample, {"logprobs": [-2.0, -1.0, -1.0]}
+        build_preference_loss("kto", 0.5, desirable_weight=3.0),
+        sample,
+        {"logprobs": [-2.0, -1.0, -1.0]},
     )
     sigmoid = [1 / (1 + math.exp(-x)) for x in (0.5 * (1 - 0.2), 0.5 * (0.2 + 1))]
     assert result.loss == pytest.approx((3.0 * (1 - sigmoid[0]) + (1 - sigmoid[1])) / 2)
@@ -448,7 +452,9 @@ def test_bco_by_hand_and_its_running_shift() -> None:
     assert (
         first.data["reward_shift"].tolist() == [0.0, 0.0] and context.metrics["reward_shift"] == 0.0
     )
-    result = evaluate(dpo_loss("bco", 0.5), sample.update(first), {"logprobs": [-2.0, -1.0, -1.0]})
+    result = evaluate(
+        build_preference_loss("bco", 0.5), sample.update(first), {"logprobs": [-2.0, -1.0, -1.0]}
+    )
     assert result.loss == pytest.approx(nls(0.5))
     # rewards +1 (desirable) and 0: means (0.5 + 1) / 2 and (-0.5 + 0) / 2
     keys["old_logprobs"] = [-1.0, -0.5, -0.5]
@@ -472,7 +478,9 @@ def test_aot_refuses_rankings() -> None:
 def test_a_ranking_gives_all_its_pairs() -> None:
     keys = {"rank": [0, 2, 1], "comparison": [0, 0, 0], "ref_logprobs": [0.0, 0.0, 0.0]}
     result = evaluate(
-        dpo_loss("sigmoid", 1.0), make_sample([(1, 1, 1)], keys), {"logprobs": [-1.0, -3.0, -1.5]}
+        build_preference_loss("sigmoid", 1.0),
+        make_sample([(1, 1, 1)], keys),
+        {"logprobs": [-1.0, -3.0, -1.5]},
     )
     assert result.loss == pytest.approx((nls(2.0) + nls(0.5) + nls(1.5)) / 3)
 
@@ -483,7 +491,9 @@ def test_the_first_step_has_the_gradient_of_the_formula() -> None:
     """
     keys = {"rank": [0, 1], "comparison": [0, 0], "ref_logprobs": [-1.0, -2.0]}
     _, _, found = gradients(
-        dpo_loss("sigmoid", 0.4), make_sample([(1, 1)], keys), {"logprobs": [-1.0, -2.0]}
+        build_preference_loss("sigmoid", 0.4),
+        make_sample([(1, 1)], keys),
+        {"logprobs": [-1.0, -2.0]},
     )
     assert found["logprobs"].tolist() == pytest.approx([-0.2, 0.2])
 
@@ -491,8 +501,8 @@ def test_the_first_step_has_the_gradient_of_the_formula() -> None:
 def test_log_odds_is_stable() -> None:
     x = np.array([-1e-5, -0.1, -0.69, -0.7, -5.0, -700.0])
     exact = [math.log(math.exp(v)) - math.log(-math.expm1(v)) for v in x]
-    np.testing.assert_allclose(preferences.log_odds(x), exact, rtol=1e-10)
-    assert np.isfinite(preferences.log_odds(np.array([0.0, -1e-12]))).all()
+    np.testing.assert_allclose(preferences.compute_log_odds(x), exact, rtol=1e-10)
+    assert np.isfinite(preferences.compute_log_odds(np.array([0.0, -1e-12]))).all()
 
 
 @pytest.mark.parametrize(
@@ -508,9 +518,9 @@ def test_log_odds_is_stable() -> None:
 )
 def test_wrong_options_are_refused(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        dpo_loss(**args)
+        build_preference_loss(**args)
 
 
 def test_a_default_may_always_be_given() -> None:
     for loss_type in dpo.LOSS_TYPES:
-        dpo_loss(loss_type, 0.1, **dpo.DEFAULTS)
+        build_preference_loss(loss_type, 0.1, **dpo.DEFAULTS)

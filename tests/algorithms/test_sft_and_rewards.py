@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import evaluate, gradients, make_sample
 
-from weft.algorithms.reward import RewardLoss, num_pairs
+from weft.algorithms.reward import RewardLoss, count_pairs
 from weft.algorithms.sft import SFTLoss
 from weft.errors import ConfigError
 from weft.registry import losses
@@ -154,7 +154,7 @@ def test_reward_loss_equals_the_naive_form(groups: list[list[tuple[float, int, i
     naive_pairs = [
         sum(a[2] == b[2] and a[1] != b[1] for a, b in combinations(group, 2)) for group in groups
     ]
-    assert num_pairs(sample).tolist() == naive_pairs
+    assert count_pairs(sample).tolist() == naive_pairs
     result = evaluate(RewardLoss(), sample, {"scores": scores})
     if sum(naive_pairs) == 0:
         assert result.loss == 0.0

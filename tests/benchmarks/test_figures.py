@@ -36,10 +36,12 @@ def test_parameters_are_those_of_the_network() -> None:
 def test_operations_of_a_step_agree_with_the_engine_s_own_count() -> None:
     import numpy as np
 
-    from weft.engine.flops import Cost
+    from weft.engine.flops import TokenCost
 
     shape, lengths = SHAPES["40M"], [100, 256]
-    own = Cost(limit.parameters(shape), shape.layers * shape.hidden).training(np.array(lengths))
+    own = TokenCost(limit.parameters(shape), shape.layers * shape.hidden).count_training_flops(
+        np.array(lengths)
+    )
     assert limit.training_flops(shape, lengths) == pytest.approx(own)
 
 

@@ -236,7 +236,7 @@ def test_operations_of_a_step_are_those_that_the_engine_counts(
     from benchmarks import gpu_backends
     from weft.algorithms.sft import SFTLoss
 
-    monkeypatch.setattr("weft.engine.torch.engine.matmul_rate", lambda *_: 1e15)
+    monkeypatch.setattr("weft.engine.torch.engine.measure_matmul_rate", lambda *_: 1e15)
     made = gpu_backends.engine(
         gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=True
     )
@@ -269,14 +269,14 @@ def test_a_run_that_preempts_says_so(tmp_path: Path) -> None:
     """Room for the keys and values of fewer tokens than four sequences come to have."""
     from benchmarks import gpu_backends, gpu_decode
     from weft.engine.generation.generate import open_generator
-    from weft.engine.generation.scheduler import Budget
+    from weft.engine.generation.scheduler import GenerationBudget
 
     made = gpu_backends.engine(
         gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=False
     )
     network, run, notes = gpu_backends.network_of(made), run_of(tmp_path), []
     for most in (1 << 12, 256):
-        budget = Budget(max_sequences=4, max_tokens=most)
+        budget = GenerationBudget(max_sequences=4, max_tokens=most)
         with open_generator(
             network,
             gpu_decode.sampling(70),
@@ -311,7 +311,7 @@ def test_the_kernel_of_decoding_is_named(
     from weft.kernels import flash
 
     monkeypatch.setattr(flash, "serves", lambda *_: True)
-    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(table, table))
+    monkeypatch.setattr(flash, "find_features", lambda: flash.FlashFeatures(table, table))
     config = SimpleNamespace(attention_softcap=None, head_dim=64)
     where = gpu.Where(torch.device("cuda", 0), "bfloat16")
     generator = SimpleNamespace(

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.learning import RUNS, fifths, rows
 from tests.tiny import write_jsonl
 from weft import registry
-from weft.options import leaves
+from weft.options import iterate_options
 
 
 def test_fifths_are_means_of_the_ends(tmp_path: Path) -> None:
@@ -24,5 +24,5 @@ def test_a_row_has_the_range_over_seeds() -> None:
 
 def test_runs_set_options_that_exist() -> None:
     for run in RUNS:
-        known = {leaf.name for leaf in leaves(registry.quickstarts.get(run.words[0])())}
+        known = {leaf.name for leaf in iterate_options(registry.quickstarts.get(run.words[0])())}
         assert {word.partition("=")[0] for word in run.words[1:]} <= known

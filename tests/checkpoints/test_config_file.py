@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.checkpoints.config_file import problem, read_config_file, set_by, within
+from weft.checkpoints.config_file import find_problem, prefix_errors, read_config_file, set_by
 from weft.errors import CheckpointError
 
 
@@ -28,8 +28,8 @@ from weft.errors import CheckpointError
     ],
 )
 def test_what_no_library_could_use(key: str, bad: list[Any], good: list[Any]) -> None:
-    assert [value for value in bad if problem(key, value) is None] == []
-    assert [value for value in good if problem(key, value) is not None] == []
+    assert [value for value in bad if find_problem(key, value) is None] == []
+    assert [value for value in good if find_problem(key, value) is not None] == []
 
 
 def test_the_message_begins_with_the_option_and_the_file(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_message_begins_with_the_option_and_the_file(tmp_path: Path) -> None
         read_config_file(file, "m/config.json")
     with (
         pytest.raises(CheckpointError, match=r"^m/config\.json: lacks 'x'$"),
-        within("m/config.json"),
+        prefix_errors("m/config.json"),
     ):
         raise CheckpointError("lacks 'x'")
     file.write_text('{"model_type": "llama"}')

@@ -18,12 +18,12 @@ from tests.models.common import sequences, tiny
 from weft.checkpoints import hf_io, weight_files
 from weft.errors import CheckpointError, RunError
 from weft.models.network.packed import pack
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 
 def write(directory: Path, network: Transformer, **more: Any) -> Path:
-    hf_io.save(directory, values(network), network.config, network.kind, **more)
+    hf_io.save(directory, find_canonical_values(network), network.config, network.kind, **more)
     return directory
 
 
@@ -43,9 +43,9 @@ def change_weights(directory: Path, **tensors: torch.Tensor | None) -> None:
 
 
 def equal(one: Transformer, other: Transformer) -> None:
-    theirs = values(other)
-    assert theirs.keys() == values(one).keys()
-    for name, value in values(one).items():
+    theirs = find_canonical_values(other)
+    assert theirs.keys() == find_canonical_values(one).keys()
+    for name, value in find_canonical_values(one).items():
         assert torch.equal(value, theirs[name]), name
 
 
@@ -65,7 +65,7 @@ def test_shards_with_an_index(name: str, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     (row,) = sequences([12])
     assert_close(
-        theirs(row[None]).logits[0], network.next_token_logits(network.hidden(pack([row])))
+        theirs(row[None]).logits[0], network.next_token_logits(network.compute_hidden(pack([row])))
     )
 
 
@@ -78,9 +78,9 @@ def test_writing_again_leaves_nothing_of_the_first_time(tmp_path: Path) -> None:
 
 def test_a_part_of_a_shard(tmp_path: Path) -> None:
     network = tiny("gpt_neox")
-    reader = hf_io.Reader(write(tmp_path, network, shard_bytes=20_000))
+    reader = hf_io.ParameterReader(write(tmp_path, network, shard_bytes=20_000))
     name, where = "blocks.1.attention.k.weight", (slice(3, 20), slice(8, 24))
-    assert torch.equal(reader.read(name, where), values(network)[name][where])
+    assert torch.equal(reader.read(name, where), find_canonical_values(network)[name][where])
     assert reader.bytes_read == 17 * 16 * 4
 
 
@@ -88,7 +88,7 @@ def test_a_directory_in_another_dtype(tmp_path: Path) -> None:
     network = tiny()
     write(tmp_path, network, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    assert hf_io.Reader(tmp_path).dtype == torch.bfloat16
+    assert hf_io.ParameterReader(tmp_path).dtype == torch.bfloat16
     loaded = hf_io.load(tmp_path)
     assert loaded.embed.weight.dtype == torch.float32
     assert torch.equal(loaded.embed.weight, network.embed.weight.bfloat16().float())
@@ -120,7 +120,7 @@ def test_old_buffers_are_no_parameters(tmp_path: Path) -> None:
 
 def test_tied_embeddings_stay_one_matrix(tmp_path: Path) -> None:
     network = tiny(tie_word_embeddings=True)
-    assert "head.weight" not in values(network)
+    assert "head.weight" not in find_canonical_values(network)
     write(tmp_path, network)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     # some checkpoints hold both
@@ -135,7 +135,7 @@ def test_the_verl_fixture_loads(data_dir: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     (row,) = sequences([20], vocab=16)
     assert_close(
-        theirs(row[None]).logits[0], network.next_token_logits(network.hidden(pack([row])))
+        theirs(row[None]).logits[0], network.next_token_logits(network.compute_hidden(pack([row])))
     )
 
 
@@ -190,8 +190,10 @@ def test_new_weights_depend_on_seed_and_name_alone() -> None:
     one, other = (hf_io.init_random(config, seed=1) for _ in range(2))
     torch.manual_seed(5)
     equal(one, other)
-    critic, first = hf_io.init_random(config, "value", seed=1), values(one)
-    assert torch.equal(values(critic)["blocks.2.mlp.up.weight"], first["blocks.2.mlp.up.weight"])
+    critic, first = hf_io.init_random(config, "value", seed=1), find_canonical_values(one)
+    assert torch.equal(
+        find_canonical_values(critic)["blocks.2.mlp.up.weight"], first["blocks.2.mlp.up.weight"]
+    )
     assert not torch.equal(hf_io.init_random(config, seed=2).embed.weight, one.embed.weight)
     assert not torch.equal(first["blocks.0.mlp.up.weight"], first["blocks.1.mlp.up.weight"])
     assert abs(one.embed.weight.std() - 0.02) < 2e-3
@@ -206,7 +208,7 @@ def test_new_weights_depend_on_seed_and_name_alone() -> None:
 
 def test_shapes_take_no_memory_and_no_random_numbers() -> None:
     state = torch.get_rng_state()
-    shapes = hf_io.parameter_shapes(tiny().config, "score")
+    shapes = hf_io.compute_parameter_shapes(tiny().config, "score")
     assert shapes["score.weight"] == (1, 32) and "head.weight" not in shapes
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -275,7 +277,7 @@ def test_names_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_unknown_parameters_name_the_nearest(tmp_path: Path) -> None:
-    reader = hf_io.Reader(write(tmp_path, tiny()))
+    reader = hf_io.ParameterReader(write(tmp_path, tiny()))
     with pytest.raises(CheckpointError, match=r"blocks.0.attention.q.weight"):
         reader.read("blocks.0.attention.w_q.weight")
 

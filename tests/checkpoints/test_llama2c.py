@@ -16,7 +16,7 @@ from weft.cli.main import main
 from weft.models.kv.slots import KVCache
 from weft.models.network import lora
 from weft.models.network.packed import pack
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 from .test_peft_io import ROW, logits, save_both
@@ -55,7 +55,7 @@ def greedy(network: Transformer, prompt: list[int], count: int) -> list[int]:
     slots, tokens = cache.allocate(), torch.tensor(prompt)
     packed, found = cache.extend(slots, [tokens]), list[int]()
     for _ in range(count):
-        token = network.next_token_logits(network.hidden(packed)[packed.rows]).argmax(-1)
+        token = network.next_token_logits(network.compute_hidden(packed)[packed.rows]).argmax(-1)
         found.append(int(token))
         packed = cache.extend(slots, token)
     return found
@@ -185,10 +185,10 @@ def test_the_tokenizer_comes_along(stories: Path, tmp_path: Path) -> None:
     network = hf_io.load(stories)
     lora.attach(network, r=2)
     with torch.no_grad():
-        values(network)["blocks.0.mlp.up.lora_b"].fill_(0.5)
-    parameters = values(network)
+        find_canonical_values(network)["blocks.0.mlp.up.lora_b"].fill_(0.5)
+    parameters = find_canonical_values(network)
     peft_io.save_adapter(
-        tmp_path / "a", parameters, lora.scales(network), network.config, base=str(stories)
+        tmp_path / "a", parameters, lora.collect_scales(network), network.config, base=str(stories)
     )
     assert merge(stories, tmp_path / "a", tmp_path / "merged") == 0
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (
@@ -202,9 +202,9 @@ def test_an_adapter_that_changes_nothing_is_refused(
 ) -> None:
     network = hf_io.load(stories)
     lora.attach(network, r=2)
-    parameters = values(network)
+    parameters = find_canonical_values(network)
     peft_io.save_adapter(
-        tmp_path / "a", parameters, lora.scales(network), network.config, base=str(stories)
+        tmp_path / "a", parameters, lora.collect_scales(network), network.config, base=str(stories)
     )
     assert merge(stories, tmp_path / "a", tmp_path / "merged") == 2
     assert "changes nothing" in capsys.readouterr().err and not (tmp_path / "merged").exists()

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoints.names import CRITICS, SCORERS, Wanted, find, locate, meant, newest_run
+from weft.checkpoints.names import (
+    CRITICS,
+    SCORERS,
+    ModelQuery,
+    find_model,
+    find_newest_run,
+    locate_model,
+    suggest_path,
+)
 from weft.data import hub
 from weft.errors import CheckpointError
 from weft.observe.short_names import POLICIES
@@ -38,9 +46,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_newest_run_of_a_folder_of_runs(runs: Path) -> None:
     for age, trial in enumerate(("ppo", "sft", "rm")):
         os.utime(runs / "e" / trial / "checkpoints", (1000 - age, 1000 - age))
-    assert newest_run("runs") == "runs/e/ppo"
-    assert newest_run("runs/e/sft") == "runs/e/sft", "a run is itself"
-    assert newest_run("model") == "model" and newest_run("owner/name") == "owner/name"
+    assert find_newest_run("runs") == "runs/e/ppo"
+    assert find_newest_run("runs/e/sft") == "runs/e/sft", "a run is itself"
+    assert find_newest_run("model") == "model" and find_newest_run("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(
@@ -68,21 +76,24 @@ def test_the_newest_run_of_a_folder_of_runs(runs: Path) -> None:
     ],
 )
 def test_what_names_stand_for(runs: Path, given: str, path: str) -> None:
-    assert locate(given).path == path
+    assert locate_model(given).path == path
 
 
 def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
     paths = {
-        roles: locate("runs/e/ppo", Wanted(roles=roles)).path.split("/")[-2]
+        roles: locate_model("runs/e/ppo", ModelQuery(roles=roles)).path.split("/")[-2]
         for roles in (POLICIES, CRITICS)
     }
     assert paths == {POLICIES: "actor", CRITICS: "critic"}
-    assert locate("runs/e/rm", Wanted(roles=SCORERS)).path == "runs/e/rm/checkpoints/model/step5"
+    assert (
+        locate_model("runs/e/rm", ModelQuery(roles=SCORERS)).path
+        == "runs/e/rm/checkpoints/model/step5"
+    )
     with pytest.raises(
         CheckpointError,
         match=r"rew\.path='runs/e/ppo': .* actor and critic, .*: runs/e/ppo@latest:actor",
     ):
-        locate("runs/e/ppo", Wanted("rew.path", SCORERS))
+        locate_model("runs/e/ppo", ModelQuery("rew.path", SCORERS))
 
 
 @pytest.mark.parametrize(
@@ -111,42 +122,42 @@ def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(
     runs: Path, given: str, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=r"^model\.path=.*" + message):
-        locate(given, Wanted("model.path"))
+        locate_model(given, ModelQuery("model.path"))
 
 
 def test_a_model_of_the_cache_comes_before_a_run_of_its_name(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = locate("e/sft", Wanted("actor.path"))
+    found = locate_model("e/sft", ModelQuery("actor.path"))
     assert found.note.startswith(
         "actor.path='e/sft': taken as a run, runs/e/sft/checkpoints/model/step10"
     )
-    monkeypatch.setattr(hub, "cached", lambda name: name == "e/sft")
-    assert locate("e/sft").path == "e/sft"
-    monkeypatch.setattr(hub, "cached", lambda name: False)
-    assert locate("e/sft", Wanted(own=runs / "e" / "sft")).path == "e/sft", (
+    monkeypatch.setattr(hub, "is_cached", lambda name: name == "e/sft")
+    assert locate_model("e/sft").path == "e/sft"
+    monkeypatch.setattr(hub, "is_cached", lambda name: False)
+    assert locate_model("e/sft", ModelQuery(own_run=runs / "e" / "sft")).path == "e/sft", (
         "a run is not what it begins from"
     )
 
 
 def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
-    began = Wanted("model.path", began="runs/e/sft/checkpoints/model/step2")
+    began = ModelQuery("model.path", initial_checkpoint="runs/e/sft/checkpoints/model/step2")
     for given in ("runs/e/sft", "runs/e/sft@latest", "e/sft", str(runs / "e" / "sft")):
-        assert locate(given, began).path == "runs/e/sft/checkpoints/model/step2"
-    assert "step10 is newer" in locate("runs/e/sft", began).note
-    assert locate("runs/e/sft@step9", began).path.endswith("step9"), (
+        assert locate_model(given, began).path == "runs/e/sft/checkpoints/model/step2"
+    assert "step10 is newer" in locate_model("runs/e/sft", began).note
+    assert locate_model("runs/e/sft@step9", began).path.endswith("step9"), (
         "a step that is named is that step"
     )
-    assert locate("runs/e/rm", began).path.endswith("rm/checkpoints/model/step5"), (
+    assert locate_model("runs/e/rm", began).path.endswith("rm/checkpoints/model/step5"), (
         "another run is another run"
     )
-    assert locate("runs/e/ppo", began).path.endswith("actor/step4")
-    gone = Wanted("model.path", began="runs/e/sft/checkpoints/model/step1")
+    assert locate_model("runs/e/ppo", began).path.endswith("actor/step4")
+    gone = ModelQuery("model.path", initial_checkpoint="runs/e/sft/checkpoints/model/step1")
     with pytest.raises(
         CheckpointError,
         match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more",
     ):
-        locate("runs/e/sft", gone)
+        locate_model("runs/e/sft", gone)
 
 
 def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
@@ -159,23 +170,26 @@ def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
         ("latest", ("actor",)): "ppo/checkpoints/actor/step4",
     }
     for (given, roles), place in places.items():
-        assert locate(given, Wanted(roles=roles)).path == f"runs/e/{place}", (given, roles)
-    assert locate("latest", Wanted(own=runs / "e" / "rm")).path.endswith("actor/step4"), (
-        "not the run that asks"
-    )
+        assert locate_model(given, ModelQuery(roles=roles)).path == f"runs/e/{place}", (
+            given,
+            roles,
+        )
+    assert locate_model("latest", ModelQuery(own_run=runs / "e" / "rm")).path.endswith(
+        "actor/step4"
+    ), "not the run that asks"
     began = "runs/e/sft/checkpoints/model/step2"
-    assert locate("latest", Wanted(began=began)).path == began, (
+    assert locate_model("latest", ModelQuery(initial_checkpoint=began)).path == began, (
         "a run under way keeps what it began with"
     )
     with pytest.raises(
         CheckpointError, match=r"^model\.path='latest@step7': .*rm has no such checkpoint of model"
     ):
-        locate("latest@step7", Wanted("model.path"))
+        locate_model("latest@step7", ModelQuery("model.path"))
     with pytest.raises(
         CheckpointError,
         match=r"^rew\.path='latest:rew': no run in \./runs has a checkpoint of rew; ",
     ):
-        locate("latest:rew", Wanted("rew.path"))
+        locate_model("latest:rew", ModelQuery("rew.path"))
 
 
 def test_a_name_that_is_nowhere_is_asked_for_once(
@@ -184,14 +198,14 @@ def test_a_name_that_is_nowhere_is_asked_for_once(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = list[tuple[str, str, str]]()
     monkeypatch.setattr(hub, "check_model", lambda *words: asked.append(words))
-    assert find("e/stf", Wanted("--model")).path == "e/stf"
+    assert find_model("e/stf", ModelQuery("--model")).path == "e/stf"
     assert asked == [("--model", "e/stf", "did you mean the run runs/e/sft?")]
-    find("runs/e/sft", Wanted("--model"))
+    find_model("runs/e/sft", ModelQuery("--model"))
     assert len(asked) == 1
 
 
 def test_hints(runs: Path) -> None:
-    assert meant("e") == "did you mean the run runs/e/empty?" or meant("e").startswith(
-        "did you mean the run runs/e/"
-    )
-    assert meant("xxxxxxxx/yyyyyyy") == "check the spelling"
+    assert suggest_path("e") == "did you mean the run runs/e/empty?" or suggest_path(
+        "e"
+    ).startswith("did you mean the run runs/e/")
+    assert suggest_path("xxxxxxxx/yyyyyyy") == "check the spelling"

@@ -22,7 +22,7 @@ from weft.errors import CheckpointError
 from weft.evaluation.models import _add_adapter
 from weft.models.network import lora
 from weft.models.network.packed import pack
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 ROW = sequences([18])[0].clamp_min(1)
@@ -33,13 +33,13 @@ def logits(network: Transformer) -> Tensor:
 
 
 def save_both(network: Transformer, directory: Path, whole: bool = False) -> tuple[Path, Path]:
-    parameters = values(network)
+    parameters = find_canonical_values(network)
     base = {n: p for n, p in parameters.items() if not lora.is_adapter(n)}
     hf_io.save(directory / "base", base, network.config, network.kind)
     peft_io.save_adapter(
         directory / "adapter",
         parameters,
-        lora.scales(network),
+        lora.collect_scales(network),
         network.config,
         network.kind,
         base=str(directory / "base"),
@@ -73,7 +73,7 @@ def test_peft_computes_what_weft_saved(name: str, changes: dict[str, Any], tmp_p
     again = hf_io.load(base)
     peft_io.load_adapter(adapter, again)
     assert torch.equal(logits(again), logits(network))
-    ours, read = values(network), values(again)
+    ours, read = find_canonical_values(network), find_canonical_values(again)
     assert ours.keys() == read.keys()
     for n, value in ours.items():
         assert torch.equal(read[n], value), n
@@ -96,7 +96,7 @@ def test_weft_computes_what_peft_saved(
     name: str, targets: list[str], rank_stabilised: bool, tmp_path: Path
 ) -> None:
     base = tiny(name)
-    hf_io.save(tmp_path / "base", values(base), base.config)
+    hf_io.save(tmp_path / "base", find_canonical_values(base), base.config)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", attn_implementation="eager"
     )
@@ -142,13 +142,13 @@ def with_more_tokens(network: Transformer, rows: int) -> Transformer:
     grown = hf_io.init_random(config, network.kind, seed=3)
     lora.attach_ranks(
         grown,
-        {name: (a.lora_a.shape[-2], a.scale) for name, a in lora.adapters(network).items()},
+        {name: (a.lora_a.shape[-2], a.scale) for name, a in lora.find_adapters(network).items()},
         0.0,
     )
-    held = values(network)
+    held = find_canonical_values(network)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for name, value in values(grown).items():
+        for name, value in find_canonical_values(grown).items():
             if value.shape == held[name].shape:
                 value.copy_(held[name])
             else:
@@ -179,7 +179,7 @@ def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_pa
     assert again.config.tied and again.config.vocab_size == 144
     assert torch.equal(common.logits(again, row), wanted)
 
-    merged = lora.merge(values(again), lora.scales(again))
+    merged = lora.merge(find_canonical_values(again), lora.collect_scales(again))
     hf_io.save(tmp_path / "merged", merged, again.config)
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", attn_implementation="eager"
@@ -195,7 +195,7 @@ def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_pa
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["embed_tokens", "lm_head"], ["lm_head"]])
 def test_an_adapter_of_peft_that_unties_the_output_matrix(saved: list[str], tmp_path: Path) -> None:
     base = tiny(tie_word_embeddings=True)
-    hf_io.save(tmp_path / "base", values(base), base.config)
+    hf_io.save(tmp_path / "base", find_canonical_values(base), base.config)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", attn_implementation="eager"
     )
@@ -225,9 +225,9 @@ def test_a_reward_model_with_adapters(tmp_path: Path) -> None:
     base, adapter = save_both(network, tmp_path)
     with torch.no_grad():
         network.score.weight.add_(1.0)  # trained after the base was written
-    save = values(network)
+    save = find_canonical_values(network)
     peft_io.save_adapter(
-        adapter, save, lora.scales(network), network.config, "score", base=str(base)
+        adapter, save, lora.collect_scales(network), network.config, "score", base=str(base)
     )
     scores = network(pack([ROW]), frozenset({"scores"}))["scores"]
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -278,10 +278,10 @@ def test_merging_rounds_once_and_to_the_dtype_that_is_written(
     name: str, stored: torch.dtype, asked: str | None, adapter_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     network = adapted(name)
-    parameters = {n: p.double() * (1 + 2.0**-40) for n, p in values(network).items()}
+    parameters = {n: p.double() * (1 + 2.0**-40) for n, p in find_canonical_values(network).items()}
     base = {n: p.to(stored) for n, p in parameters.items() if not lora.is_adapter(n)}
     matrices = {n: p.to(adapter_dtype) for n, p in parameters.items() if lora.is_adapter(n)}
-    scales, config = lora.scales(network), network.config
+    scales, config = lora.collect_scales(network), network.config
     hf_io.save(tmp_path / "base", base, config)
     peft_io.save_adapter(
         tmp_path / "adapter", base | matrices, scales, config, "lm", base=str(tmp_path / "base")
@@ -292,10 +292,10 @@ def test_merging_rounds_once_and_to_the_dtype_that_is_written(
         convert([*words, "--output", str(tmp_path / "out"), *(["--dtype", asked] if asked else [])])
         == 0
     )
-    reader = hf_io.Reader(tmp_path / "out", "lm")
+    reader = hf_io.ParameterReader(tmp_path / "out", "lm")
     written = getattr(torch, asked) if asked else stored
     assert reader.dtype == written
-    read = values(hf_io.load(tmp_path / "out", dtype=written))
+    read = find_canonical_values(hf_io.load(tmp_path / "out", dtype=written))
     wide = torch.float64 if torch.float64 in (stored, adapter_dtype) else torch.float32
     for layer, scale in scales.items():
         weight, a, b = (
@@ -321,13 +321,16 @@ def test_a_model_opened_with_an_adapter_has_the_merged_weights_of_its_dtype(
     stored: torch.dtype, tmp_path: Path
 ) -> None:
     network = adapted("llama")
-    parameters = {n: (p.double() * (1 + 2.0**-40)).to(stored) for n, p in values(network).items()}
+    parameters = {
+        n: (p.double() * (1 + 2.0**-40)).to(stored)
+        for n, p in find_canonical_values(network).items()
+    }
     base = {n: p for n, p in parameters.items() if not lora.is_adapter(n)}
     hf_io.save(tmp_path / "base", base, network.config)
     peft_io.save_adapter(
         tmp_path / "adapter",
         parameters,
-        lora.scales(network),
+        lora.collect_scales(network),
         network.config,
         "lm",
         base=str(tmp_path / "base"),
@@ -339,6 +342,6 @@ def test_a_model_opened_with_an_adapter_has_the_merged_weights_of_its_dtype(
             written.update({name: value for name, _, value in parts})
 
     _add_adapter(Engine(), tmp_path / "adapter", str(tmp_path / "base"))  # type: ignore[arg-type]
-    merged = lora.merge(parameters, lora.scales(network))
+    merged = lora.merge(parameters, lora.collect_scales(network))
     assert written and all(torch.equal(value, merged[name]) for name, value in written.items())
     assert {value.dtype for value in written.values()} == {stored}

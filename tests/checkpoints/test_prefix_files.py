@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.checkpoints.prefix_files import CONFIG, PrefixSettings, holds_prefix, read_prefix
+from weft.checkpoints.prefix_files import CONFIG, PrefixSettings, has_prefix, read_prefix
 from weft.errors import CheckpointError
 
 GOOD = {
@@ -25,9 +25,9 @@ def write(directory: Path, **changes: Any) -> Path:
 
 
 def test_settings(tmp_path: Path) -> None:
-    assert read_prefix(tmp_path) is None and not holds_prefix(None)
+    assert read_prefix(tmp_path) is None and not has_prefix(None)
     assert read_prefix(write(tmp_path)) == PrefixSettings(4, "a/b")
-    assert holds_prefix(tmp_path)
+    assert has_prefix(tmp_path)
     assert read_prefix(write(tmp_path, peft_type="LORA")) is None
 
 

@@ -19,7 +19,7 @@ from tests.models.network.test_prefix import COUNT, with_prefix
 from weft.checkpoints import hf_io, peft_io, prefix_io
 from weft.checkpoints.prefix_files import CONFIG
 from weft.errors import CheckpointError
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 
 ROW = sequences([18])[0].clamp_min(1)
@@ -33,11 +33,11 @@ def logits(network: Transformer) -> Tensor:
 def saved(directory: Path, name: str = "llama", head: Head = "lm") -> tuple[Path, Path]:
     """(the model, the prefix)"""
     plain = tiny(name, head)
-    hf_io.save(directory / "base", values(plain), plain.config, head)
+    hf_io.save(directory / "base", find_canonical_values(plain), plain.config, head)
     network = with_prefix(plain, head)
     prefix_io.save_prefix(
         directory / "prefix",
-        values(network),
+        find_canonical_values(network),
         network.config,
         head,
         base=str(directory / "base"),
@@ -75,13 +75,15 @@ def test_a_reward_model_keeps_its_head_beside_the_prefix(tmp_path: Path) -> None
     wrapped = peft.PeftModel.from_pretrained(module, where)
     assert_close(wrapped.base_model.score.modules_to_save["default"].weight.detach(), head)
     with torch.no_grad():
-        hf_io.save(base, values(tiny("llama", "score", seed=5)), tiny().config, "score")
+        hf_io.save(
+            base, find_canonical_values(tiny("llama", "score", seed=5)), tiny().config, "score"
+        )
     assert_close(hf_io.load(where, "score").score.weight.detach(), head)  # its own, not the model's
 
 
 def test_a_part_of_a_prefix(tmp_path: Path) -> None:
     _, where = saved(tmp_path)
-    reader = hf_io.Reader(where)
+    reader = hf_io.ParameterReader(where)
     whole = reader.read("blocks.1.attention.prefix.v")
     part = reader.read("blocks.1.attention.prefix.v", (slice(1, 3), slice(4, 8)))
     assert_close(part, whole[1:3, 4:8])

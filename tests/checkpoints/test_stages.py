@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.tiny import make_llama
-from weft.checkpoints.hf_io import Reader
+from weft.checkpoints.hf_io import ParameterReader
 from weft.checkpoints.stages import partition
 from weft.cli import main as weft
 from weft.errors import ConfigError
@@ -94,7 +94,9 @@ def test_the_files_are_the_stages_and_hold_the_same_bytes(make: Any, tmp_path: P
     assert {p.name for p in source.iterdir() if "safetensors" not in p.name} <= {
         p.name for p in target.iterdir()
     }
-    assert torch.equal(Reader(target).read("embed.weight"), Reader(source).read("embed.weight"))
+    assert torch.equal(
+        ParameterReader(target).read("embed.weight"), ParameterReader(source).read("embed.weight")
+    )
 
 
 def test_buffers_go_with_their_layer(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from weft.cli.main import main
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.registry import backends
-from weft.serve.worker import as_sample
+from weft.serve.worker import build_sample
 from weft.topology import Layout
 
 ROWS = [[5 + n % 300 for n in range(length)] for length in (600 % 500, 3, 40, 1)]
@@ -52,7 +52,7 @@ def test_a_reward_model_scores_alike(root: Path, capsys: pytest.CaptureFixture[s
         ModelSpec(path=str(root / "reward"), head="score", device="cpu"), Layout()
     )
     own = engine.forward(
-        as_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})
+        build_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})
     ).data["scores"]
     made = module(*padded(ROWS))
     assert made.shape == (4, 1)
@@ -72,7 +72,7 @@ def test_a_policy_gives_the_same_log_probs(root: Path) -> None:
     module = torch.jit.load(str(folder / "1" / "model.pt"))
     rows = [row for row in ROWS if len(row) > 1]
     engine = backends.get("torch")(ModelSpec(path=str(root / "policy"), device="cpu"), Layout())
-    own = engine.forward(as_sample(rows, [1] * len(rows)), frozenset({"logprobs"})).sequences(
+    own = engine.forward(build_sample(rows, [1] * len(rows)), frozenset({"logprobs"})).sequences(
         "logprobs"
     )
     logprobs, logits = module(*padded(rows))
@@ -92,7 +92,7 @@ def test_the_mean_over_tokens_is_kept(root: Path) -> None:
         ModelSpec(path=str(mean), head="score", pooling="mean", device="cpu"), Layout()
     )
     own = engine.forward(
-        as_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})
+        build_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})
     ).data["scores"]
     torch.testing.assert_close(
         module(*padded(ROWS))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5
@@ -106,7 +106,7 @@ def test_padding_that_ends_texts_is_skipped_as_the_engine_skips_it(root: Path) -
     engine = backends.get("torch")(ModelSpec(path=str(odd), head="score", device="cpu"), Layout())
     rows = [[5, 6, 7, 2], [5, 6, 7], [2, 2]]
     own = engine.forward(
-        as_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"})
+        build_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"})
     ).data["scores"]
     torch.testing.assert_close(
         module(*padded(rows))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5
@@ -134,7 +134,7 @@ def test_what_cannot_be_converted(root: Path, monkeypatch: pytest.MonkeyPatch) -
     AutoModelForCausalLM.from_config(config).save_pretrained(root / "window")
     with pytest.raises(ConfigError, match="sees 8 tokens in some layers"):
         triton.write(str(root / "window"), root / "x", "sft")
-    monkeypatch.setattr(triton, "_apart", lambda *_: 0.5)
+    monkeypatch.setattr(triton, "_measure_difference", lambda *_: 0.5)
     with pytest.raises(CheckpointError, match=r"differs from the network by 0\.5"):
         triton.write(str(root / "reward"), root / "x", "rm")
     assert not (root / "x").exists()

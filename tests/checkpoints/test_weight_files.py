@@ -33,7 +33,7 @@ def same(files: WeightFiles, wanted: dict[str, torch.Tensor]) -> None:
     for name, tensor in wanted.items():
         read = files.read(name)
         assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
-        assert files.shape(name) == tuple(tensor.shape)
+        assert files.get_shape(name) == tuple(tensor.shape)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from weft.experiments import SFTConfig
-from weft.observe.run_record import RunRecord, Start
+from weft.observe.run_record import RunRecord, RunStart
 from weft.options import to_mapping
 
 
@@ -37,7 +37,7 @@ def write_run(
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["weft", "quickstart", "sft", "launch.env.HF_TOKEN=***"]
-    start = Start(
+    start = RunStart(
         time.time(),
         0,
         command,
@@ -47,7 +47,7 @@ def write_run(
         "abc123+",
         {"weft": "0.1.0", "torch": "2.13"},
     )
-    (folder / "run.json").write_text(json.dumps(RunRecord("sft", 8, [start]).plain()))
+    (folder / "run.json").write_text(json.dumps(RunRecord("sft", 8, [start]).to_plain()))
     for file in folder.iterdir():
         os.utime(file, (time.time() - age,) * 2)
     return folder

@@ -34,7 +34,7 @@ from weft.engine.base import Engine, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.models.network import lora
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 
 
 @pytest.fixture(scope="module")
@@ -342,12 +342,12 @@ def test_an_adapter_talks_on_its_base(
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     network = hf_io.load(chat_model, "lm")
     lora.attach(network, r=4, alpha=64.0, seed=1)
-    parameters = values(network)
+    parameters = find_canonical_values(network)
     for name, parameter in parameters.items():
         if name.endswith(lora.B):
             parameter.normal_(generator=torch.Generator().manual_seed(1))
     peft_io.save_adapter(
-        adapter, parameters, lora.scales(network), network.config, base=str(chat_model)
+        adapter, parameters, lora.collect_scales(network), network.config, base=str(chat_model)
     )
     words = ["--base", str(chat_model), "--adapter", str(adapter), "--output", str(merged)]
     assert main(["convert", "merge", *words]) == 0
@@ -370,8 +370,8 @@ def trained_whole(base: Path, adapter: Path, more_tokens: int = 0) -> Tensor:
     config = replace(network.config, vocab_size=network.config.vocab_size + more_tokens)
     grown = hf_io.init_random(config, network.kind, seed=3)
     lora.attach(grown, r=4, alpha=64.0, seed=1)
-    held, draws = values(network), torch.Generator().manual_seed(1)
-    for name, value in values(grown).items():
+    held, draws = find_canonical_values(network), torch.Generator().manual_seed(1)
+    for name, value in find_canonical_values(grown).items():
         if (
             name.endswith(lora.B)
             or name not in held
@@ -382,7 +382,12 @@ def trained_whole(base: Path, adapter: Path, more_tokens: int = 0) -> Tensor:
         elif not lora.is_adapter(name):
             value.copy_(held[name])
     peft_io.save_adapter(
-        adapter, values(grown), lora.scales(grown), config, base=str(base), whole=True
+        adapter,
+        find_canonical_values(grown),
+        lora.collect_scales(grown),
+        config,
+        base=str(base),
+        whole=True,
     )
     return logits(grown, torch.tensor([5, 6, config.vocab_size - 1]))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from weft.cli.data import main
-from weft.data.scan import answers, scan
-from weft.data.sources import Unreadable
+from weft.data.scan import iterate_answers, scan
+from weft.data.sources import UnreadableRow
 from weft.errors import ConfigError, DataError, NoTemplate, UserError
-from weft.testing.datasets import small_tokenizer
+from weft.testing.datasets import build_small_tokenizer
 
 ROWS = [
     {"id": "x", "prompt": "Hi ", "answer": "As an AI language model, I\u2019m fine"},
@@ -27,7 +27,7 @@ ROWS = [
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A file of rows, and the options that every command here gets."""
-    small_tokenizer().save(tmp_path / "tokenizer")
+    build_small_tokenizer().save(tmp_path / "tokenizer")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return [
         str(tmp_path / "rows.jsonl"),
@@ -275,7 +275,7 @@ def test_phrases_are_sought_in_answers_alone() -> None:
             }
         },
     ]
-    assert [list(answers(row)) for row in rows] == [
+    assert [list(iterate_answers(row)) for row in rows] == [
         ["no"],
         ["as an ai model, yes"],
         [" ", " b"],
@@ -283,7 +283,7 @@ def test_phrases_are_sought_in_answers_alone() -> None:
         ["I'm ChatGPT"],
     ]
     found = scan(
-        [*((f"f:{i}", row) for i, row in enumerate(rows)), ("f:9", Unreadable("not JSON"))]
+        [*((f"f:{i}", row) for i, row in enumerate(rows)), ("f:9", UnreadableRow("not JSON"))]
     )
     places = {phrase: [place for place, _ in hits] for phrase, hits in found.phrases.items()}
     assert places == {"as an ai model": ["f:1", "f:3"], "i'm chatgpt": ["f:4"]}

@@ -11,7 +11,7 @@ import pytest
 from weft.cli.example_files import files
 from weft.cli.examples import WHAT, main
 from weft.cli.quickstart import configured
-from weft.data.counts import render
+from weft.data.counts import render_table
 from weft.data.loader import load_data
 from weft.data.spec import DatasetSpec, TokenizerSpec
 from weft.data.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def test_rows_are_of_their_form_and_fit_the_model(file, kind, tmp_path):
         train_path=str(tmp_path / file), train_bs_n_seqs=8, cache_dir=str(tmp_path / "cache")
     )
     data = load_data(spec, kind, tokenizer, seed=1, progress=False)
-    assert 0 < data.longest < 20, render(data.counts)
+    assert 0 < data.max_seqlen < 20, render_table(data.counts)
     unknown = tokenizer.encode("?")[0]
     assert not any(unknown in tokenizer.encode(str(row)) for row in ["1+2=3", "9+9=18"])
 

@@ -19,8 +19,8 @@ from weft.cli.quickstart import configured
 from weft.cli.reference import SHIPPED
 from weft.errors import ConfigError
 from weft.experiments import PPOConfig
-from weft.experiments._common_options import EXAMPLES, common_options
-from weft.options import leaves, option
+from weft.experiments._common_options import EXAMPLES, find_common_options
+from weft.options import iterate_options, option
 
 
 def page(name: str, group: str = "", width: int = 80) -> str:
@@ -40,7 +40,7 @@ def test_the_first_page_is_short_and_fits(name, width):
 def test_the_options_shown_first_are_about_twenty(name):
     names = [
         each
-        for group in common_options(registry.quickstarts.get(name)()).values()
+        for group in find_common_options(registry.quickstarts.get(name)()).values()
         for each in group
     ]
     assert 15 <= len(names) <= 26 and len(names) == len(set(names))
@@ -62,10 +62,10 @@ def test_all_has_every_option_that_does_something(name):
     shown = {
         line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].strip()
     }
-    frozen = {leaf.name for leaf in leaves(config) if ".optimizer." in leaf.name} - shown
-    assert {leaf.name for leaf in leaves(config)} <= shown | frozen
+    frozen = {leaf.name for leaf in iterate_options(config) if ".optimizer." in leaf.name} - shown
+    assert {leaf.name for leaf in iterate_options(config)} <= shown | frozen
     assert not any(each.startswith(role) for each in frozen for role in config.trained_roles)
-    assert all(leaf.help for leaf in leaves(config)), "every option has a meaning"
+    assert all(leaf.help for leaf in iterate_options(config)), "every option has a meaning"
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -120,8 +120,8 @@ def test_every_spelling_shown_is_one_that_is_read(tmp_path, monkeypatch):
         for target, spellings in spellings_of(config).items():
             for spelling in set(spellings) & values.keys():
                 changed, _ = configured([name, f"{spelling}={values[spelling]}"])
-                now = {leaf.name: leaf.default for leaf in leaves(changed)}
-                before = {leaf.name: leaf.default for leaf in leaves(config)}
+                now = {leaf.name: leaf.default for leaf in iterate_options(changed)}
+                before = {leaf.name: leaf.default for leaf in iterate_options(config)}
                 assert now[target] != before[target], f"{spelling} of {name} does not set {target}"
 
 
@@ -140,7 +140,7 @@ class MyConfig(PPOConfig):
 
 
 def test_a_configuration_of_the_users_shows_its_own_options_first():
-    chosen = common_options(MyConfig())
+    chosen = find_common_options(MyConfig())
     assert next(iter(chosen.items())) == ("of this configuration", ("extra", "mine.speed"))
     text = quickstart_help("my-ppo", MyConfig())
     assert (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.tiny import make_llama, write_jsonl
 from weft.checkpoints.weight_files import WeightFiles
 from weft.cli.main import main
-from weft.data.template_check import template_problem
+from weft.data.template_check import find_template_problem
 from weft.errors import CheckpointError
 
 FORMS = ("prompt_answer", "prompt", "text", "chat", "preference", "paired_comparison", "ranking")
@@ -286,7 +286,7 @@ def templates(examples: int) -> None:
     @few(examples)
     @given(WORDS)
     def check(template: str) -> None:
-        problem = template_problem(template)
+        problem = find_template_problem(template)
         assert problem is None or problem.strip()
 
     check()
@@ -317,7 +317,7 @@ def headers(root: Path, examples: int) -> None:
             assert "model.safetensors" in str(error)
             return
         for name in files.names:
-            assert files.read(name).shape == torch.Size(files.shape(name))
+            assert files.read(name).shape == torch.Size(files.get_shape(name))
 
     check()
 

@@ -18,7 +18,7 @@ from weft.cli.named_data import sources
 from weft.data.named import fetch
 from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError, DataError
-from weft.testing.datasets import small_tokenizer
+from weft.testing.datasets import build_small_tokenizer
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def here(tmp_path: Path) -> Path:
         (tmp_path / "datasets" / name / file).write_text(
             "".join(json.dumps(row) + "\n" for row in found)
         )
-    small_tokenizer().save(tmp_path / "tokenizer")
+    build_small_tokenizer().save(tmp_path / "tokenizer")
     return tmp_path
 
 
@@ -81,7 +81,7 @@ def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
     def refuse(entry: Any, cache: Path) -> Path:
         raise DataError(f"{entry.name}: asked for")
 
-    monkeypatch.setattr(fetch, "_from_url", refuse)
+    monkeypatch.setattr(fetch, "_download_from_url", refuse)
     words = ["counts", f"dataset.cache_dir={here}", "--datasets", "gsm8k", "joke"]
     assert main(words) == 0
     said = capsys.readouterr()

@@ -28,8 +28,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SFTConfig:
 def leave(config: SFTConfig, trial: str, status: Any) -> RunDirectory:
     """What a run of the configuration leaves that has come to `status`."""
     experiment = build_experiment(replace(config, experiment_name="my-recipe", trial_name=trial))
-    directory = RunDirectory.of(experiment.control)
-    directory.write_config(experiment.resolved())
+    directory = RunDirectory.from_control(experiment.control)
+    directory.write_config(experiment.resolve())
     directory.set_status(status, 1)
     return directory
 

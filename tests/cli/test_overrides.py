@@ -13,14 +13,14 @@ from weft.cli.quickstart import configure
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
 from weft.experiments.common import MFCOptions
-from weft.options import plain, read, to_mapping
+from weft.options import read, to_mapping, to_plain
 
 
 def nested(*words: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for override in overrides.parse(words):
         overrides.merge(values, override)
-    return plain(values)
+    return to_plain(values)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models.common import tiny_config
-from weft.checkpoints.hf_io import parameter_shapes
+from weft.checkpoints.hf_io import compute_parameter_shapes
 from weft.cli import main as weft
 from weft.registry import families
 
@@ -31,7 +31,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def size_of_tiny(itemsize: int) -> int:
     total = 0
-    for shape in parameter_shapes(tiny_config("llama")).values():
+    for shape in compute_parameter_shapes(tiny_config("llama")).values():
         size = itemsize
         for each in shape:
             size *= each

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weft import registry
 from weft.cli.reference import SHIPPED, page
-from weft.options import leaves
+from weft.options import iterate_options
 
 
 def test_the_page_is_up_to_date(repo: Path) -> None:
@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date(repo: Path) -> None:
 def test_every_option_is_on_the_page_by_its_last_names() -> None:
     text = page()
     for name in SHIPPED:
-        for leaf in leaves(registry.quickstarts.get(name)()):
+        for leaf in iterate_options(registry.quickstarts.get(name)()):
             parts = leaf.name.split(".")
             endings = [".".join(parts[start:]) for start in range(len(parts))]
             assert any(f"| `{ending}` |" in text for ending in endings), leaf.name

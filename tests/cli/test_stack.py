@@ -15,7 +15,7 @@ from weft.cli.stack import Stack, meant_for, read_stack
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
-from weft.options import plain
+from weft.options import to_plain
 
 SHIPPED = tuple(_shipped())  # read once for all tests
 CONFIGS = """\
@@ -74,7 +74,7 @@ def values(
     *names: str, base: RunConfig | None = None, words: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     return {
-        each.name: plain(each.value) for each in stack(*names, base=base, words=words).overrides
+        each.name: to_plain(each.value) for each in stack(*names, base=base, words=words).overrides
     }
 
 
@@ -153,7 +153,7 @@ def test_a_key_can_be_taken_out_and_a_group_changed_on_the_command_line() -> Non
 def test_a_key_of_a_group_and_an_option_beside_it_on_the_command_line() -> None:
     words = ("rank_config.model_name=mine", "rew.dtype=float32", "triton_host_rm=null")
     made = stack("pythia_rlhf", base=PPOConfig(), words=words)
-    found = {each.name: plain(each.value) for each in made.overrides}
+    found = {each.name: to_plain(each.value) for each in made.overrides}
     assert (
         found["rew.path"] == "mine"
         and found["rew.dtype"] == "float32"

@@ -202,9 +202,9 @@ def test_the_mode_is_that_of_the_sections(here: Path) -> None:
 def test_rows_of_a_section_are_shown_in_its_form(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from weft.testing.datasets import small_tokenizer
+    from weft.testing.datasets import build_small_tokenizer
 
-    small_tokenizer().save(here / "tokenizer")
+    build_small_tokenizer().save(here / "tokenizer")
     words = [
         "--configs",
         "defaults",

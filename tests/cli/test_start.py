@@ -15,7 +15,7 @@ from weft import registry
 from weft.cli.main import main
 from weft.cli.start import find_config
 from weft.errors import ConfigError
-from weft.launch import registered
+from weft.launch import build_registered
 from weft.models.families.common import TINY_LLAMA
 
 SWEEP = """
@@ -62,11 +62,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     before, modules, path = {}, set(sys.modules), list(sys.path)
     for kind in (registry.experiments, registry.quickstarts):
-        before[kind] = dict(kind._things)
+        before[kind] = dict(kind._objects)
     yield tmp_path
     for kind, things in before.items():
-        kind._things.clear()
-        kind._things.update(things)
+        kind._objects.clear()
+        kind._objects.update(things)
     for name in set(sys.modules) - modules:
         if (
             str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path))
@@ -113,7 +113,7 @@ def test_a_registered_experiment_runs_under_the_names_of_the_command_line(
     )
     assert control.imports == ["sweep.py"]
     assert first.config["fileroot"] == "elsewhere"
-    assert first.node("actor_train").args["loss_args"]["beta"] == 0.125
+    assert first.get_node("actor_train").args["loss_args"]["beta"] == 0.125
     assert (second.control.experiment_name, second.control.trial_name) == ("test-class", "second")
 
 
@@ -221,12 +221,12 @@ def test_what_reals_command_line_sets_of_an_experiment(
     more = ("--partition", "dev", "--wandb_mode", "disabled", "--allocation_mode", "pipe_model")
     assert main(["start", *words, "test-dpo-s2", *more]) == 0
     assert "#SBATCH --partition=dev" in capsys.readouterr().out
-    experiment = registered("test-dpo-s2", "t", allocation_mode="d2")
+    experiment = build_registered("test-dpo-s2", "t", allocation_mode="d2")
     assert experiment.config["allocation_mode"] == "d2" and str(
         experiment.placement["ref_inf"]
     ).startswith("d2")
     with pytest.raises(ConfigError, match="the layouts of 'test-class' are set in its code"):
-        registered("test-class", "t", allocation_mode="d2")
+        build_registered("test-class", "t", allocation_mode="d2")
     assert main(["start", *words, "test-class", "--allocation_mode", "pipe_mode"]) == 2
     assert "--allocation_mode pipe_mode: must be manual" in capsys.readouterr().err
 

@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry.experiments, "_things", dict(registry.experiments._things))
+    monkeypatch.setattr(registry.experiments, "_objects", dict(registry.experiments._objects))
     return tmp_path
 
 
@@ -267,4 +267,4 @@ def test_too_few_devices_are_refused(folder: Path) -> None:
     with pytest.raises(
         ValueError, match="the layouts need 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"
     ):
-        slurm.start(config.build(), ["x"], print_only=True)
+        slurm.start_job(config.build(), ["x"], print_only=True)

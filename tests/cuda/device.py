@@ -34,7 +34,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from weft.kernels.formulas import rms_norm_gradients  # noqa: E402
+from weft.kernels.formulas import compute_rms_norm_gradients  # noqa: E402
 
 aten = torch.ops.aten
 INDEXED = {
@@ -282,7 +282,7 @@ def _wide_mm(
 def _rms_norm_backward(
     grad_y: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    made = rms_norm_gradients(x, weight, inverse, grad_y, 0.0, *mask)
+    made = compute_rms_norm_gradients(x, weight, inverse, grad_y, 0.0, *mask)
     return made
 
 

@@ -23,15 +23,15 @@ CALLS: Counter[str] = Counter()
 
 
 def install(*, reads_pages: bool) -> None:
-    """Have weft use them; with `reads_pages` flash attention as torch 2.12 and later have it, else
+    """Have weft use them; with `can_read_pages` flash attention as torch 2.12 and later have it, else
     as 2.11 has it.
     """
-    flash.kernel = lambda: _flash  # type: ignore[assignment]
-    flash.abilities = lambda: flash.Abilities(reads_pages, reads_pages)  # type: ignore[assignment]
-    flex._compiles = lambda: True  # type: ignore[assignment]
-    flex._compiled = lambda: _flex  # type: ignore[assignment]
-    compiled.compiled = _counted  # type: ignore[assignment]
-    caches.cuda_capture = graphs.cuda_capture = lambda _: _capture
+    flash.load_kernel = lambda: _flash  # type: ignore[assignment]
+    flash.find_features = lambda: flash.FlashFeatures(reads_pages, reads_pages)  # type: ignore[assignment]
+    flex._can_compile = lambda: True  # type: ignore[assignment]
+    flex._compile = lambda: _flex  # type: ignore[assignment]
+    compiled.compile_dynamic = _counted  # type: ignore[assignment]
+    caches.build_cuda_capture = graphs.build_cuda_capture = lambda _: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
 
 

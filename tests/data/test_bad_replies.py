@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.data.bad_replies import KINDS, Replied, replied_rows, worse
+from weft.data.bad_replies import KINDS, PromptReplies, make_worse_reply, read_replies
 from weft.data.rows import BadRow
 from weft.errors import DataError
 
@@ -84,12 +84,12 @@ TREE = {
     ],
 )
 def test_rows(row: dict[str, Any], asked: dict[str, Any], replies: list[str]) -> None:
-    (found,) = replied_rows(row, 7)
-    assert found.id == "7" and found.asked == asked and list(found.replies) == replies
+    (found,) = read_replies(row, 7)
+    assert found.id == "7" and found.prompt_columns == asked and list(found.replies) == replies
 
 
 def test_a_tree_has_a_row_for_each_message_that_was_answered() -> None:
-    ranked, single = replied_rows(TREE, 0)
+    ranked, single = read_replies(TREE, 0)
     assert ranked.id == "t" and ranked.replies == ("Hello", "Go") and ranked.messages == (USER,)
     assert single.id == "c" and single.replies == ("Well.",) and len(single.messages) == 3
 
@@ -108,29 +108,31 @@ def test_a_tree_has_a_row_for_each_message_that_was_answered() -> None:
 )
 def test_rows_without_a_reply(row: dict[str, Any], wrong: str) -> None:
     with pytest.raises((BadRow, DataError), match=wrong):
-        list(replied_rows(row, 0))
+        list(read_replies(row, 0))
 
 
-LONG = Replied(
+LONG = PromptReplies(
     "r",
     "Q",
     (USER,),
     (" One is not two. Two is three less one, and so on, and so on.", "Other words."),
 )
-REST = [Replied(str(n), "Q", (USER,), (f"reply {n}",)) for n in range(3)]
+REST = [PromptReplies(str(n), "Q", (USER,), (f"reply {n}",)) for n in range(3)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_worse_replies_are_no_replies_of_the_row(kind: str) -> None:
-    made = worse(kind, LONG, [LONG, *REST], seed=1)
-    assert made is not None and made.startswith(" ") and not LONG.has(made)
-    assert made == worse(kind, LONG, [LONG, *REST], seed=1)
-    assert len({worse(kind, LONG, [LONG, *REST], seed) for seed in range(9)}) > 1
+    made = make_worse_reply(kind, LONG, [LONG, *REST], seed=1)
+    assert made is not None and made.startswith(" ") and not LONG.has_reply(made)
+    assert made == make_worse_reply(kind, LONG, [LONG, *REST], seed=1)
+    assert len({make_worse_reply(kind, LONG, [LONG, *REST], seed) for seed in range(9)}) > 1
 
 
 def test_what_each_kind_does() -> None:
     best = LONG.replies[0].split()
-    shuffled, cut, repeated, other = (worse(kind, LONG, [LONG, *REST], seed=1) for kind in KINDS)
+    shuffled, cut, repeated, other = (
+        make_worse_reply(kind, LONG, [LONG, *REST], seed=1) for kind in KINDS
+    )
     assert shuffled is not None and cut is not None and repeated is not None
     assert sorted(shuffled.split()) == sorted(best) and shuffled.split() != best
     assert best[: len(cut.split())] == cut.split() and len(cut.split()) <= 0.6 * len(best)
@@ -139,7 +141,7 @@ def test_what_each_kind_does() -> None:
 
 
 def test_short_replies_and_single_rows_have_none() -> None:
-    short = Replied("r", "Q", (USER,), ("Yes.",))
-    assert [worse(kind, short, [short], seed=1) for kind in KINDS] == [None] * len(KINDS)
-    same = Replied("s", "Q", (USER,), ("Yes. ",))
-    assert worse("other", short, [short, same], seed=1) is None
+    short = PromptReplies("r", "Q", (USER,), ("Yes.",))
+    assert [make_worse_reply(kind, short, [short], seed=1) for kind in KINDS] == [None] * len(KINDS)
+    same = PromptReplies("s", "Q", (USER,), ("Yes. ",))
+    assert make_worse_reply("other", short, [short, same], seed=1) is None

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.data import template_check
-from weft.data.chat import generation_spans
-from weft.data.messages import normalise, normalise_tools
+from weft.data.chat import find_generation_spans
+from weft.data.messages import normalize_messages, normalize_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, UserError
@@ -85,14 +85,14 @@ def test_a_template_without_end_tokens_gets_eos_after_the_last_reply(with_templa
     ids, mask = tokenizer.encode_chat_with_mask(TALK[1:])
     assert trained(tokenizer, ids, mask) == [" Hello there!", " 🤗 ok <b>\n\nbye</s>"]
     assert ids[-1] == tokenizer.eos_id
-    assert tokenizer.turn_end is None and tokenizer.stop_ids() == [tokenizer.eos_id]
+    assert tokenizer.turn_end is None and tokenizer.list_stop_ids() == [tokenizer.eos_id]
     ids, mask = tokenizer.encode_chat_with_mask(TALK[1:4])
     assert ids[-1] != tokenizer.eos_id  # the user has the last word
 
 
 def test_end_tokens_stop_generation(with_template: Make) -> None:
     tokenizer = with_template(templates.CHATML)
-    assert [tokenizer.decode([id]) for id in tokenizer.stop_ids()] == ["</s>", "<|im_end|>"]
+    assert [tokenizer.decode([id]) for id in tokenizer.list_stop_ids()] == ["</s>", "<|im_end|>"]
     assert tokenizer.turn_end == "<|im_end|>"
 
 
@@ -155,7 +155,7 @@ def test_real_conversations_with_qwens_template(
         talk = row.get("messages") or row["conversations"]
         ids, mask = qwen.encode_chat_with_mask(talk, row.get("tools"))
         found = trained(qwen, ids, mask)
-        turns = [m for m in normalise(talk) if m["role"] == "assistant"]
+        turns = [m for m in normalize_messages(talk) if m["role"] == "assistant"]
         assert len(found) == len(turns)
         for text, turn in zip(found, turns, strict=True):
             assert text.endswith("<|im_end|>")
@@ -202,7 +202,9 @@ def test_the_arithmetic_fixtures_template(data_dir: Path, with_template: Make) -
 
 
 def test_shapes_of_messages() -> None:
-    assert normalise([{"from": "prompter", "value": "a"}, {"from": "bot", "value": "b"}]) == [
+    assert normalize_messages(
+        [{"from": "prompter", "value": "a"}, {"from": "bot", "value": "b"}]
+    ) == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
     ]
@@ -213,8 +215,10 @@ def test_shapes_of_messages() -> None:
         }
     ]
     nulls = [{"role": None, "from": "gpt", "content": None, "value": "a", "tool_calls": None}]
-    assert normalise(nulls) == [{"role": "assistant", "content": "a"}]
-    assert normalise(parts) == [{"role": "assistant", "content": "t", "reasoning_content": "r"}]
+    assert normalize_messages(nulls) == [{"role": "assistant", "content": "a"}]
+    assert normalize_messages(parts) == [
+        {"role": "assistant", "content": "t", "reasoning_content": "r"}
+    ]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     sharegpt = [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]
     openai = [
@@ -233,11 +237,13 @@ def test_shapes_of_messages() -> None:
     ]
     both = [{**openai[0], **older[0]}]
     for shape in (sharegpt, openai, older, both):
-        assert normalise(shape) == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert normalize_messages(shape) == [
+            {"role": "assistant", "content": "", "tool_calls": [call]}
+        ]
     result = {"role": "function", "name": "f", "content": "2", "function_call": None}
-    assert normalise([result]) == [{"role": "tool", "content": "2", "name": "f"}]
+    assert normalize_messages([result]) == [{"role": "tool", "content": "2", "name": "f"}]
     for talk in (TALK, parts, sharegpt, openai, older):
-        assert normalise(normalise(talk)) == normalise(talk)
+        assert normalize_messages(normalize_messages(talk)) == normalize_messages(talk)
 
 
 @pytest.mark.parametrize(
@@ -272,19 +278,19 @@ def test_shapes_of_messages() -> None:
 )
 def test_bad_messages_are_named(messages: Any, wrong: str) -> None:
     with pytest.raises(DataError, match=wrong):
-        normalise(messages)
+        normalize_messages(messages)
 
 
 def test_tools_come_as_text_or_lists() -> None:
     whole = {"type": "function", "function": {"name": "f"}}
-    assert normalise_tools('[{"name": "f"}]') == normalise_tools([whole]) == [whole]
-    assert normalise_tools({"type": "function", "name": "f"}) == [whole]
-    assert normalise_tools([{"anything": 1}]) == [{"anything": 1}]
-    assert normalise_tools("") is None and normalise_tools([]) is None
+    assert normalize_tools('[{"name": "f"}]') == normalize_tools([whole]) == [whole]
+    assert normalize_tools({"type": "function", "name": "f"}) == [whole]
+    assert normalize_tools([{"anything": 1}]) == [{"anything": 1}]
+    assert normalize_tools("") is None and normalize_tools([]) is None
     with pytest.raises(DataError, match="tools is not JSON"):
-        normalise_tools("{")
+        normalize_tools("{")
     with pytest.raises(DataError, match="list of JSON schemas"):
-        normalise_tools([1])
+        normalize_tools([1])
 
 
 def test_a_tokenizer_without_a_template_says_so(with_template: Make) -> None:
@@ -511,4 +517,4 @@ def test_a_template_that_ends_for_a_greeting_alone_is_stopped(
     with pytest.raises(DataError, match=r"refuses these messages: does not end within 0\.05 s"):
         tokenizer.encode_chat(talk)
     with pytest.raises(DataError, match=r"refuses these messages: does not end within 0\.05 s"):
-        generation_spans(str(tokenizer.chat_template), talk, None, {})
+        find_generation_spans(str(tokenizer.chat_template), talk, None, {})

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.chat_templates import TEMPLATES, text_of
-from weft.data.dress import Dress
+from weft.data.chat_templates import TEMPLATES, read_template_text
 from weft.data.spec import TokenizerSpec
+from weft.data.system_tags import ConversationAdditions
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizer_files import COMMAND
 from weft.errors import ConfigError, UserError
@@ -195,7 +195,8 @@ def test_added_tokens(data_dir: Path, tmp_path: Path) -> None:
     again = Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
     assert again.encode_chat_with_mask(TALK) == tokenizer.encode_chat_with_mask(TALK)
     assert (
-        again.chat_template == text_of("oasst") and again.decode([50262], skip_special=True) == ""
+        again.chat_template == read_template_text("oasst")
+        and again.decode([50262], skip_special=True) == ""
     )
 
 
@@ -220,7 +221,8 @@ def test_the_form_of_tags(data_dir: Path) -> None:
     from dataclasses import replace
 
     tokenizer = replace(
-        load(data_dir, chat_template="oasst_v25", add_tokens=["template"]), dress=Dress(tags=True)
+        load(data_dir, chat_template="oasst_v25", add_tokens=["template"]),
+        additions=ConversationAdditions(tags=True),
     )
     talk = [TALK[1], {**TALK[2], "lang": "en", "quality": 0.75, "context": "one\ntwo"}]
     assert marked(tokenizer, talk) == (

@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import make_tokenizer
 from weft import registry
 from weft.cli.quickstart import configured
-from weft.data.columns import check_names, rows_of
+from weft.data.columns import check_names, read_renamed_rows
 from weft.data.loader import load_data
 from weft.data.spec import DatasetSpec, TokenizerSpec
 from weft.data.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ def test_a_validation_file_and_rows_drawn_anew_are_read_alike(tmp_path, tokenize
         random_window=1.0,
     )
     assert len(data.valid["qa"]) == 6
-    assert data.parts[0].dataset.redrawn.at([0, 1], 1, "qa").ids
+    assert data.parts[0].dataset.epoch_samples.take([0, 1], 1, "qa").ids
 
 
 def test_a_column_that_is_nowhere_is_named_with_those_there_are(tmp_path, tokenizer):
@@ -187,7 +187,7 @@ def test_a_name_that_the_form_does_not_read_is_refused():
 def test_every_form_that_reads_rows_has_its_names():
     from weft.data.columns import NAMES
 
-    assert {*NAMES, "prompt"} == set(registry.datasets.shipped())
+    assert {*NAMES, "prompt"} == set(registry.datasets.list_shipped())
 
 
 def test_from_the_command_line():
@@ -201,7 +201,7 @@ def test_from_the_command_line():
 
 def test_a_column_whose_own_name_has_a_dot(tmp_path):
     file = write(tmp_path / "dots.jsonl", [{"a.b": 1, "a": {"b": 2}, "c": 3}])
-    ((_, row),) = rows_of(str(file), None, {"x": "a.b"})
+    ((_, row),) = read_renamed_rows(str(file), None, {"x": "a.b"})
     assert row == {"a": {"b": 2}, "c": 3, "x": 1}
 
 

@@ -14,7 +14,7 @@ import torch
 
 from weft.data.datasets.base import DatasetUtility, MapDataset
 from weft.data.loader import load_data
-from weft.data.progress import silent
+from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
             path.write_text(
                 "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
             )
-        util = DatasetUtility(use, cache_dir=str(tmp_path / "cache"), progress=silent)
+        util = DatasetUtility(use, cache_dir=str(tmp_path / "cache"), progress=skip_progress)
         made = datasets.get(form)(util=util, path=str(path), **options)
         assert isinstance(made, MapDataset)
         return made

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tokenizer
-from weft.data.fixed_prompts import prompt_rows, read_fixed_prompts
+from weft.data.fixed_prompts import read_fixed_prompts, read_prompt_rows
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
@@ -17,7 +17,7 @@ from weft.errors import DataError
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one\n\n two words \n")
-    assert list(prompt_rows(str(file))) == [
+    assert list(read_prompt_rows(str(file))) == [
         (f"{file}:1", {"prompt": "one"}),
         (f"{file}:3", {"prompt": " two words "}),
     ]

@@ -26,8 +26,8 @@ from weft.errors import CheckpointError, DataError
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "cached", lambda name: False)
-    monkeypatch.setattr(hub, "_dataset_folder", lambda name: False)
+    monkeypatch.setattr(hub, "is_cached", lambda name: False)
+    monkeypatch.setattr(hub, "_has_dataset_folder", lambda name: False)
 
 
 class Api:
@@ -87,7 +87,7 @@ def test_one_question_and_one_message(
 def test_a_hub_that_does_not_answer_in_time_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hub, "SECONDS", 0.05)
+    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.05)
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: Api(1.0))
     with pytest.raises(CheckpointError, match=r"no answer in 0\.05 seconds"):
         hub.check_model("model.path", "a/b")

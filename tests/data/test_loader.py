@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
+from weft.data.batches import BatchingOptions, BatchLoader, MapLoader, SourceSubset, StreamLoader
 from weft.data.datasets.base import DatasetUtility
 from weft.data.loader import LoadedData, load_data
-from weft.data.mixture import Share, epoch_order, hold_out, per_epoch
+from weft.data.mixture import SourceShare, compute_epoch_order, count_per_epoch, hold_out
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec, SourceSpec, parse_sources
 from weft.data.tokenizer import Tokenizer
@@ -63,17 +63,17 @@ class Batches:
 
 
 def loader(
-    counts: list[int], batching: Batching, seed: int = 1, shuffle: bool = True, **share: Any
+    counts: list[int], batching: BatchingOptions, seed: int = 1, shuffle: bool = True, **share: Any
 ) -> MapLoader:
     parts = [
-        Part(f"s{i}", Numbers(n), np.arange(n), prefix=len(counts) > 1)
+        SourceSubset(f"s{i}", Numbers(n), np.arange(n), prefix=len(counts) > 1)
         for i, n in enumerate(counts)
     ]
-    shares = [Share(part.name, len(part), **share) for part in parts]
+    shares = [SourceShare(part.name, len(part), **share) for part in parts]
     return MapLoader(parts, shares, batching, seed=seed, shuffle=shuffle)
 
 
-def epoch_of(source: Loader) -> list[tuple[str, ...]]:
+def epoch_of(source: BatchLoader) -> list[tuple[str, ...]]:
     """The ids of each batch of one epoch."""
     batches = [source.next_batch().ids]
     while not source.epoch_done:
@@ -82,7 +82,8 @@ def epoch_of(source: Loader) -> list[tuple[str, ...]]:
 
 
 batchings = st.one_of(
-    st.builds(Batching, st.integers(1, 9)), st.builds(Batching, st.none(), st.integers(7, 40))
+    st.builds(BatchingOptions, st.integers(1, 9)),
+    st.builds(BatchingOptions, st.none(), st.integers(7, 40)),
 )
 
 
@@ -94,7 +95,7 @@ batchings = st.one_of(
     st.booleans(),
 )
 def test_an_epoch_holds_every_id_once(
-    counts: list[int], batching: Batching, seed: int, shuffle: bool
+    counts: list[int], batching: BatchingOptions, seed: int, shuffle: bool
 ) -> None:
     source = loader(counts, batching, seed, shuffle)
     for number in range(2):
@@ -104,15 +105,15 @@ def test_an_epoch_holds_every_id_once(
         assert len(batches) == expected
         ids = [id for batch in batches for id in batch]
         assert len(ids) == len(set(ids)) == sum(counts) == source.num_ids
-    assert source.num_batches(2) == sum(
-        source.num_batches(n + 1) - source.num_batches(n) for n in range(2)
+    assert source.count_batches(2) == sum(
+        source.count_batches(n + 1) - source.count_batches(n) for n in range(2)
     )
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=2), batchings, st.integers(0, 9), st.data())
 def test_the_position_is_exact_everywhere(
-    counts: list[int], batching: Batching, seed: int, data: st.DataObject
+    counts: list[int], batching: BatchingOptions, seed: int, data: st.DataObject
 ) -> None:
     share = data.draw(st.sampled_from([{}, {"fraction": 0.5}]))
     source = loader(counts, batching, seed, **share)
@@ -164,32 +165,32 @@ def test_an_endless_iterable_states_its_length() -> None:
 
 
 def test_a_position_of_other_data_is_refused() -> None:
-    state = loader([10], Batching(3)).state_dict()
+    state = loader([10], BatchingOptions(3)).state_dict()
     for other in (
-        loader([11], Batching(3)),
-        loader([10], Batching(2)),
-        loader([10], Batching(3), seed=2),
+        loader([11], BatchingOptions(3)),
+        loader([10], BatchingOptions(2)),
+        loader([10], BatchingOptions(3), seed=2),
     ):
         with pytest.raises(UserError, match="belongs to other data"):
             other.load_state_dict(state)
 
 
 def test_token_batches_are_even_and_hold_the_longest() -> None:
-    source = loader([100], Batching(None, 40))
+    source = loader([100], BatchingOptions(None, 40))
     sizes = [source.next_batch().num_tokens() for _ in range(source.batches_per_epoch)]
     assert max(sizes) <= 40 and sum(sizes) == sum(i % 7 + 1 for i in range(100))
     assert min(sizes) >= 25
     with pytest.raises(ConfigError, match=r"train_tokens_per_batch=6.*longest sequence.*7 tokens"):
-        loader([100], Batching(None, 6)).next_batch()
+        loader([100], BatchingOptions(None, 6)).next_batch()
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
-    one, two = loader([30], Batching(4)), loader([30], Batching(4))
+    one, two = loader([30], BatchingOptions(4)), loader([30], BatchingOptions(4))
     first, second = epoch_of(one), epoch_of(one)
     assert first != second
     assert [epoch_of(two), epoch_of(two)] == [first, second]
-    assert epoch_of(loader([30], Batching(4), seed=2)) != first
-    plain = loader([5, 3], Batching(8), shuffle=False)
+    assert epoch_of(loader([30], BatchingOptions(4), seed=2)) != first
+    plain = loader([5, 3], BatchingOptions(8), shuffle=False)
     assert epoch_of(plain) == [
         ("s0/n0", "s0/n1", "s0/n2", "s0/n3", "s0/n4", "s1/n0", "s1/n1", "s1/n2")
     ]
@@ -197,8 +198,8 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 
 def test_golden_order() -> None:
     """The order is part of what recovery promises; numpy's generators keep their streams."""
-    source, sample = epoch_order(
-        [Share("a", 6, fraction=0.5), Share("b", 3)], seed=7, epoch=2, shuffle=True
+    source, sample = compute_epoch_order(
+        [SourceShare("a", 6, fraction=0.5), SourceShare("b", 3)], seed=7, epoch=2, shuffle=True
     )
     assert (source.tolist(), sample.tolist()) == ([1, 1, 0, 1, 0, 0], [0, 2, 1, 1, 5, 2])
 
@@ -212,8 +213,8 @@ def test_golden_order() -> None:
 def test_a_fraction_draws_without_repetition(
     sources: list[tuple[int, float]], seed: int, epoch: int
 ) -> None:
-    shares = [Share(f"s{i}", n, fraction=f) for i, (n, f) in enumerate(sources)]
-    source, sample = epoch_order(shares, seed, epoch, True)
+    shares = [SourceShare(f"s{i}", n, fraction=f) for i, (n, f) in enumerate(sources)]
+    source, sample = compute_epoch_order(shares, seed, epoch, True)
     pairs = list(zip(source.tolist(), sample.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)
     for number, (n, f) in enumerate(sources):
@@ -222,25 +223,25 @@ def test_a_fraction_draws_without_repetition(
 
 
 def test_every_epoch_draws_another_part() -> None:
-    shares = [Share("big", 1000, size=50), Share("small", 20)]
+    shares = [SourceShare("big", 1000, size=50), SourceShare("small", 20)]
     drawn = [
         set(sample[source == 0].tolist())
-        for source, sample in (epoch_order(shares, 1, e, True) for e in range(40))
+        for source, sample in (compute_epoch_order(shares, 1, e, True) for e in range(40))
     ]
     assert all(len(part) == 50 for part in drawn)
     assert all(one != two for one, two in pairwise(drawn))
     # 40 draws of 5 % miss a row with probability 0.95^40, about one in eight
     assert len(set().union(*drawn)) > 800
-    alone = epoch_order(shares[:1], 1, 3, False)[1].tolist()
+    alone = compute_epoch_order(shares[:1], 1, 3, False)[1].tolist()
     assert set(alone) == drawn[3]  # what a source gives does not depend on its company
 
 
 def test_weights_share_an_epoch_without_repetition() -> None:
-    shares = [Share("a", 1000, weight=1.0), Share("b", 100, weight=3.0)]
-    assert per_epoch(shares) == [33, 100]
-    assert per_epoch([Share("a", 10, weight=2.0)]) == [10]
+    shares = [SourceShare("a", 1000, weight=1.0), SourceShare("b", 100, weight=3.0)]
+    assert count_per_epoch(shares) == [33, 100]
+    assert count_per_epoch([SourceShare("a", 10, weight=2.0)]) == [10]
     with pytest.raises(ConfigError, match="a has size=11, but only 10"):
-        per_epoch([Share("a", 10, size=11)])
+        count_per_epoch([SourceShare("a", 10, size=11)])
 
 
 def test_rows_of_one_tree_are_held_out_together() -> None:
@@ -288,7 +289,7 @@ def test_one_source(files: Path, tokenizer: Tokenizer) -> None:
     assert batch.metadata["source"] == ("a",) * 4
     assert list(data.valid) == ["valid"] and len(data.valid["valid"]) == 5
     assert data.valid["valid"][0].ids == ("0",)
-    assert data.table().splitlines()[1].split() == [
+    assert data.format_counts().splitlines()[1].split() == [
         "a",
         "prompt_answer",
         "40",
@@ -299,7 +300,7 @@ def test_one_source(files: Path, tokenizer: Tokenizer) -> None:
         "0",
     ]
     assert data.notes == ()
-    assert [line.split("  ")[0] for line in data.table().splitlines()[1:3]] == [
+    assert [line.split("  ")[0] for line in data.format_counts().splitlines()[1:3]] == [
         "a",
         "valid (valid)",
     ]
@@ -314,7 +315,7 @@ def test_one_source(files: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_rows_to_evaluate_on_have_their_own_limit(files: Path, tokenizer: Tokenizer) -> None:
-    def longest(part: Part) -> int:
+    def longest(part: SourceSubset) -> int:
         return max(part[i].num_tokens("prompt") + part[i].num_tokens() for i in range(len(part)))
 
     path, valid = str(files / "long.jsonl"), str(files / "valid_long.jsonl")
@@ -329,7 +330,7 @@ def test_rows_to_evaluate_on_have_their_own_limit(files: Path, tokenizer: Tokeni
         short = load(tokenizer, files, train_path=path, max_seqlen=4, valid_max_seqlen=full, **own)
         assert longest(short.parts[0]) == 4 and longest(next(iter(short.valid.values()))) in (
             full,
-            short.longest,
+            short.max_seqlen,
         )
         other = load(tokenizer, files, train_path=path, max_seqlen=full, valid_max_seqlen=4, **own)
         assert (
@@ -410,7 +411,7 @@ def test_a_batch_holds_what_its_samples_hold(files: Path, tokenizer: Tokenizer) 
         at_once, singly = (load(tokenizer, files, **options).train for _ in range(2))
         assert isinstance(singly, MapLoader)
         singly._parts = [
-            Part(p.name, ByIndex(p.dataset), p.indices, p.prefix) for p in singly._parts
+            SourceSubset(p.name, ByIndex(p.dataset), p.indices, p.prefix) for p in singly._parts
         ]
         for _ in range(8):
             one, other = at_once.next_batch(), singly.next_batch()
@@ -586,4 +587,4 @@ def test_samples_of_another_kind_are_named() -> None:
     with pytest.raises(
         DataError, match=r"w\[0\]: a map-style dataset returns a SequenceSample of one id, not dict"
     ):
-        Part("w", Wrong(3), np.arange(3))[0]
+        SourceSubset("w", Wrong(3), np.arange(3))[0]

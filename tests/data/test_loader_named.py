@@ -14,7 +14,7 @@ from weft.data.loader import LoadedData, load_data
 from weft.data.spec import DatasetSpec, SourceSpec, parse_named
 from weft.errors import ConfigError
 from weft.options import validate
-from weft.testing.datasets import small_tokenizer
+from weft.testing.datasets import build_small_tokenizer
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def load(tmp_path: Path, *named: Any, type: str = "chat", **options: Any) -> Loa
         named=list(named), train_bs_n_seqs=4, cache_dir=str(tmp_path / "cache"), **options
     )
     validate(spec)
-    return load_data(spec, type, small_tokenizer(), seed=1, progress=False)
+    return load_data(spec, type, build_small_tokenizer(), seed=1, progress=False)
 
 
 def epoch(data: LoadedData) -> set[str]:
@@ -124,7 +124,7 @@ def test_max_valid_holds_for_files_too(tmp_path: Path) -> None:
     data = load_data(
         DatasetSpec(sources=[source], train_bs_n_seqs=4, cache_dir=str(tmp_path)),
         "chat",
-        small_tokenizer(),
+        build_small_tokenizer(),
         seed=1,
         progress=False,
     )
@@ -169,7 +169,7 @@ def test_plain_text_is_learned_whole_beside_chats(copy: str, tmp_path: Path) -> 
     )
     sample = data.train.next_batch().unpack()[0]
     assert sample.ids == ("red_pajama/0",)
-    words = small_tokenizer()
+    words = build_small_tokenizer()
     assert sample.data["prompt"].tolist() + sample.data["completion"].tolist() == [
         *words.encode("abc"),
         words.require_eos(),
@@ -183,5 +183,9 @@ def test_plain_text_is_learned_whole_beside_chats(copy: str, tmp_path: Path) -> 
 def test_auto_takes_the_longest_row(copy: str, tmp_path: Path) -> None:
     entry = {"gsm8k": {"path": copy}}
     whole = load(tmp_path, entry, max_seqlen="auto")
-    assert whole.longest == max(int(part.dataset.table.sizes().max()) for part in whole.parts) > 20
-    assert load(tmp_path, entry, max_seqlen=20).longest == 20
+    assert (
+        whole.max_seqlen
+        == max(int(part.dataset.table.compute_seqlens().max()) for part in whole.parts)
+        > 20
+    )
+    assert load(tmp_path, entry, max_seqlen=20).max_seqlen == 20

@@ -13,7 +13,7 @@ import pytest
 import templates
 
 from weft.data.loader import load_data
-from weft.data.messages import normalise, unread_keys
+from weft.data.messages import normalize_messages, track_unread_keys
 from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
@@ -44,9 +44,9 @@ REPLY = {"role": "assistant", "content": "4"}
     ],
 )
 def test_weights_that_say_all_or_nothing(key: str, value: Any, is_trained: bool) -> None:
-    (message,) = normalise([{**REPLY, key: value}])
+    (message,) = normalize_messages([{**REPLY, key: value}])
     assert message == (REPLY if is_trained else {**REPLY, "train": False})
-    assert normalise([message]) == [message]
+    assert normalize_messages([message]) == [message]
 
 
 @pytest.mark.parametrize("key", ["train", "weight", "loss_weight"])
@@ -56,7 +56,7 @@ def test_other_weights_are_refused(key: str, value: Any) -> None:
         DataError,
         match=rf"message 2: {key}=.*: weft trains a turn of the assistant whole or not at all",
     ):
-        normalise([ASKED, {**REPLY, key: value}])
+        normalize_messages([ASKED, {**REPLY, key: value}])
 
 
 def test_weights_that_contradict_each_other() -> None:
@@ -64,8 +64,10 @@ def test_weights_that_contradict_each_other() -> None:
         DataError,
         match="message 1: train=True and weight='0' contradict each other; keep one of them",
     ):
-        normalise([{**REPLY, "train": True, "weight": "0"}])
-    assert normalise([{**REPLY, "train": False, "weight": 0}]) == [{**REPLY, "train": False}]
+        normalize_messages([{**REPLY, "train": True, "weight": "0"}])
+    assert normalize_messages([{**REPLY, "train": False, "weight": 0}]) == [
+        {**REPLY, "train": False}
+    ]
 
 
 def test_a_weight_is_refused_with_its_row(with_template: Make, tmp_path: Path) -> None:
@@ -82,21 +84,21 @@ def test_a_weight_is_refused_with_its_row(with_template: Make, tmp_path: Path) -
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_have_one_name(key: str) -> None:
-    assert normalise([{**REPLY, key: "2+2"}]) == [{**REPLY, "reasoning_content": "2+2"}]
-    assert normalise([{**REPLY, key: ""}, {**REPLY, key: None}]) == [REPLY, REPLY]
+    assert normalize_messages([{**REPLY, key: "2+2"}]) == [{**REPLY, "reasoning_content": "2+2"}]
+    assert normalize_messages([{**REPLY, key: ""}, {**REPLY, key: None}]) == [REPLY, REPLY]
 
 
 def test_thoughts_under_two_names() -> None:
-    assert normalise([{**REPLY, "reasoning": "a", "reasoning_content": "a"}]) == [
+    assert normalize_messages([{**REPLY, "reasoning": "a", "reasoning_content": "a"}]) == [
         {**REPLY, "reasoning_content": "a"}
     ]
     with pytest.raises(
         DataError,
         match="message 1: reasoning_content and reasoning hold different thoughts; keep one",
     ):
-        normalise([{**REPLY, "reasoning": "a", "reasoning_content": "b"}])
+        normalize_messages([{**REPLY, "reasoning": "a", "reasoning_content": "b"}])
     with pytest.raises(DataError, match="message 1: reasoning must be text, not dict"):
-        normalise([{**REPLY, "reasoning": {"summary": "a"}}])
+        normalize_messages([{**REPLY, "reasoning": {"summary": "a"}}])
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -138,8 +140,8 @@ def test_keys_that_nobody_reads(with_template: Make, tmp_path: Path) -> None:
         {"role": "user", "content": "again", "train": 0.5},
         {**REPLY, "tool_calls": [CALL], "loss": False},
     ]
-    with unread_keys() as found:
-        normalise(normalise(talk))
+    with track_unread_keys() as found:
+        normalize_messages(normalize_messages(talk))
     assert found == {
         "messages[].content[].cache_control",
         "messages[].weight of the user",

@@ -15,7 +15,7 @@ import templates
 
 from weft.data.datasets.base import DatasetUtility, MapDataset
 from weft.data.loader import load_data
-from weft.data.progress import silent
+from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
     def build(form: str, *rows: Mapping[str, Any], **options: Any) -> MapDataset:
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(json.dumps(row) for row in rows))
-        util = DatasetUtility(tokenizer, cache_dir=str(tmp_path / "cache"), progress=silent)
+        util = DatasetUtility(tokenizer, cache_dir=str(tmp_path / "cache"), progress=skip_progress)
         made = datasets.get(form)(util=util, path=str(path), **options)
         assert isinstance(made, MapDataset)
         return made
@@ -252,7 +252,7 @@ def test_real_dialogues_as_chat(data_dir: Path, tmp_path: Path, tokenizer: Token
     lines = gzip.decompress(packed).decode().splitlines(keepends=True)[:400]
     path = tmp_path / "hh.jsonl"
     path.write_text("".join(lines))
-    util = DatasetUtility(tokenizer, cache_dir=str(tmp_path / "cache"), progress=silent)
+    util = DatasetUtility(tokenizer, cache_dir=str(tmp_path / "cache"), progress=skip_progress)
     found = datasets.get("preference")(util=util, path=str(path), as_chat=True)
     assert len(found) == 400
     for index, line in enumerate(lines):

@@ -10,11 +10,11 @@ import pytest
 
 from weft.data.datasets.base import DatasetUtility
 from weft.data.loader import load_data
-from weft.data.progress import silent
+from weft.data.progress import skip_progress
 from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets, import_user_code, register_dataset
-from weft.testing.datasets import check_dataset, small_tokenizer
+from weft.testing.datasets import build_small_tokenizer, check_dataset
 
 MODULE = """
 from weft import register_dataset
@@ -37,7 +37,7 @@ def write(folder: Path, name: str, more: str = "") -> Path:
 
 def utility(folder: Path, workers: int | None = None) -> DatasetUtility:
     return DatasetUtility(
-        small_tokenizer(), cache_dir=str(folder), num_workers=workers, progress=silent
+        build_small_tokenizer(), cache_dir=str(folder), num_workers=workers, progress=skip_progress
     )
 
 
@@ -69,7 +69,7 @@ def test_it_passes_the_checks_of_a_dataset_and_loads_by_options(tmp_path: Path) 
         args={"ask": "?"},
         cache_dir=str(tmp_path),
     )
-    loaded = load_data(spec, "prompt_answer", small_tokenizer(), seed=1, progress=False)
+    loaded = load_data(spec, "prompt_answer", build_small_tokenizer(), seed=1, progress=False)
     assert loaded.counts[0].train == 6
 
 

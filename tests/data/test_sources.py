@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weft.data.sources import Unreadable, content_hash, find_files, read_rows
+from weft.data.sources import UnreadableRow, find_files, hash_content, read_rows
 from weft.errors import DataError
 
 ROWS = [{"prompt": "a\nb", "n": 1}, {"prompt": "日本", "n": 2}]
@@ -41,8 +41,8 @@ def test_lines_are_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"x": 1}\n\n{"x": 2\n[1]\n')
     found = read(tmp_path / "b.jsonl")
     assert [line for line, _ in found] == [1, 3, 4]
-    assert found[1][1] == Unreadable("not JSON: Expecting ',' delimiter at column 8")
-    assert found[2][1] == Unreadable("a row must be a JSON object, not list")
+    assert found[1][1] == UnreadableRow("not JSON: Expecting ',' delimiter at column 8")
+    assert found[2][1] == UnreadableRow("a row must be a JSON object, not list")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_lines_are_those_of_the_file(tmp_path: Path) -> None:
 def test_what_is_not_json_is_reported(tmp_path: Path, text: str, wrong: str) -> None:
     (tmp_path / "a.json").write_text(text)
     last = read(tmp_path / "a.json")[-1][1]
-    assert isinstance(last, Unreadable) and wrong in last.wrong
+    assert isinstance(last, UnreadableRow) and wrong in last.reason
 
 
 def test_files_without_rows(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
     one, two = tmp_path / "1", tmp_path / "2"
     one.write_text("ab")
     two.write_text("ab")
-    assert content_hash([one]) == content_hash([two])
+    assert hash_content([one]) == hash_content([two])
     two.write_text("ac")
-    assert content_hash([one]) != content_hash([two])
+    assert hash_content([one]) != hash_content([two])
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "sub/b.parquet", "b.json.gz"])

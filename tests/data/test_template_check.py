@@ -8,8 +8,8 @@ import time
 import pytest
 
 from weft.data import template_check
-from weft.data.chat_templates import TEMPLATES, text_of
-from weft.data.template_check import TookTooLong, template_problem, within
+from weft.data.chat_templates import TEMPLATES, read_template_text
+from weft.data.template_check import TimeLimitExceeded, find_template_problem, limit_time
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ from weft.data.template_check import TookTooLong, template_problem, within
     ],
 )
 def test_what_a_template_may_not_do(template: str, said: str) -> None:
-    assert said in str(template_problem(template))
+    assert said in str(find_template_problem(template))
 
 
 def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_check, "SECONDS", 0.05)
+    monkeypatch.setattr(template_check, "GREETING_SECONDS", 0.05)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    assert "does not end within" in str(template_problem(loop))
+    assert "does not end within" in str(find_template_problem(loop))
 
 
 def test_templates_that_refuse_a_greeting_or_mark_replies_are_none_of_these() -> None:
@@ -42,15 +42,15 @@ def test_templates_that_refuse_a_greeting_or_mark_replies_are_none_of_these() ->
         "{{ 1 // 0 }}",
         "{% generation %}a{% endgeneration %}",
     ):
-        assert template_problem(template) is None
-    assert [name for name in TEMPLATES if template_problem(text_of(name))] == []
+        assert find_template_problem(template) is None
+    assert [name for name in TEMPLATES if find_template_problem(read_template_text(name))] == []
 
 
 def test_what_ends_in_time_is_left_alone() -> None:
-    with within(0.5):
+    with limit_time(0.5):
         pass
     time.sleep(0.6)
-    with pytest.raises(TookTooLong), within(0.02):
+    with pytest.raises(TimeLimitExceeded), limit_time(0.02):
         while True:
             pass
 
@@ -60,12 +60,12 @@ def test_many_short_ones_are_watched_by_one_thread_which_then_ends(
 ) -> None:
     monkeypatch.setattr(template_check, "IDLE", 0.1)
     for _ in range(100):
-        with within(5.0):
+        with limit_time(5.0):
             pass
     watching = [thread for thread in threading.enumerate() if thread.name == "weft-templates"]
     assert len(watching) == 1
     watching[0].join(10.0)
     assert not watching[0].is_alive()
-    with pytest.raises(TookTooLong, match=r"does not end within 0\.02 s"), within(0.02):
+    with pytest.raises(TimeLimitExceeded, match=r"does not end within 0\.02 s"), limit_time(0.02):
         while True:
             pass

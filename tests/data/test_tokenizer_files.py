@@ -43,9 +43,9 @@ def test_a_named_class_is_read_as_by_auto_tokenizer(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     own = tmp_path / "tokenizer_config.json"
     own.write_text(json.dumps({**json.loads(own.read_text()), "tokenizer_class": named}))
-    assert tokenizer_files._plain_config(str(tmp_path)) is not None
+    assert tokenizer_files._read_plain_config(str(tmp_path)) is not None
     theirs = AutoTokenizer.from_pretrained(str(tmp_path))
-    assert described(tokenizer_files.read(str(tmp_path), False)) == described(theirs)
+    assert described(tokenizer_files.read_tokenizer(str(tmp_path), False)) == described(theirs)
 
 
 @pytest.mark.parametrize("name", ["llama2"])
@@ -55,7 +55,7 @@ def test_a_tokenizer_of_real_files_is_read_as_by_auto_tokenizer(
     shutil.copytree(data_dir / "tokenizers" / name, tmp_path / name)
     place = tmp_path / name
     (place / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert described(tokenizer_files.read(str(place), False)) == described(
+    assert described(tokenizer_files.read_tokenizer(str(place), False)) == described(
         AutoTokenizer.from_pretrained(str(place))
     )
 
@@ -72,4 +72,4 @@ def test_the_short_way_is_for_named_classes_alone(tmp_path: Path, left_out: str)
     own.write_text(json.dumps(values))
     if left_out != "config.json":
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert tokenizer_files._plain_config(str(tmp_path)) is None
+    assert tokenizer_files._read_plain_config(str(tmp_path)) is None

@@ -14,14 +14,14 @@ import pytest
 import templates
 
 from weft.data import tokenizer_files, tokenizing
-from weft.data.datasets.chat import Chat
-from weft.data.datasets.prompt import Prompt
-from weft.data.datasets.prompt_answer import PromptAnswer
-from weft.data.lengths import Lengths
-from weft.data.progress import silent
+from weft.data.datasets.chat import ChatEncoder
+from weft.data.datasets.prompt import PromptEncoder
+from weft.data.datasets.prompt_answer import PromptAnswerEncoder
+from weft.data.lengths import LengthLimits
+from weft.data.progress import skip_progress
 from weft.data.table import TokenTable
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import Source, tokenize
+from weft.data.tokenizing import RowSource, tokenize
 from weft.errors import DataError, RunError, UserError
 
 Make = Callable[..., Tokenizer]
@@ -37,8 +37,10 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def source(rows: Path, tmp_path: Path) -> Source:
-    return Source(str(rows), cache_dir=str(tmp_path / "cache"), num_workers=0, progress=silent)
+def source(rows: Path, tmp_path: Path) -> RowSource:
+    return RowSource(
+        str(rows), cache_dir=str(tmp_path / "cache"), num_workers=0, progress=skip_progress
+    )
 
 
 @pytest.fixture
@@ -50,13 +52,13 @@ def same(one: TokenTable, other: TokenTable) -> bool:
     return one.to_bytes() == other.to_bytes()
 
 
-def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
+def test_processes_give_what_one_gives(source: RowSource, rows: Path, tokenizer: Tokenizer) -> None:
     chunks: list[tokenizing.Chunk] = [
         [(f"f:{i}", row) for i, row in enumerate(load(rows))][at : at + 512]
         for at in (0, 512, 1024)
     ]
     chunks[1].append(("f:bad", {"prompt": "x"}))
-    job = tokenizing.Job(PromptAnswer(), Lengths(), tokenizer)
+    job = tokenizing.EncodingJob(PromptAnswerEncoder(), LengthLimits(), tokenizer)
     seen: list[int] = []
     shared = tokenizing.encode_in_processes(job, chunks, 2, seen.append)
     assert shared == [tokenizing.encode_rows(job, chunk) for chunk in chunks]
@@ -77,15 +79,15 @@ def load(file: Path) -> list[dict[str, str]]:
 
 
 def test_a_process_that_dies_is_no_hang(
-    source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    source: RowSource, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizing.sys, "executable", shutil.which("false"))
     with pytest.raises(RunError, match="ended early"):
-        tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2))
+        tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, replace(source, num_workers=2))
 
 
 def test_a_template_that_no_row_is_to_blame_for_is_one_error(
-    source: Source, rows: Path, with_template: Make
+    source: RowSource, rows: Path, with_template: Make
 ) -> None:
     rows.write_text(
         "\n".join(
@@ -96,76 +98,81 @@ def test_a_template_that_no_row_is_to_blame_for_is_one_error(
     for template, wrong in ((None, "no chat template"), (templates.PARTS, "as a list of parts")):
         tokenizer = with_template(template)
         with pytest.raises(UserError, match=wrong) as here:
-            tokenize(Prompt(), Lengths(), tokenizer, source)
+            tokenize(PromptEncoder(), LengthLimits(), tokenizer, source)
         with pytest.raises(UserError, match=wrong) as in_a_process:
             tokenizing.encode_in_processes(
-                tokenizing.Job(Prompt(), Lengths(), tokenizer), [chunk], 1, silent_advance
+                tokenizing.EncodingJob(PromptEncoder(), LengthLimits(), tokenizer),
+                [chunk],
+                1,
+                silent_advance,
             )
         assert not any(isinstance(caught.value, DataError) for caught in (here, in_a_process))
 
 
 def test_the_cache_is_used(
-    source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    source: RowSource, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    first = tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
     monkeypatch.setattr(tokenizing, "encode_rows", None)  # whoever tokenizes now fails
-    assert same(tokenize(PromptAnswer(), Lengths(), tokenizer, source), first)
+    assert same(tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source), first)
     for form, lengths in (
-        (PromptAnswer(as_chat=True), Lengths()),
-        (PromptAnswer(), Lengths(max_seqlen=9)),
-        (Chat(), Lengths()),
+        (PromptAnswerEncoder(as_chat=True), LengthLimits()),
+        (PromptAnswerEncoder(), LengthLimits(max_seqlen=9)),
+        (ChatEncoder(), LengthLimits()),
     ):
         with pytest.raises(TypeError):
             tokenize(form, lengths, tokenizer, source)
 
 
 def test_the_cache_follows_content(
-    source: Source,
+    source: RowSource,
     rows: Path,
     with_template: Make,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
     files = set(Path(source.cache_dir or "", "tokens").iterdir())
-    tokenize(PromptAnswer(), Lengths(), with_template(templates.CHATML, add_bos=True), source)
+    tokenize(
+        PromptAnswerEncoder(), LengthLimits(), with_template(templates.CHATML, add_bos=True), source
+    )
     rows.write_text(rows.read_text().replace("0+0", "0-0"))
-    tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
     monkeypatch.setattr(tokenizing, "VERSION", 0)
-    tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
     found = set(Path(source.cache_dir or "", "tokens").iterdir())
     assert len(files) == 1 and len(found) == 4
     moved = rows.rename(rows.with_name("elsewhere.jsonl"))
-    tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, path=str(moved)))
+    tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, replace(source, path=str(moved)))
     assert set(Path(source.cache_dir or "", "tokens").iterdir()) == found
 
 
-def test_a_damaged_cache_is_made_again(source: Source, tokenizer: Tokenizer) -> None:
-    first = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+def test_a_damaged_cache_is_made_again(source: RowSource, tokenizer: Tokenizer) -> None:
+    first = tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
     (kept,) = Path(source.cache_dir or "", "tokens").iterdir()
     whole = kept.read_bytes()
     for damaged in (whole[:1000], b"", b"hello", whole[:-7]):
         kept.write_bytes(damaged)
-        assert same(tokenize(PromptAnswer(), Lengths(), tokenizer, source), first)
+        assert same(tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source), first)
         assert kept.read_bytes() == whole
 
 
-def test_bad_rows_leave_no_cache(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
+def test_bad_rows_leave_no_cache(source: RowSource, rows: Path, tokenizer: Tokenizer) -> None:
     rows.write_text('{"prompt": "x"}')
     with pytest.raises(DataError):
-        tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+        tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
     assert not Path(source.cache_dir or "", "tokens").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
-    source: Source, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: RowSource, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     assert (
         len(
             tokenize(
-                PromptAnswer(),
-                Lengths(),
+                PromptAnswerEncoder(),
+                LengthLimits(),
                 tokenizer,
                 replace(source, cache_dir=str(tmp_path / "file")),
             )
@@ -176,13 +183,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 
 def test_progress_is_one_line_without_a_terminal(
-    source: Source, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    source: RowSource, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenize(
-        PromptAnswer(),
-        Lengths(),
+        PromptAnswerEncoder(),
+        LengthLimits(),
         tokenizer,
-        Source(source.path, cache_dir=source.cache_dir, num_workers=0),
+        RowSource(source.path, cache_dir=source.cache_dir, num_workers=0),
     )
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("tokenizing rows.jsonl: 1,100 rows in ")
@@ -190,17 +197,21 @@ def test_progress_is_one_line_without_a_terminal(
 
 @pytest.mark.parametrize("overlong", ["drop", "error", "truncate"])
 def test_a_text_that_is_too_long_for_certain_is_not_tokenized(
-    overlong: str, source: Source, rows: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    overlong: str,
+    source: RowSource,
+    rows: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_files, "NEVER_REFUSED", 300)
+    monkeypatch.setattr(tokenizer_files, "MAX_UNCHECKED_CHARACTERS", 300)
     given = [*load(rows)[:3], {"prompt": "ab" * 5000, "answer": "c"}]
     rows.write_text("".join(json.dumps(row) + "\n" for row in given))
-    lengths = Lengths(max_seqlen=12, overlong=overlong)
+    lengths = LengthLimits(max_seqlen=12, overlong=overlong)
     seen: list[int] = []
-    encoded = tokenizer_files.encoded
+    encoded = tokenizer_files.encode_text
     monkeypatch.setattr(
         tokenizer_files,
-        "encoded",
+        "encode_text",
         lambda hf, text, most=None, **more: (
             encoded(hf, text, most, **more),
             seen.append(len(text)),
@@ -210,9 +221,9 @@ def test_a_text_that_is_too_long_for_certain_is_not_tokenized(
         with pytest.raises(
             DataError, match=r"rows\.jsonl:4: .*the row has at least [\d,]+ tokens, .*max_seqlen=12"
         ):
-            tokenize(PromptAnswer(), lengths, tokenizer, source)
+            tokenize(PromptAnswerEncoder(), lengths, tokenizer, source)
     else:
-        table = tokenize(PromptAnswer(), lengths, tokenizer, source)
+        table = tokenize(PromptAnswerEncoder(), lengths, tokenizer, source)
         assert (len(table), table.report.dropped) == ((3, 1) if overlong == "drop" else (4, 0))
     assert (max(seen) > 300) == (overlong == "truncate"), (
         "rows that are cut are read whole, and give the same tokens"

@@ -17,7 +17,7 @@ from tests.docs.test_pages import ROOT
 from weft import registry
 from weft.cli.main import COMMANDS
 from weft.experiments.common import RunConfig
-from weft.options import Leaf, leaves
+from weft.options import OptionDescription, iterate_options
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 HEAD = re.compile(
@@ -64,10 +64,10 @@ def tables(path: Path) -> list[Table]:
 TABLES = [table for path in PAGES for table in tables(path)]
 
 
-def options_of(quickstart: str) -> dict[str, Leaf]:
+def options_of(quickstart: str) -> dict[str, OptionDescription]:
     config = registry.quickstarts.get(quickstart)()
     assert isinstance(config, RunConfig)
-    return {leaf.name: leaf for leaf in leaves(config)}
+    return {leaf.name: leaf for leaf in iterate_options(config)}
 
 
 def says(cell: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from tests.algorithms.loss_cases import evaluate, make_sample
 from tests.docs.test_support import PAGE
 from weft import registry
-from weft.algorithms.kl import ESTIMATORS, kl_estimate
+from weft.algorithms.kl import ESTIMATORS, estimate_kl
 
 SRC = registry.ROOT
 NAMED = {f"kl_{name}" for name in ESTIMATORS} | {"kl_exact", "approx_kl"}
@@ -25,7 +25,7 @@ def test_kl_of_a_policy_node_is_k3_to_the_reference(loss: str) -> None:
         make_sample([[3]], keys),
         {"logprobs": LOGPROBS, "entropy": np.ones(3)},
     ).stats
-    assert stats["kl"] == pytest.approx(kl_estimate(LOGPROBS, REFERENCE, "k3").mean())
+    assert stats["kl"] == pytest.approx(estimate_kl(LOGPROBS, REFERENCE, "k3").mean())
 
 
 def test_only_what_policies_measure_is_called_kl() -> None:

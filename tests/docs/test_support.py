@@ -10,13 +10,13 @@ import pytest
 from tests.docs.test_pages import ROOT
 from weft import registry
 from weft.algorithms.covariance import METHODS
-from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, options_of
+from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, list_options
 from weft.algorithms.kl import ESTIMATORS
 from weft.algorithms.preferences import DIVERGENCES
 from weft.algorithms.sampler import CORRECTIONS
 from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
-from weft.options import leaves
+from weft.options import iterate_options
 from weft.topology import LETTERS
 
 PAGE = (ROOT / "docs" / "support.md").read_text()
@@ -38,7 +38,9 @@ def tables() -> Mapping[str, list[list[str]]]:
 
 def choices(option: str, config: RunConfig | None = None) -> tuple[str, ...]:
     return tuple(
-        next(leaf.type for leaf in leaves(config or GRPOConfig()) if leaf.name == option).split("|")
+        next(
+            leaf.type for leaf in iterate_options(config or GRPOConfig()) if leaf.name == option
+        ).split("|")
     )
 
 
@@ -98,7 +100,9 @@ def test_a_table_names_what_there_is(name: str) -> None:
 
 
 def test_options_of_policies_exist() -> None:
-    names = {leaf.name for config in (GRPOConfig(), PPOConfig()) for leaf in leaves(config)}
+    names = {
+        leaf.name for config in (GRPOConfig(), PPOConfig()) for leaf in iterate_options(config)
+    }
     assert set(MORE) <= names | {name.rpartition(".")[0] for name in names}
 
 
@@ -123,4 +127,4 @@ def _of_a_test(kind: str, name: str) -> bool:
 def test_the_preference_losses_say_what_they_read() -> None:
     for value, _, reference, divergences, *_ in tables()["value"]:
         assert (reference == "no") == (value.strip("`") in REFERENCE_FREE), value
-        assert (divergences == "yes") == ("f_divergence" in options_of(value.strip("`"))), value
+        assert (divergences == "yes") == ("f_divergence" in list_options(value.strip("`"))), value

@@ -10,7 +10,7 @@ import pytest
 from tests.docs.test_pages import ROOT, TUTORIALS
 from weft import registry
 from weft.experiments.common import RunConfig
-from weft.options import leaves
+from weft.options import iterate_options
 
 PAGES = [
     *(ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "concepts", "metrics")),
@@ -28,7 +28,7 @@ def known_options() -> set[str]:
         if config.__module__.startswith("weft."):
             made = config()
             assert isinstance(made, RunConfig)
-            names |= {leaf.name for leaf in leaves(made)}
+            names |= {leaf.name for leaf in iterate_options(made)}
     return names
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import make_llama
-from weft.algorithms.base import Loss, Max, Sum, trained_rows
+from weft.algorithms.base import Loss, Max, Sum, count_trained_rows
 from weft.data.sample import SequenceSample
 from weft.engine.spec import ModelSpec, OptimizerSpec, Schedule
 from weft.engine.torch.engine import TorchEngine
@@ -92,7 +92,7 @@ class Nll(Loss):
     unit: ClassVar = "sequence"
 
     def denominators(self, minibatch: Any) -> dict[str, float]:
-        return {"tokens": float(trained_rows(minibatch).sum())}
+        return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(self, out: Any, batch: Any, total: Any) -> Any:
         nll = -(out["logprobs"] * batch.mask)

@@ -31,11 +31,11 @@ from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.models.network.compiled import compile_blocks
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Head
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends, families
-from weft.runtime.split import over_ranks
+from weft.runtime.split import split_over_ranks
 from weft.topology import Layout, Mesh
 
 ADAMW = OptimizerSpec(lr=1e-2, weight_decay=0.1, lr_scheduler_type="constant", max_grad_norm=0.5)
@@ -73,10 +73,10 @@ def write_model(case: Case, directory: Path, head: Head = "lm") -> Path:
     network = hf_io.init_random(config, head, seed=1)
     generator = torch.Generator().manual_seed(100)
     with torch.no_grad():
-        for value in values(network).values():
+        for value in find_canonical_values(network).values():
             value.add_(torch.randn(value.shape, generator=generator) * 0.1)
     make_tokenizer(directory, vocab_size=262)
-    hf_io.save(directory, values(network), config, head)
+    hf_io.save(directory, find_canonical_values(network), config, head)
     return directory
 
 
@@ -93,7 +93,7 @@ def batch(seed: int) -> SequenceSample:
 @contextmanager
 def float64() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+        patch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
         patch.setattr(torch_backend, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
         yield
 
@@ -106,8 +106,8 @@ def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
     parsed = replace(spec, layout=layout).resolve_layout()
     if parsed.num_devices == 1:
         return backends.get(spec.backend)(spec, parsed), 0
-    mesh = RankMesh(Mesh.first(parsed), dist.get_rank(), ProcessGroups())
-    return backends.get(spec.backend)(spec, parsed, mesh), mesh.at.data
+    mesh = RankMesh(Mesh.on_first_devices(parsed), dist.get_rank(), ProcessGroups())
+    return backends.get(spec.backend)(spec, parsed, mesh), mesh.coordinates.data
 
 
 def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:
@@ -119,7 +119,7 @@ def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:
         return None
     with float64():
         made, index = engine(path, layout, case)
-        parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in range(3)]
+        parts = [split_over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in range(3)]
         scored = made.forward(parts[2], frozenset({"logprobs"}), max_tokens=MOST)
         steps = made.train(parts[:2], Nll(), max_tokens=MOST)
         evaluated = made.evaluate(parts[2], Nll(), max_tokens=MOST)
@@ -189,7 +189,7 @@ def resumed(path: Path, layout: str, case: Case, state: Path) -> list[dict[str, 
     with float64():
         made, index = engine(path, layout, case)
         made.load_state(state)
-        parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in (3,)]
+        parts = [split_over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in (3,)]
         return [dict(step.metrics) for step in made.train(parts, Nll(), max_tokens=MOST)]
 
 
@@ -199,7 +199,7 @@ def few(path: Path, layout: str) -> tuple[list[dict[str, float]], list[list[floa
         made, index = engine(path, layout, Case())
         ranks = Layout.parse(layout).data
         one = batch(0).select(ids=["id1"])
-        parts = over_ranks(one, ranks, "sequence")
+        parts = split_over_ranks(one, ranks, "sequence")
         steps = made.train([parts[index]] * 2, Nll(), max_tokens=MOST)
         scored = made.forward(parts[index], frozenset({"logprobs"}), max_tokens=MOST)
         evaluated = made.evaluate(parts[index], Nll(), max_tokens=MOST)
@@ -215,7 +215,7 @@ def broken(path: Path, layout: str) -> str:
     """A loss that is not finite on one rank."""
     with float64():
         made, index = engine(path, layout, Case())
-        part = over_ranks(batch(0), Layout.parse(layout).data, "sequence")[index]
+        part = split_over_ranks(batch(0), Layout.parse(layout).data, "sequence")[index]
         with pytest.raises(RunError, match="samples: id4") as caught:
             made.train([part], Broken(bad="id4"), max_tokens=14)
     return str(caught.value)
@@ -227,7 +227,7 @@ def half(path: Path, layout: str, case: Case) -> list[float]:
     """
     made, index = engine(path, layout, case)
     ranks = Layout.parse(layout).data
-    parts = [over_ranks(batch(seed), ranks, "sequence")[index] for seed in range(3)]
+    parts = [split_over_ranks(batch(seed), ranks, "sequence")[index] for seed in range(3)]
     steps = made.train(parts, Nll(), max_tokens=MOST)
     assert all(generated(made, ranks, index).values())
     return [step.metrics["loss"] for step in steps]
@@ -235,7 +235,7 @@ def half(path: Path, layout: str, case: Case) -> list[float]:
 
 def parted(path: Path, layout: str) -> dict[str, list[int]]:
     """What is sampled where every process would draw tokens of its own."""
-    draw = SettingsTable.draw
+    draw = SettingsTable.sample
 
     def moved(*given: Any) -> Any:
         tokens, *rest = draw(*given)
@@ -243,5 +243,5 @@ def parted(path: Path, layout: str) -> dict[str, list[int]]:
 
     with float64(), pytest.MonkeyPatch.context() as patch:
         made, _ = engine(path, layout, Case())
-        patch.setattr(SettingsTable, "draw", moved)
+        patch.setattr(SettingsTable, "sample", moved)
         return generated(made, 1, 0)

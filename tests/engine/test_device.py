@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from weft.engine import device
-from weft.engine.device import cgroup_limits
+from weft.engine.device import read_cgroup_limits
 from weft.errors import ConfigError
 
 
 def test_devices() -> None:
     assert device.resolve_device("cpu") == torch.device("cpu")
-    assert device.resolve_device(None) == device.best_device()
+    assert device.resolve_device(None) == device.choose_device()
     for name in ("toaster", "cuda:99"):
         with pytest.raises(ConfigError, match=f"device='{name}'"):
             device.resolve_device(name)
     here = torch.device("cpu")
-    assert device.peak_memory_gb(here) > 0.01
-    assert device.numerics(here)["threads"] == torch.get_num_threads()
-    rate = device.matmul_rate(here, torch.float32)
-    assert rate > 1e8 and device.matmul_rate(here, torch.float32) == rate
+    assert device.measure_peak_memory_gib(here) > 0.01
+    assert device.describe_numerics(here)["threads"] == torch.get_num_threads()
+    rate = device.measure_matmul_rate(here, torch.float32)
+    assert rate > 1e8 and device.measure_matmul_rate(here, torch.float32) == rate
 
 
 def test_the_rate_is_of_random_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_the_rate_is_of_random_matrices(monkeypatch: pytest.MonkeyPatch) -> None
     multiplied: list[torch.Tensor] = []
     monkeypatch.setattr(device, "product", lambda *both: multiplied.extend(both))
     before = torch.get_rng_state()
-    device._rate(32, torch.device("cpu"), torch.bfloat16)
+    device._measure_rate(32, torch.device("cpu"), torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), before)
     for matrix in multiplied:
         assert matrix.dtype == torch.bfloat16 and 0.8 < matrix.float().std() < 1.2
@@ -54,18 +54,18 @@ def test_what_a_gpu_is_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC "
         "version: 12.3.0\n"
     )
-    read = device._driver
-    monkeypatch.setattr(device, "_driver", lambda: read(version))
+    read = device._read_driver_version
+    monkeypatch.setattr(device, "_read_driver_version", lambda: read(version))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Gpu)
     gpu = torch.device("cuda", 0)
-    facts = device.hardware(gpu)
+    facts = device.describe_hardware(gpu)
     assert facts["driver"] == "550.54.15" and read(tmp_path / "none") is None
-    assert device.hardware_line(facts, Gpu.name) == (
+    assert device.format_hardware(facts, Gpu.name) == (
         "NVIDIA A100-SXM4-80GB (driver 550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and "
         "2,039 GB/s)"
     )
     monkeypatch.setattr(Gpu, "name", "A card of tomorrow")
-    assert device.hardware_line({**device.hardware(gpu)}, "A card of tomorrow").endswith(
+    assert device.format_hardware({**device.describe_hardware(gpu)}, "A card of tomorrow").endswith(
         "(driver 550.54.15, 79.25 GiB)"
     )
 
@@ -73,11 +73,11 @@ def test_what_a_gpu_is_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_what_a_processor_is_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: A Processor 9354\nflags\t: avx2\n" * 2)
-    read = device._processor
+    read = device._read_processor_name
     assert read(info) == "A Processor 9354" and read(tmp_path / "none")
-    monkeypatch.setattr(device, "_processor", lambda: read(info))
-    monkeypatch.setattr(device, "_cores", lambda: 1)
-    line = device.hardware_line(device.hardware(torch.device("cpu")), "cpu")
+    monkeypatch.setattr(device, "_read_processor_name", lambda: read(info))
+    monkeypatch.setattr(device, "_count_cores", lambda: 1)
+    line = device.format_hardware(device.describe_hardware(torch.device("cpu")), "cpu")
     assert line.startswith("cpu (A Processor 9354, 1 core, ") and line.endswith(" GiB)")
 
 
@@ -91,9 +91,9 @@ def test_tf32_is_a_gpus_and_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch
     assert asked == ["high"]
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    assert device.numerics(torch.device("cuda"))["tf32"] and "tf32" not in device.numerics(
-        torch.device("cpu")
-    )
+    assert device.describe_numerics(torch.device("cuda"))[
+        "tf32"
+    ] and "tf32" not in device.describe_numerics(torch.device("cpu"))
 
 
 def test_flash_attention_that_cannot_be_had_is_refused() -> None:
@@ -109,9 +109,9 @@ def test_flash_attention_that_cannot_be_had_is_refused() -> None:
 def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     device.set_deterministic(True)
-    assert device.numerics(torch.device("cpu"))["deterministic"]
+    assert device.describe_numerics(torch.device("cpu"))["deterministic"]
     device.set_deterministic(False)
-    assert not device.numerics(torch.device("cpu"))["deterministic"]
+    assert not device.describe_numerics(torch.device("cpu"))["deterministic"]
 
 
 @pytest.mark.skipif(
@@ -119,11 +119,14 @@ def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_peak_memory_is_this_process_s_own() -> None:
     held = torch.ones(200_000_000)  # 800 MB, which a child's ru_maxrss would begin with
-    code = "import torch; from weft.engine.device import peak_memory_gb; print(peak_memory_gb(torch.device('cpu')))"
+    code = (
+        "import torch; from weft.engine.device import measure_peak_memory_gib; "
+        "print(measure_peak_memory_gib(torch.device('cpu')))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert float(done.stdout) < device.peak_memory_gb(held.device) - 0.4
+    assert float(done.stdout) < device.measure_peak_memory_gib(held.device) - 0.4
 
 
 @pytest.mark.parametrize(
@@ -151,8 +154,8 @@ def test_limits_of_control_groups(
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(text)
-    assert cgroup_limits(tmp_path / "fs", tmp_path / "groups") == expected
-    assert cgroup_limits(tmp_path / "fs", tmp_path / "none") == []
+    assert read_cgroup_limits(tmp_path / "fs", tmp_path / "groups") == expected
+    assert read_cgroup_limits(tmp_path / "fs", tmp_path / "none") == []
 
 
 def test_products_of_half_precision_add_in_float32_on_a_gpu() -> None:

@@ -7,28 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.engine.flops import Cost, ProductRate, model_of, peak_of
+from weft.engine.flops import BestMatmulRate, TokenCost, find_peak_rates, parse_gpu_model
 
 
 def test_cost_of_training_by_hand() -> None:
     lengths: Any = np.array([3, 1])
-    assert Cost(10, 2).training(lengths) == 3 * (2 * 10 * 4 + 4 * 2 * (6 + 1))
-    assert Cost(10, 2, backward=1).per_token == 2 * 2 * 10
-    assert Cost(10, 2, late=4).training(lengths, rows=1, across=5) == 3 * (
+    assert TokenCost(10, 2).count_training_flops(lengths) == 3 * (2 * 10 * 4 + 4 * 2 * (6 + 1))
+    assert TokenCost(10, 2, backward=1).flops_per_token == 2 * 2 * 10
+    assert TokenCost(10, 2, late=4).count_training_flops(lengths, rows=1, across=5) == 3 * (
         2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5)
     )
 
 
 def test_ranks_that_share_tokens_share_the_cost() -> None:
-    cost, lengths = Cost(products=40, attention=8, late=12), np.array([3, 5])
-    assert cost.shared(4).training(lengths, rows=2.0) == cost.training(lengths, rows=2.0) / 4
+    cost, lengths = TokenCost(products=40, attention=8, late=12), np.array([3, 5])
+    assert (
+        cost.split_over_ranks(4).count_training_flops(lengths, rows=2.0)
+        == cost.count_training_flops(lengths, rows=2.0) / 4
+    )
 
 
 def test_a_step_is_never_faster_than_the_best_rate() -> None:
-    rate = ProductRate(lambda: 100.0)
-    assert rate.share(50.0, 1.0) == 0.5
-    assert rate.share(400.0, 2.0) == 1.0, "faster than was measured: now this is the best"
-    assert rate.share(50.0, 1.0) == 0.25
+    rate = BestMatmulRate(lambda: 100.0)
+    assert rate.compute_mfu(50.0, 1.0) == 0.5
+    assert rate.compute_mfu(400.0, 2.0) == 1.0, "faster than was measured: now this is the best"
+    assert rate.compute_mfu(50.0, 1.0) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -47,10 +50,13 @@ def test_a_step_is_never_faster_than_the_best_rate() -> None:
     ],
 )
 def test_peaks_by_the_names_that_drivers_give(name: str, peak: tuple[float, float]) -> None:
-    found = peak_of(name)
+    found = find_peak_rates(name)
     assert found is not None and (found.tflops, found.gb_per_s) == peak
 
 
 def test_a_gpu_that_nobody_knows_has_no_peak() -> None:
-    assert model_of("NVIDIA H100 80GB HBM3") == "H100" and model_of("NVIDIA L400") is None
-    assert peak_of("NVIDIA L400") is None and peak_of("") is None
+    assert (
+        parse_gpu_model("NVIDIA H100 80GB HBM3") == "H100"
+        and parse_gpu_model("NVIDIA L400") is None
+    )
+    assert find_peak_rates("NVIDIA L400") is None and find_peak_rates("") is None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
+from weft.engine.memory import CallDemand, MemorySettings, NetworkShape, compute_peak, estimate
 
 SHAPE = NetworkShape(
     parameters=1000,
@@ -20,9 +20,11 @@ SHAPE = NetworkShape(
     embedding=400,
     tied=True,
 )
-TRAINED = Settings("float32", True, "adamw", recompute=0, offload_optimizer=False, chunk_rows=10)
+TRAINED = MemorySettings(
+    "float32", True, "adamw", recompute=0, offload_optimizer=False, chunk_rows=10
+)
 ROW_BY_ROW = replace(TRAINED, chunk_rows=1)
-TRAIN = Work(tokens=100, rows=60, backward=True)
+TRAIN = CallDemand(tokens=100, rows=60, backward=True)
 
 
 def test_what_is_held_by_hand() -> None:
@@ -36,7 +38,7 @@ def test_what_is_held_by_hand() -> None:
         4000,
     )
     frozen = estimate(SHAPE, replace(TRAINED, trained=False, dtype="float16"), [])
-    assert (frozen.held, frozen.gradients, frozen.call) == (2000, 0, 0)
+    assert (frozen.permanent, frozen.gradients, frozen.call) == (2000, 0, 0)
     adapters = estimate(replace(SHAPE, trainable=10), replace(TRAINED, dtype="bfloat16"), [TRAIN])
     assert (adapters.parameters, adapters.masters, adapters.optimizer, adapters.gradients) == (
         2000,
@@ -45,7 +47,7 @@ def test_what_is_held_by_hand() -> None:
         40,
     )
     host = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [TRAIN])
-    assert host.held == 2000 and host.gradients == 0
+    assert host.permanent == 2000 and host.gradients == 0
     here = estimate(SHAPE, replace(TRAINED, dtype="bfloat16"), [replace(TRAIN, parts=2)])
     there = estimate(
         SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [replace(TRAIN, parts=2)]
@@ -73,7 +75,7 @@ def test_states_of_other_dtypes_by_hand() -> None:
 def test_activations_by_hand() -> None:
     layer = 4 * 8 + 2 * 8 + 2 * 4 + 2 * 16
     ends, working = 2 * 100 * 8 + 60 * 8, 100 * (3 * 8 + 4 * 16)
-    assert SHAPE.kept_per_token() == layer and working > 3 * 50 * 10
+    assert SHAPE.count_saved_per_token() == layer and working > 3 * 50 * 10
     last = 100 * (2 * 8 + 2 * 8 + 2 * 4) + 60 * (2 * 8 + 2 * 16 + 8)
     assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (
         ends + 3 * 100 * layer + last + working
@@ -86,8 +88,10 @@ def test_activations_by_hand() -> None:
 
 def test_ranks_that_share_rows_keep_their_part_of_the_stream() -> None:
     shared = replace(SHAPE, row_ranks=4)
-    assert SHAPE.kept_per_token() - shared.kept_per_token() == 2 * (8 - 2)
-    assert SHAPE.last_layer(100, 60) - shared.last_layer(100, 60) == (100 + 60) * (8 - 2)
+    assert SHAPE.count_saved_per_token() - shared.count_saved_per_token() == 2 * (8 - 2)
+    assert SHAPE.count_saved_in_last_layer(100, 60) - shared.count_saved_in_last_layer(100, 60) == (
+        100 + 60
+    ) * (8 - 2)
     every = replace(TRAINED, recompute=1)
     whole, parts = (estimate(shape, every, [TRAIN]).activations for shape in (SHAPE, shared))
     # The inputs of all layers, both ends, and the layer that is computed again.
@@ -95,10 +99,10 @@ def test_ranks_that_share_rows_keep_their_part_of_the_stream() -> None:
 
 
 def test_adapters_keep_their_products_and_open_the_mlp() -> None:
-    layer = SHAPE.kept_per_token()
-    assert replace(SHAPE, adapters=21).kept_per_token() == layer + 21
-    assert replace(SHAPE, fused=False).kept_per_token() == layer + 2 * 16
-    assert replace(SHAPE, fused=False, gated=False).kept_per_token() == layer
+    layer = SHAPE.count_saved_per_token()
+    assert replace(SHAPE, adapters=21).count_saved_per_token() == layer + 21
+    assert replace(SHAPE, fused=False).count_saved_per_token() == layer + 2 * 16
+    assert replace(SHAPE, fused=False, gated=False).count_saved_per_token() == layer
 
 
 def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
@@ -115,7 +119,7 @@ def test_logits_that_become_their_gradients_take_one_chunk() -> None:
     for work, less in (
         (replace(TRAIN, entropy=True), 4),
         (replace(TRAIN, backward=False), 1),
-        (Work(cache_tokens=64, sequences=1), 2),
+        (CallDemand(cache_tokens=64, sequences=1), 2),
     ):
         copied, in_place = (
             estimate(wide, replace(ROW_BY_ROW, in_place=way), [work]).call for way in (False, True)
@@ -154,17 +158,17 @@ def test_the_gradient_of_an_output_matrix_is_there_with_all_activations() -> Non
 
 
 def test_a_cache_that_is_kept_counts_while_others_work_and_has_a_limit() -> None:
-    works = [Work(cache_tokens=64, sequences=2, cache_limit=1000)]
+    works = [CallDemand(cache_tokens=64, sequences=2, cache_limit=1000)]
     freed, kept = (
         estimate(SHAPE, replace(TRAINED, keeps_cache=keeps), works) for keeps in (False, True)
     )
     assert freed.cache == kept.cache == 1000
-    assert freed.kept == 0 and kept.kept == 1000 and kept.held == freed.held + 1000
+    assert freed.kept == 0 and kept.kept == 1000 and kept.permanent == freed.permanent + 1000
     assert freed.call == kept.call + 1000, "counted once"
 
 
 def test_a_cache_by_hand() -> None:
-    role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
+    role = estimate(SHAPE, TRAINED, [CallDemand(cache_tokens=64, sequences=2)])
     assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 4
 
 
@@ -184,28 +188,32 @@ def test_more_recomputation_and_fewer_tokens_take_less() -> None:
 
 
 def test_roles_are_held_together_and_call_one_after_another() -> None:
-    actor = estimate(SHAPE, TRAINED, [TRAIN, Work(tokens=100, rows=60)])
-    ref = estimate(SHAPE, replace(TRAINED, trained=False), [Work(tokens=100, rows=60)])
+    actor = estimate(SHAPE, TRAINED, [TRAIN, CallDemand(tokens=100, rows=60)])
+    ref = estimate(SHAPE, replace(TRAINED, trained=False), [CallDemand(tokens=100, rows=60)])
     assert actor.call > ref.call > 0
-    assert total({"actor": actor, "ref": ref}) == actor.held + ref.held + actor.call
-    assert total({}) == 0
+    assert (
+        compute_peak({"actor": actor, "ref": ref}) == actor.permanent + ref.permanent + actor.call
+    )
+    assert compute_peak({}) == 0
 
 
 def test_what_lies_in_host_memory_between_calls_is_held_for_one_role_alone() -> None:
     half = replace(TRAINED, dtype="bfloat16")
     actor = estimate(SHAPE, replace(half, weights_leave=True), [TRAIN])
     ref = estimate(
-        SHAPE, replace(half, trained=False, weights_leave=True), [Work(tokens=100, rows=60)]
+        SHAPE, replace(half, trained=False, weights_leave=True), [CallDemand(tokens=100, rows=60)]
     )
     stays = estimate(SHAPE, half, [TRAIN])
-    assert (actor.away, ref.away) == (2000 + 4000, 2000) and (actor.held, actor.call) == (
-        stays.held,
+    assert (actor.away, ref.away) == (2000 + 4000, 2000) and (actor.permanent, actor.call) == (
+        stays.permanent,
         stays.call,
     )
-    assert total({"actor": actor, "ref": ref}) == 8000 + 6000 + actor.call
-    assert total({"actor": stays, "ref": ref}) == 14000 + max(stays.call, 2000 + ref.call)
+    assert compute_peak({"actor": actor, "ref": ref}) == 8000 + 6000 + actor.call
+    assert compute_peak({"actor": stays, "ref": ref}) == 14000 + max(stays.call, 2000 + ref.call)
     state = estimate(SHAPE, replace(half, weights_leave=True, optimizer_leaves=True), [TRAIN])
-    assert state.away == state.held and total({"actor": state}) == total({"actor": stays})
+    assert state.away == state.permanent and compute_peak({"actor": state}) == compute_peak(
+        {"actor": stays}
+    )
 
 
 @pytest.mark.parametrize("sums_once", [False, True])
@@ -229,8 +237,8 @@ def test_float64_takes_twice_what_float32_does() -> None:
     single, double = (
         estimate(SHAPE, replace(TRAINED, dtype=dtype), [TRAIN]) for dtype in ("float32", "float64")
     )
-    assert (double.held, double.gradients, double.call) == (
-        2 * single.held,
+    assert (double.permanent, double.gradients, double.call) == (
+        2 * single.permanent,
         2 * single.gradients,
         2 * single.call,
     )

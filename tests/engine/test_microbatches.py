@@ -26,25 +26,25 @@ from weft.errors import ConfigError
 )
 def test_micro_batches_join_to_what_they_were_cut_from(shape: Any, budget: int) -> None:
     batch = batch_of(shape, marks=list(range(sum(len(c) for _, c in shape))))
-    parts = microbatches.cut(batch, budget, "sequence")
+    parts = microbatches.split_batch(batch, budget, "sequence")
     assert all(part.token_costs().sum() <= budget for part in parts)
     joined = microbatches.join(parts, batch.ids)
     for key in batch.keys:
         assert torch.equal(joined.data[key], batch.data[key]) and np.array_equal(
             joined.lengths[key], batch.lengths[key]
         )
-    keys = [key for part in parts for key in microbatches.sequence_keys(part)]
+    keys = [key for part in parts for key in microbatches.list_sequence_keys(part)]
     assert keys == [
         (id, k) for id, (_, c) in zip(batch.ids, shape, strict=True) for k in range(len(c))
     ]
-    assert set(batch.ids) == {id for part in parts for id in microbatches.sample_ids(part)}
+    assert set(batch.ids) == {id for part in parts for id in microbatches.list_sample_ids(part)}
 
 
 def test_groups_are_cut_only_where_the_loss_allows() -> None:
     batch = batch_of([(4, [3, 3, 3])])
-    assert len(microbatches.cut(batch, 14, "sequence")) == 2
-    assert len(microbatches.cut(batch, 21, "group")) == 1
-    assert microbatches.cut(batch, 42, "sequence") == [batch]  # what fits stays as it is
-    assert microbatches.cut(batch.select(ids=[]), 42, "sequence") == []
+    assert len(microbatches.split_batch(batch, 14, "sequence")) == 2
+    assert len(microbatches.split_batch(batch, 21, "group")) == 1
+    assert microbatches.split_batch(batch, 42, "sequence") == [batch]  # what fits stays as it is
+    assert microbatches.split_batch(batch.select(ids=[]), 42, "sequence") == []
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch=20"):
-        microbatches.cut(batch, 20, "group")
+        microbatches.split_batch(batch, 20, "group")

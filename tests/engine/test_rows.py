@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.common import batch_of
-from weft.algorithms.base import trained_rows
+from weft.algorithms.base import count_trained_rows
 from weft.data.sample import SequenceSample
-from weft.engine.rows import PackLayout, SampleRows, as_sample, pack, support_of
+from weft.engine.rows import PackLayout, SampleRows, build_support, pack, to_sample
 from weft.errors import DataError
 
 CPU = torch.device("cpu")
@@ -20,27 +20,27 @@ GROUPS = [(2, [3, 1]), (0, [2])]
 
 
 def rows_of(batch: SequenceSample) -> SampleRows:
-    return SampleRows(batch, PackLayout.of(batch), CPU, torch.float32)
+    return SampleRows(batch, PackLayout.from_sample(batch), CPU, torch.float32)
 
 
 def test_the_pack_by_hand() -> None:
     lengths = {"prompt": [[2], [0]], "completion": [[3, 1], [2]]}
     data = {"prompt": torch.tensor([10, 11]), "completion": torch.tensor([20, 21, 22, 30, 40, 41])}
     batch = SequenceSample.from_groups(["a", "b"], lengths, data)
-    packed = pack(batch, PackLayout.of(batch), CPU)
+    packed = pack(batch, PackLayout.from_sample(batch), CPU)
     assert packed.tokens.tolist() == [10, 11, 20, 21, 22, 10, 11, 30, 40, 41]
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
     assert packed.attention.cu_seqlens.tolist() == [0, 5, 8, 10]
     assert (packed.attention.cu_seqlens.dtype, packed.attention.max_len) == (torch.int32, 5)
     assert packed.rows.tolist() == [1, 2, 3, 6, 8, 8]
     assert packed.labels.tolist() == [20, 21, 22, 30, 40, 41]
-    values = pack(batch, PackLayout.of(batch), CPU, extra=1)
+    values = pack(batch, PackLayout.from_sample(batch), CPU, extra=1)
     assert values.rows.tolist() == [1, 2, 3, 4, 6, 7, 8, 8, 9]
 
 
 def test_a_batch_without_prompts_is_packed() -> None:
     batch = batch_of([(0, [3])]).select(keys=["completion"])
-    packed = pack(batch, PackLayout.of(batch), CPU)
+    packed = pack(batch, PackLayout.from_sample(batch), CPU)
     assert packed.rows.tolist() == [0, 0, 1]
     assert packed.labels[1:].tolist() == batch.data["completion"][1:].tolist()
 
@@ -53,7 +53,7 @@ def test_rows_groups_and_masks() -> None:
     assert rows.group.tolist() == [0, 0, 1]
     # nothing predicts the first token of the second id
     assert rows.mask.tolist() == [1, 0, 1, 1, 0, 1]
-    assert rows.lengths.tolist() == [2, 1, 1] == trained_rows(batch).tolist()
+    assert rows.lengths.tolist() == [2, 1, 1] == count_trained_rows(batch).tolist()
     assert rows_of(batch_of(GROUPS)).mask.tolist() == [1, 1, 1, 1, 0, 1]
 
 
@@ -111,7 +111,7 @@ def test_outputs_come_back_by_id() -> None:
         "values": torch.arange(9.0),
         "scores": torch.arange(3.0),
     }
-    sample = as_sample(batch, PackLayout.of(batch), out)
+    sample = to_sample(batch, PackLayout.from_sample(batch), out)
     assert {key: [n.tolist() for n in sample.seqlens[key]] for key in sample.keys} == {
         "logprobs": [[3, 1], [2]],
         "values": [[4, 2], [3]],
@@ -121,10 +121,10 @@ def test_outputs_come_back_by_id() -> None:
 
 def test_support_is_handed_on_as_it_lies() -> None:
     batch = batch_of([(1, [2])])
-    assert support_of(batch, CPU) is None
+    assert build_support(batch, CPU) is None
     keys = {"support": [[3]], "support_counts": [[2]]}
     data = {"support": torch.tensor([1, 2, 3]), "support_counts": torch.tensor([0, 3])}
-    support = support_of(batch.update(SequenceSample.from_groups(batch.ids, keys, data)), CPU)
+    support = build_support(batch.update(SequenceSample.from_groups(batch.ids, keys, data)), CPU)
     assert (
         support is not None
         and support.ids.tolist() == [1, 2, 3]

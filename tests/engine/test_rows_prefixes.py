@@ -26,8 +26,8 @@ from weft.models.network.transformer import Transformer
 CPU = torch.device("cpu")
 SHARING: dict[str, Callable[[PackLayout, SequenceSample], PackLayout]] = {
     "nothing": lambda places, batch: places,
-    "by id": lambda places, batch: places.by_id(),
-    "by prefix": PackLayout.by_prefix,
+    "by id": lambda places, batch: places.share_by_id(),
+    "by prefix": PackLayout.share_by_prefix,
 }
 groups = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), min_size=1, max_size=4)),
@@ -45,17 +45,17 @@ def outputs_of(
     network: Transformer, batch: SequenceSample, want: str, share: str
 ) -> tuple[torch.Tensor, list[Any]]:
     """(the output, the gradient of a weighted sum of it by every parameter)."""
-    places = PackLayout.of(batch)
+    places = PackLayout.from_sample(batch)
     places = SHARING[share](places, batch)
     packed = pack(batch, places, CPU, extra=1 if want == "values" else 0)
     if share != "nothing":
-        assert isinstance(packed.attention, Prefixed) == bool(places.joins())
+        assert isinstance(packed.attention, Prefixed) == bool(places.list_joins())
     network.zero_grad()
     out = network(packed, frozenset({want}))[want]
     exists = (
         torch.ones(len(out))
         if want == "scores"
-        else torch.from_numpy(places.rows(int(want == "values"))[1])
+        else torch.from_numpy(places.index_rows(int(want == "values"))[1])
     )
     weights = torch.linspace(-1, 1, len(out)) * exists
     (out * weights).sum().backward()
@@ -102,18 +102,23 @@ def test_the_shared_pack_by_hand() -> None:
         "completion": torch.tensor([20, 21, 22, 25, 40, 41]),
     }
     batch = SequenceSample.from_groups(["a", "b"], lengths, data)
-    places = PackLayout.of(batch).by_id()
+    places = PackLayout.from_sample(batch).share_by_id()
     packed = pack(batch, places, CPU)
     assert packed.tokens.tolist() == [10, 11, 20, 21, 22, 11, 25, 30, 40, 41]
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 1, 2, 0, 1, 2]
     assert isinstance(packed.attention, Prefixed)
     assert packed.attention.dense.starts == [0, 1, 5, 7, 10]
-    assert packed.attention.last.tolist() == [4, 6, 9]
-    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 1), (1, 7))]
+    assert packed.attention.last_tokens.tolist() == [4, 6, 9]
+    assert [(join.prefix, join.continuation) for join in packed.attention.continuations] == [
+        ((0, 1), (1, 7))
+    ]
     assert packed.rows.tolist() == [1, 2, 3, 5, 7, 8]
     assert packed.labels.tolist() == [20, 21, 22, 25, 40, 41]
     assert pack(batch, places, CPU, extra=1).rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert (places.pairs_across, places.segments.tolist()) == (4 * 1 + 2 * 1, [1, 4, 2, 3])
+    assert (places.num_cross_pairs, places.segment_lengths.tolist()) == (
+        4 * 1 + 2 * 1,
+        [1, 4, 2, 3],
+    )
 
 
 def test_ids_that_begin_alike_stand_together_in_the_pack() -> None:
@@ -124,26 +129,28 @@ def test_ids_that_begin_alike_stand_together_in_the_pack() -> None:
         "completion": torch.tensor([20, 21, 22, 23, 24, 25]),
     }
     batch = SequenceSample.from_groups(["a", "b", "c"], lengths, data)
-    places = PackLayout.of(batch).by_prefix(batch)
+    places = PackLayout.from_sample(batch).share_by_prefix(batch)
     packed = pack(batch, places, CPU)
     assert packed.tokens.tolist() == [1, 2, 3, 4, 20, 5, 6, 23, 24, 25, 9, 8, 21, 22]
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 0, 1, 2, 3]
     assert isinstance(packed.attention, Prefixed)
     assert packed.attention.dense.starts == [0, 3, 5, 10, 14]
-    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 3), (3, 10))]
-    assert packed.attention.last.tolist() == [4, 13, 9]
+    assert [(join.prefix, join.continuation) for join in packed.attention.continuations] == [
+        ((0, 3), (3, 10))
+    ]
+    assert packed.attention.last_tokens.tolist() == [4, 13, 9]
     assert packed.rows.tolist() == [3, 11, 12, 6, 7, 8]
     assert packed.labels.tolist() == [20, 21, 22, 23, 24, 25]
-    assert (places.spared, places.pairs_across) == (3, (2 + 5) * 3)
+    assert (places.num_saved_tokens, places.num_cross_pairs) == (3, (2 + 5) * 3)
 
 
 def test_what_cannot_be_joined_is_repeated() -> None:
-    assert network_of(CONFIG).shares_prefixes(100)
-    assert not network_of(replace(CONFIG, windows=(None, 64))).shares_prefixes(100)
-    assert network_of(replace(CONFIG, windows=(None, 64))).shares_prefixes(64)
-    assert not network_of(replace(CONFIG, attention_softcap=30.0)).shares_prefixes(100)
+    assert network_of(CONFIG).can_share_prefixes(100)
+    assert not network_of(replace(CONFIG, windows=(None, 64))).can_share_prefixes(100)
+    assert network_of(replace(CONFIG, windows=(None, 64))).can_share_prefixes(64)
+    assert not network_of(replace(CONFIG, attention_softcap=30.0)).can_share_prefixes(100)
     dynamic = Rope(dim=8, theta=10000.0, scaling="dynamic", values={"factor": 2.0, "original": 64})
-    assert not network_of(replace(CONFIG, rope=dynamic)).shares_prefixes(100)
+    assert not network_of(replace(CONFIG, rope=dynamic)).can_share_prefixes(100)
 
 
 def test_single_completions_and_short_prompts_are_packed_as_before(
@@ -151,15 +158,15 @@ def test_single_completions_and_short_prompts_are_packed_as_before(
 ) -> None:
     monkeypatch.setattr(rows, "LEAST_PROMPT", 16)
     batch = batch_of([(40, [5]), (15, [3, 4]), (0, [2, 2])])
-    assert not PackLayout.of(batch).by_id().prefix.any()
+    assert not PackLayout.from_sample(batch).share_by_id().prefix.any()
     pair = batch_of([(16, [3, 4])])
     for share in ("by id", "by prefix"):
-        assert SHARING[share](PackLayout.of(pair), pair).prefix.tolist() == [15, 15]
-        assert not SHARING[share](PackLayout.of(batch), batch).spared
+        assert SHARING[share](PackLayout.from_sample(pair), pair).prefix.tolist() == [15, 15]
+        assert not SHARING[share](PackLayout.from_sample(batch), batch).num_saved_tokens
     answers = SequenceSample.from_groups(
         ["a", "b"], {"completion": [[20], [20]]}, {"completion": torch.ones(40).long()}
     )
-    assert not PackLayout.of(answers).by_prefix(answers).spared
-    long = PackLayout.of(batch_of([(65, [3] * 5), (65, [3] * 4), (64, [3] * 9)]))
-    assert long.by_id(least=65, spared=256).prefix.tolist() == [64] * 5 + [0] * 13
-    np.testing.assert_array_equal(PackLayout.of(batch).lengths, [45, 18, 19, 2, 2])
+    assert not PackLayout.from_sample(answers).share_by_prefix(answers).num_saved_tokens
+    long = PackLayout.from_sample(batch_of([(65, [3] * 5), (65, [3] * 4), (64, [3] * 9)]))
+    assert long.share_by_id(least=65, spared=256).prefix.tolist() == [64] * 5 + [0] * 13
+    np.testing.assert_array_equal(PackLayout.from_sample(batch).lengths, [45, 18, 19, 2, 2])

@@ -27,7 +27,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def by_flex(given: AttentionInputs, context: Prefixed) -> torch.Tensor:
         served.append(len(given.q))
-        return accelerator.prefixed(given, context)
+        return accelerator.attend_prefixed(given, context)
 
     torch._dynamo.reset()  # unfused, it is traced with sizes that vary
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)

@@ -9,13 +9,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.shared_prefixes import SharedPrefix, shared_prefixes
+from weft.engine.shared_prefixes import SharedPrefix, find_shared_prefixes
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
 
 def found(prompts: list[list[int]], least: int = 1) -> list[SharedPrefix]:
-    return shared_prefixes([np.array(prompt, np.int64) for prompt in prompts], least)
+    return find_shared_prefixes([np.array(prompt, np.int64) for prompt in prompts], least)
 
 
 def common(members: list[list[int]]) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_llama, write_jsonl
-from weft.data.bad_replies import Replied
+from weft.data.bad_replies import PromptReplies
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError, DataError
 from weft.evaluation import augment
-from weft.evaluation.augment import Plan, Weak, read, write
+from weft.evaluation.augment import AugmentationOptions, WeakModel, read, write
 from weft.evaluation.models import open_policy
-from weft.evaluation.settings import Settings
+from weft.evaluation.settings import SamplingSettings
 
 ROWS = [
     {
@@ -29,23 +29,27 @@ SAID: dict[str, Any] = {"seed": 1}
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> list[Replied]:
+def rows(tmp_path: Path) -> list[PromptReplies]:
     return read([str(write_jsonl(tmp_path / "rows.jsonl", ROWS))])
 
 
 @pytest.fixture(scope="module")
-def weak(tmp_path_factory: pytest.TempPathFactory) -> Weak:
+def weak(tmp_path_factory: pytest.TempPathFactory) -> WeakModel:
     path = make_llama(tmp_path_factory.mktemp("weak"), chat=False, max_position_embeddings=64)
     spec = GenerationSpec(max_new_tokens=6, seed=1)
-    return Weak(open_policy(ModelSpec(path=str(path), device="cpu")), Settings("weak", spec))
+    return WeakModel(
+        open_policy(ModelSpec(path=str(path), device="cpu")), SamplingSettings("weak", spec)
+    )
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_bad_replies_stand_beside_the_row(rows: list[Replied], weak: Weak, tmp_path: Path) -> None:
-    made = write(rows, Plan(("cut",)), weak, tmp_path / "out.jsonl", SAID)
+def test_bad_replies_stand_beside_the_row(
+    rows: list[PromptReplies], weak: WeakModel, tmp_path: Path
+) -> None:
+    made = write(rows, AugmentationOptions(("cut",)), weak, tmp_path / "out.jsonl", SAID)
     found = lines(tmp_path / "out.jsonl")
     assert (made.augmented, made.plain, made.left_out) == (6, 0, 0)
     for row, given in zip(found, ROWS, strict=True):
@@ -59,8 +63,10 @@ def test_bad_replies_stand_beside_the_row(rows: list[Replied], weak: Weak, tmp_p
     assert not list(tmp_path.glob("out.jsonl.*"))
 
 
-def test_pairs(rows: list[Replied], tmp_path: Path) -> None:
-    write(rows, Plan(("cut", "other"), pairs=True), None, tmp_path / "out.jsonl", SAID)
+def test_pairs(rows: list[PromptReplies], tmp_path: Path) -> None:
+    write(
+        rows, AugmentationOptions(("cut", "other"), pairs=True), None, tmp_path / "out.jsonl", SAID
+    )
     found = lines(tmp_path / "out.jsonl")
     assert len(found) == 12 and [row["id"] for row in found[:3]] == ["r0/0", "r0/1", "r1/0"]
     assert all(
@@ -71,49 +77,59 @@ def test_pairs(rows: list[Replied], tmp_path: Path) -> None:
 
 def test_a_share_of_the_rows(tmp_path: Path) -> None:
     rows = [
-        Replied(str(n), f"Q{n}", ({"role": "user", "content": "Q"},), (f"a b c d {n}", "e"))
+        PromptReplies(str(n), f"Q{n}", ({"role": "user", "content": "Q"},), (f"a b c d {n}", "e"))
         for n in range(400)
     ]
-    single = Replied("single", "Q", ({"role": "user", "content": "Q"},), ("yes",))
-    made = write([*rows, single], Plan(("cut",), share=0.25), None, tmp_path / "out.jsonl", SAID)
+    single = PromptReplies("single", "Q", ({"role": "user", "content": "Q"},), ("yes",))
+    made = write(
+        [*rows, single],
+        AugmentationOptions(("cut",), share=0.25),
+        None,
+        tmp_path / "out.jsonl",
+        SAID,
+    )
     assert 70 < made.augmented < 130 and made.augmented + made.plain == 400
     assert made.left_out == 1  # it has one reply, too short to cut
 
 
 def test_a_file_goes_on_where_it_was_interrupted(
-    weak: Weak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weak: WeakModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(augment, "AT_ONCE", 2)
+    monkeypatch.setattr(augment, "ROWS_PER_PART", 2)
     rows, out = read([str(write_jsonl(tmp_path / "rows.jsonl", ROWS))]), tmp_path / "out.jsonl"
-    write(rows, Plan(), weak, tmp_path / "whole.jsonl", SAID)
+    write(rows, AugmentationOptions(), weak, tmp_path / "whole.jsonl", SAID)
 
     def stop(done: int, total: int) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(rows, Plan(), weak, out, SAID, stop)
+        write(rows, AugmentationOptions(), weak, out, SAID, stop)
     part = tmp_path / "out.jsonl.part"
     with part.open("a") as stream:
         stream.write('{"left_out": 0, "ro')  # a line that was cut
     with pytest.raises(ConfigError, match="was started with other options or rows"):
-        write(rows, Plan(), weak, out, {"seed": 2})
-    sampled, sample = list[int](), augment.sample
+        write(rows, AugmentationOptions(), weak, out, {"seed": 2})
+    sampled, sample = list[int](), augment.sample_answers
     monkeypatch.setattr(
         augment,
-        "sample",
+        "sample_answers",
         lambda *given, **how: sampled.append(len(given[1])) or sample(*given, **how),
     )
-    write(rows, Plan(), weak, out, SAID)
+    write(rows, AugmentationOptions(), weak, out, SAID)
     assert sampled == [2]
     assert out.read_text() == (tmp_path / "whole.jsonl").read_text()
     with pytest.raises(ConfigError, match="already exists and is not overwritten"):
-        write(rows, Plan(), weak, out, SAID)
+        write(rows, AugmentationOptions(), weak, out, SAID)
 
 
-def test_a_prompt_too_long_for_the_model_gets_no_answer_of_it(weak: Weak, tmp_path: Path) -> None:
-    rows = [Replied("long", "word " * 80, ({"role": "user", "content": "x"},), ("a b c d e", "f"))]
-    assert write(rows, Plan(), weak, tmp_path / "out.jsonl", SAID).plain == 1
+def test_a_prompt_too_long_for_the_model_gets_no_answer_of_it(
+    weak: WeakModel, tmp_path: Path
+) -> None:
+    rows = [
+        PromptReplies("long", "word " * 80, ({"role": "user", "content": "x"},), ("a b c d e", "f"))
+    ]
+    assert write(rows, AugmentationOptions(), weak, tmp_path / "out.jsonl", SAID).plain == 1
 
 
 def test_ids_are_unique_and_bad_rows_are_named(tmp_path: Path) -> None:

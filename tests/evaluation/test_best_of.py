@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.evaluation.answers import Answer
+from weft.evaluation.answers import SampledAnswer
 from weft.evaluation.best_of import choose, save
-from weft.evaluation.prompts import Prompt
+from weft.evaluation.prompts import EvaluationPrompt
 
 
-def prompt(id: str) -> Prompt:
-    return Prompt(id, f"Q{id}", ({"role": "user", "content": f"Q{id}"},))
+def prompt(id: str) -> EvaluationPrompt:
+    return EvaluationPrompt(id, f"Q{id}", ({"role": "user", "content": f"Q{id}"},))
 
 
-def answer(text: str, finish: str = "stop") -> Answer:
-    return Answer(text, (1,), finish)
+def answer(text: str, finish: str = "stop") -> SampledAnswer:
+    return SampledAnswer(text, (1,), finish)
 
 
 ANSWERS = [

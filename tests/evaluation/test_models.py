@@ -13,8 +13,8 @@ from weft.checkpoints import hf_io, prefix_io
 from weft.checkpoints.triton import write
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
-from weft.evaluation.models import context_length, is_scorer, open_policy, open_scorer
-from weft.models.network.parameters import values
+from weft.evaluation.models import find_context_length, is_scorer, open_policy, open_scorer
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Pooling
 from weft.registry import families
 
@@ -31,8 +31,8 @@ def test_a_policy_is_no_scorer(policy: Path) -> None:
 
 def test_the_context_is_what_the_config_says(policy: Path) -> None:
     assert open_policy(ModelSpec(path=str(policy))).context == 512
-    assert context_length({"n_positions": 64}) == 64
-    assert context_length({}) is None
+    assert find_context_length({"n_positions": 64}) == 64
+    assert find_context_length({}) is None
 
 
 def test_a_prefix_is_opened_with_the_model_and_the_tokenizer_it_belongs_to(
@@ -41,7 +41,7 @@ def test_a_prefix_is_opened_with_the_model_and_the_tokenizer_it_belongs_to(
     network = with_prefix(hf_io.load(policy))
     prefix_io.save_prefix(
         tmp_path,
-        values(network),
+        find_canonical_values(network),
         network.config,
         "lm",
         base=str(policy),
@@ -68,7 +68,7 @@ def test_a_reward_model_scores_and_does_not_talk(
     pooling: Pooling, policy: Path, tmp_path: Path
 ) -> None:
     network = hf_io.load(policy, "score", pooling=pooling)
-    hf_io.save(tmp_path, values(network), network.config, "score", pooling=pooling)
+    hf_io.save(tmp_path, find_canonical_values(network), network.config, "score", pooling=pooling)
     for file in policy.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
     assert (

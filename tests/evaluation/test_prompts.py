@@ -37,11 +37,11 @@ def test_rows_texts_and_conversations(tmp_path: Path, tokenizer: Tokenizer) -> N
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second, third = read_prompts(str(file))
     assert (first.id, second.id, third.text) == ("0", "x", "Go")
-    assert tokenizer.decode(first.token_ids(tokenizer)) == "<|user|>Who are you?</s><|assistant|>"
-    assert tokenizer.decode(third.token_ids(tokenizer, system="Be kind.")) == (
+    assert tokenizer.decode(first.tokenize(tokenizer)) == "<|user|>Who are you?</s><|assistant|>"
+    assert tokenizer.decode(third.tokenize(tokenizer, system="Be kind.")) == (
         "<|system|>Be kind.</s><|user|>Hi</s><|assistant|>Yes?</s><|user|>Go</s><|assistant|>"
     )
-    assert tokenizer.decode(second.token_ids(tokenizer, plain=True)) == "What is 2?"
+    assert tokenizer.decode(second.tokenize(tokenizer, plain=True)) == "What is 2?"
     assert len(read_prompts(str(file), 2)) == 2
 
 

@@ -11,14 +11,20 @@ from tests.evaluation.test_rewards import make_scorer
 from tests.tiny import write_jsonl
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, DataError
-from weft.evaluation.models import Opened, open_scorer
-from weft.evaluation.prompts import Prompt
-from weft.evaluation.reward_model import Group, Summary, _groups, by_category, evaluate
-from weft.evaluation.rewards import score
+from weft.evaluation.models import OpenedModel, open_scorer
+from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.reward_model import (
+    AgreementSummary,
+    PairCounts,
+    _count_pairs,
+    evaluate,
+    summarize_by_category,
+)
+from weft.evaluation.rewards import score_replies
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     return open_scorer(
         ModelSpec(path=str(make_scorer(tmp_path_factory.mktemp("scorer") / "model")))
     )
@@ -28,15 +34,17 @@ def test_pairs_of_a_ranking_by_hand() -> None:
     """Ranks 0, 1, 1, 2 make five pairs; scores 3, 4, 1, 1 order 3 > 1, 3 > 1 and 4 > 1 right, 3 < 4
     wrong, 1 and 1 tie.
     """
-    (group,) = _groups(
+    (group,) = _count_pairs(
         "x", np.array([3.0, 4.0, 1.0, 1.0]), np.array([0, 1, 1, 2]), np.zeros(4, dtype=np.int64)
     )
     assert (group.right, group.wrong, group.tied, group.gap) == (3, 1, 1, 2.0)
-    assert _groups("x", np.array([3.0, 4.0]), np.array([0, 1]), np.array([0, 1])) == []
+    assert _count_pairs("x", np.array([3.0, 4.0]), np.array([0, 1]), np.array([0, 1])) == []
 
 
 def test_a_summary_by_hand() -> None:
-    found = Summary.of([Group("", 3, 1, 1, 2.0), Group("", 0, 1, 0, -1.0)])
+    found = AgreementSummary.from_counts(
+        [PairCounts("", 3, 1, 1, 2.0), PairCounts("", 0, 1, 0, -1.0)]
+    )
     assert (found.rows, found.pairs, found.accuracy, found.best_accuracy, found.margin) == (
         2,
         6,
@@ -47,7 +55,7 @@ def test_a_summary_by_hand() -> None:
     np.testing.assert_allclose(found.kendalltau, (0.4 - 1.0) / 2)
 
 
-def test_rows_by_category_agree_with_scores_one_by_one(opened: Opened, tmp_path: Path) -> None:
+def test_rows_by_category_agree_with_scores_one_by_one(opened: OpenedModel, tmp_path: Path) -> None:
     kinds = ("talk", "math")
     rows = [
         {
@@ -67,17 +75,20 @@ def test_rows_by_category_agree_with_scores_one_by_one(opened: Opened, tmp_path:
     )
     assert [group.category for group in groups] == [row["kind"] for row in rows]
     prompts = [
-        Prompt("", row["prompt"], ({"role": "user", "content": row["prompt"]},)) for row in rows
+        EvaluationPrompt("", row["prompt"], ({"role": "user", "content": row["prompt"]},))
+        for row in rows
     ]
     expected = [
         one[0] - one[1]
-        for one in score(opened, prompts, [[row["chosen"], row["rejected"]] for row in rows])
+        for one in score_replies(
+            opened, prompts, [[row["chosen"], row["rejected"]] for row in rows]
+        )
     ]
     np.testing.assert_allclose([group.gap for group in groups], expected, atol=1e-6)
-    assert sorted(by_category(groups)) == ["math", "talk"]
+    assert sorted(summarize_by_category(groups)) == ["math", "talk"]
 
 
-def test_what_cannot_be_used_is_named(opened: Opened, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_named(opened: OpenedModel, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(ConfigError, match="a reward model is tried on ordered replies"):
         evaluate(opened, str(file), "chat")

@@ -10,9 +10,9 @@ import torch
 
 from tests.tiny import make_tokenizer
 from weft.engine.spec import ModelSpec
-from weft.evaluation.models import Opened, open_scorer
-from weft.evaluation.prompts import Prompt
-from weft.evaluation.rewards import score
+from weft.evaluation.models import OpenedModel, open_scorer
+from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.rewards import score_replies
 
 
 def make_scorer(folder: Path, *, chat: bool = True) -> Path:
@@ -39,21 +39,21 @@ def make_scorer(folder: Path, *, chat: bool = True) -> Path:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["chat", "plain"])
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = make_scorer(tmp_path_factory.mktemp("scorer") / "model", chat=request.param)
     return open_scorer(ModelSpec(path=str(folder), dtype="float32"))
 
 
-def test_scores_are_those_of_transformers(opened: Opened) -> None:
+def test_scores_are_those_of_transformers(opened: OpenedModel) -> None:
     from transformers import AutoModelForSequenceClassification
 
     theirs = AutoModelForSequenceClassification.from_pretrained(opened.path)
     prompts = [
-        Prompt(str(n), text, ({"role": "user", "content": text},))
+        EvaluationPrompt(str(n), text, ({"role": "user", "content": text},))
         for n, text in enumerate(("Who?", "What is two?"))
     ]
     replies = [["A bear.", "Nobody at all."], ["Two."]]
-    found = score(opened, prompts, replies)
+    found = score_replies(opened, prompts, replies)
     assert [len(each) for each in found] == [2, 1]
     tokenizer = opened.tokenizer
     for prompt, said, scores in zip(prompts, replies, found, strict=True):
@@ -68,9 +68,11 @@ def test_scores_are_those_of_transformers(opened: Opened) -> None:
             np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_longer_than_the_context_is_cut(opened: Opened) -> None:
+def test_what_is_longer_than_the_context_is_cut(opened: OpenedModel) -> None:
     text = "Who are you? " * 60
-    (scores,) = score(
-        opened, [Prompt("0", text, ({"role": "user", "content": text},))], [["Me.", "A bear."]]
+    (scores,) = score_replies(
+        opened,
+        [EvaluationPrompt("0", text, ({"role": "user", "content": text},))],
+        [["Me.", "A bear."]],
     )
     assert np.isfinite(scores).all() and scores[0] != scores[1]

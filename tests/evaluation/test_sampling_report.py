@@ -11,19 +11,21 @@ import pytest
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
 from weft.evaluation import sampling_report
-from weft.evaluation.answers import Answer
-from weft.evaluation.prompts import Prompt
+from weft.evaluation.answers import SampledAnswer
+from weft.evaluation.prompts import EvaluationPrompt
 from weft.evaluation.settings import choose
 
-PROMPTS = [Prompt("0", "Who <are> you?", ({"role": "user", "content": "Who <are> you?"},))]
+PROMPTS = [
+    EvaluationPrompt("0", "Who <are> you?", ({"role": "user", "content": "Who <are> you?"},))
+]
 
 
 def made(model: str) -> sampling_report.Report:
     settings, _ = choose(["greedy", "k50"], GenerationSpec(max_new_tokens=4))
     answers = [
         [
-            [Answer("Me & you", (1,), "stop")],
-            [Answer("A", (1,), "length"), Answer("B", (2,), "stop")],
+            [SampledAnswer("Me & you", (1,), "stop")],
+            [SampledAnswer("A", (1,), "length"), SampledAnswer("B", (2,), "stop")],
         ]
     ]
     return sampling_report.build(model, {"samples": 2}, PROMPTS, settings, answers)
@@ -33,7 +35,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     report, file = made("runs/e/t/actor/step4"), tmp_path / "a.json"
     sampling_report.write(file, json.dumps(report))
     assert sampling_report.read(file) == report
-    assert sampling_report.prompts_of(report) == PROMPTS
+    assert sampling_report.extract_prompts(report) == PROMPTS
     assert report["prompts"][0]["results"][1]["sampling_params"]["top_k"] == 50
 
 
@@ -41,13 +43,13 @@ def test_scores_stand_beside_outputs_and_their_means_are_of_prompts() -> None:
     report = made("m")
     sampling_report.add_scores(report, [np.array([3.0, 1.0, 2.0])])
     assert report["prompts"][0]["results"][1]["scores"] == [1.0, 2.0]
-    assert sampling_report.means(report) == {"greedy": (3.0, 0.0, 1), "k50": (1.5, 0.0, 2)}
+    assert sampling_report.compute_means(report) == {"greedy": (3.0, 0.0, 1), "k50": (1.5, 0.0, 2)}
 
 
 def test_the_page_holds_every_model_and_escapes_what_they_say() -> None:
     first, second = made("runs/e/t/actor/step4"), made("other/model")
     sampling_report.add_scores(first, [np.array([3.0, 1.0, 2.0])])
-    page = sampling_report.page([first, second, made("more/model")])
+    page = sampling_report.render_page([first, second, made("more/model")])
     assert (
         "actor/step4 / greedy" in page and "model (1) / k50" in page and "model (2) / k50" in page
     )
@@ -57,8 +59,11 @@ def test_the_page_holds_every_model_and_escapes_what_they_say() -> None:
 
 
 def test_checkpoints_of_two_runs_have_two_names() -> None:
-    assert sampling_report.short("runs/chat/a/checkpoints/actor/step40") == "chat/a/actor/step40"
-    assert sampling_report.short("models/pythia-1b/") == "pythia-1b"
+    assert (
+        sampling_report.shorten_name("runs/chat/a/checkpoints/actor/step40")
+        == "chat/a/actor/step40"
+    )
+    assert sampling_report.shorten_name("models/pythia-1b/") == "pythia-1b"
 
 
 def test_a_report_of_open_assistant_is_read(tmp_path: Path) -> None:
@@ -75,8 +80,11 @@ def test_a_report_of_open_assistant_is_read(tmp_path: Path) -> None:
     }
     file = tmp_path / "theirs.json"
     file.write_text(json.dumps(theirs))
-    assert sampling_report.prompts_of(sampling_report.read(file))[0].messages[0]["content"] == "Hi"
-    assert "Yo" in sampling_report.page([sampling_report.read(file)])
+    assert (
+        sampling_report.extract_prompts(sampling_report.read(file))[0].messages[0]["content"]
+        == "Hi"
+    )
+    assert "Yo" in sampling_report.render_page([sampling_report.read(file)])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weft.engine.spec import ModelSpec, ParallelSpec
-from weft.experiments._allocation import allocated
+from weft.experiments._allocation import allocate_layouts
 
 ROLES = {
     "actor": ModelSpec(),
@@ -19,7 +19,7 @@ ROLES = {
 
 
 def layouts(mode: str, num_devices: int) -> dict[str, str]:
-    made = allocated(ROLES, mode, num_devices)
+    made = allocate_layouts(ROLES, mode, num_devices)
     trained = {
         role: replace(spec, trained=role in ("actor", "critic")) for role, spec in made.items()
     }

@@ -16,7 +16,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, PrefixSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.experiments import SFTConfig
-from weft.experiments._lengths import context_of
+from weft.experiments._lengths import find_context
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_directory_with_a_prefix(base: Path, tmp_path: Path) -> None:
     where = str(prefix_of(tmp_path, base))
     further = config(tmp_path, path=where, prefix=PrefixSpec(4))
     assert further.build().roles["model"].path == where
-    assert context_of(further) == 508
+    assert find_context(further) == 508
     with pytest.raises(
         ConfigError, match=r"is a prefix of 4 tokens, and model\.prefix\.num_tokens=0; write model"
     ):

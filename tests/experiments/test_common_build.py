@@ -186,7 +186,7 @@ def test_sizes_of_a_ppo_step() -> None:
     )
     # B r e / b = 8 * 3 * 2 / 6
     assert experiment.updates_per_firing == {"actor_train": 8, "critic_train": 8}
-    train = experiment.node("actor_train")
+    train = experiment.get_node("actor_train")
     assert (train.args["num_minibatches"], train.args["epochs"], train.batch_size) == (4, 2, 8)
     assert experiment.plan_notes[0].startswith("completions of at most ")
     assert (
@@ -307,7 +307,9 @@ def test_kto_measures_its_baseline_in_the_graph() -> None:
         "ref_inf",
         "actor_train",
     }
-    assert {"label", "kl_baseline", "ref_logprobs"} <= set(experiment.node("actor_train").inputs)
+    assert {"label", "kl_baseline", "ref_logprobs"} <= set(
+        experiment.get_node("actor_train").inputs
+    )
 
 
 def test_names_of_the_hub_are_asked_for_later() -> None:
@@ -326,13 +328,13 @@ def test_kto_refuses_batches_of_one_prompt(size: str) -> None:
 
 
 def test_cached_reference_logprobs_are_a_flag_of_the_call() -> None:
-    node = build("dpo", dpo__cache_ref_logprobs=True).node("ref_inf")
+    node = build("dpo", dpo__cache_ref_logprobs=True).get_node("ref_inf")
     assert isinstance(node, MFCDef) and node.cache
 
 
 def test_a_function_reward_and_a_model_may_both_be_given() -> None:
     experiment = build("ppo", reward="json:dumps", reward_timeout_s=3.0)
-    reward, model = experiment.node("reward"), experiment.node("rew_inf")
+    reward, model = experiment.get_node("reward"), experiment.get_node("rew_inf")
     assert (
         "scores" in reward.inputs
         and model.outputs == ("scores",)
@@ -360,50 +362,50 @@ def test_the_reference_may_follow_the_actor() -> None:
 
 def test_remax_rewards_a_greedy_completion() -> None:
     experiment = build("grpo", grpo__baseline="greedy", grpo__scale_rewards="none", rew__path="r")
-    greedy = experiment.node("greedy_gen")
+    greedy = experiment.get_node("greedy_gen")
     assert greedy.args["greedy"] is True and greedy.args["samples_per_prompt"] == 1
-    assert set(experiment.node("greedy_rew_inf").inputs) == {"prompt", "greedy_completion"}
-    assert experiment.node("greedy_rew_inf").optional_inputs == ("greedy_finished",)
-    assert experiment.node("rew_inf").optional_inputs == ("finished",)
-    assert set(experiment.node("greedy_reward").inputs) == {
+    assert set(experiment.get_node("greedy_rew_inf").inputs) == {"prompt", "greedy_completion"}
+    assert experiment.get_node("greedy_rew_inf").optional_inputs == ("greedy_finished",)
+    assert experiment.get_node("rew_inf").optional_inputs == ("finished",)
+    assert set(experiment.get_node("greedy_reward").inputs) == {
         "prompt",
         "greedy_completion",
         "greedy_scores",
     }
     assert {"greedy_rewards", "greedy_finished", "greedy_completion"} <= set(
-        experiment.node("advantages").inputs
+        experiment.get_node("advantages").inputs
     )
-    assert experiment.node("advantages").args["baseline"] == "given"
+    assert experiment.get_node("advantages").args["baseline"] == "given"
 
 
 def test_dynamic_sampling_stands_between_reward_and_the_rest() -> None:
     experiment = build("grpo", grpo__dynamic_sampling=True)
     for waiting in ("ref_inf", "advantages"):
-        assert "filter" in experiment.graph.producers(waiting)
+        assert "filter" in experiment.graph.find_producers(waiting)
 
 
 def test_limits_on_the_vocabulary_are_recorded_and_read_again() -> None:
     experiment = build("ppo", ppo__gen__top_p=0.9)
-    assert experiment.node("actor_gen").args["record_support"] is True
+    assert experiment.get_node("actor_gen").args["record_support"] is True
     for name in ("ref_inf", "actor_train"):
-        assert {"support", "support_counts"} <= set(experiment.node(name).inputs)
+        assert {"support", "support_counts"} <= set(experiment.get_node(name).inputs)
     plain = build("ppo")
-    assert "support" not in plain.node("actor_gen").outputs
+    assert "support" not in plain.get_node("actor_gen").outputs
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:
-    node = build("ppo", ppo__gen__top_k=50).node("actor_gen")
+    node = build("ppo", ppo__gen__top_k=50).get_node("actor_gen")
     assert node.args["top_k"] == 0 and node.args["record_support"] is False
-    assert build("ppo", ppo__gen__top_k=49).node("actor_gen").args["top_k"] == 49
+    assert build("ppo", ppo__gen__top_k=49).get_node("actor_gen").args["top_k"] == 49
 
 
 def test_the_temperature_is_the_samplers_everywhere() -> None:
     experiment = build("grpo", grpo__gen__temperature=0.5)
     assert {
-        experiment.node(n).args["temperature"] for n in ("actor_gen", "ref_inf", "actor_train")
+        experiment.get_node(n).args["temperature"] for n in ("actor_gen", "ref_inf", "actor_train")
     } == {0.5}
     greedy = build("ppo", ppo__gen__temperature=0.5, ppo__gen__greedy=True)
-    assert {greedy.node(n).args["temperature"] for n in ("ref_inf", "actor_train")} == {1.0}
+    assert {greedy.get_node(n).args["temperature"] for n in ("ref_inf", "actor_train")} == {1.0}
 
 
 def test_paths_may_begin_at_home(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +451,7 @@ def test_critic_warmup_freezes_the_actor_alone() -> None:
 
 
 def test_a_reward_model_with_a_prompt_form_is_called_with_it() -> None:
-    node = build("ppo", rew__prompt_prefix="Q: ", rew__prompt_suffix=" A:").node("rew_inf")
+    node = build("ppo", rew__prompt_prefix="Q: ", rew__prompt_suffix=" A:").get_node("rew_inf")
     assert node.args == {"outputs": ["scores"], "prompt_prefix": "Q: ", "prompt_suffix": " A:"}
 
 
@@ -467,30 +469,32 @@ def test_call_options_change_the_call_also_in_the_evaluation() -> None:
             actor_train__max_tokens_per_microbatch=2048,
             dataset__valid_path="rows.jsonl",
         )
-        node = experiment.node("rew_inf")
+        node = experiment.get_node("rew_inf")
         assert isinstance(node, MFCDef)
         assert (node.interface, node.args) == ("test_scoring", {"classifier": "c"})
         assert node.post_hooks == (Offload("weights"), Call("f", {"a": 1}))
         assert node.outputs == ("rewards",)
         assert experiment.evaluation is not None
-        assert experiment.evaluation.graph.node("rew_inf").interface == "test_scoring"  # type: ignore[union-attr]
-        assert experiment.node("actor_train").max_tokens_per_microbatch == 2048  # type: ignore[union-attr]
+        assert experiment.evaluation.graph.get_node("rew_inf").interface == "test_scoring"  # type: ignore[union-attr]
+        assert experiment.get_node("actor_train").max_tokens_per_microbatch == 2048  # type: ignore[union-attr]
     finally:
-        registry.interfaces._things.pop("test_scoring")
+        registry.interfaces._objects.pop("test_scoring")
 
 
 def test_offload_is_a_hook_that_can_be_emptied() -> None:
-    assert build("dpo", ref__offload=True).node("ref_inf").post_hooks == (Offload("weights"),)  # type: ignore[union-attr]
-    assert build("dpo", ref__offload=True, ref_inf__post_hooks=[]).node("ref_inf").post_hooks == ()  # type: ignore[union-attr]
+    assert build("dpo", ref__offload=True).get_node("ref_inf").post_hooks == (Offload("weights"),)  # type: ignore[union-attr]
+    assert (
+        build("dpo", ref__offload=True, ref_inf__post_hooks=[]).get_node("ref_inf").post_hooks == ()
+    )  # type: ignore[union-attr]
     evaluation = build("dpo", ref__offload=True, dataset__valid_split=0.1).evaluation
     assert evaluation is not None
-    hooks = {node.name: node.post_hooks for node in evaluation.graph.model_calls()}
+    hooks = {node.name: node.post_hooks for node in evaluation.graph.list_model_calls()}
     assert hooks == {"actor_train": (), "ref_inf": (Offload("weights"),)}, "after evaluation too"
 
 
 def test_another_interface_begins_without_the_arguments_of_the_first() -> None:
     experiment = build("ppo").with_mfc("rew_inf", interface="x", post_hooks=[])
-    assert experiment.node("rew_inf").args == {}
+    assert experiment.get_node("rew_inf").args == {}
     with pytest.raises(ConfigError, match="did you mean interface"):
         build("ppo").with_mfc("rew_inf", interfase="x")
     with pytest.raises(ConfigError, match="did you mean rew_inf"):
@@ -538,7 +542,7 @@ def test_a_derived_configuration_changes_what_build_returns() -> None:
 
     base = config_of("ppo")
     config = MyPPOConfig(**{name: getattr(base, name) for name in vars(base)}, vowels="ou")
-    assert config.build().node("rew_inf").args == {"vowels": "ou"}
+    assert config.build().get_node("rew_inf").args == {"vowels": "ou"}
     assert config.build().config["vowels"] == "ou"
 
 
@@ -576,15 +580,19 @@ def test_imports_are_read_before_names_are_looked_up(files: Path) -> None:
             == "test_rows"
         )
     finally:
-        registry.datasets._things.pop("test_rows")
+        registry.datasets._objects.pop("test_rows")
 
 
 def test_loggers_are_on_where_something_is_set() -> None:
-    assert LoggerSpec().enabled() == {}
-    assert LoggerSpec(wandb=WandbSpec(project="p")).enabled() == {"wandb": {"project": "p"}}
-    assert LoggerSpec(wandb=WandbSpec(mode="offline")).enabled() == {"wandb": {"mode": "offline"}}
-    assert LoggerSpec(wandb=WandbSpec(project="p", mode="disabled")).enabled() == {}
-    assert LoggerSpec(trackio=TrackioSpec(project="p")).enabled() == {"trackio": {"project": "p"}}
+    assert LoggerSpec().get_enabled() == {}
+    assert LoggerSpec(wandb=WandbSpec(project="p")).get_enabled() == {"wandb": {"project": "p"}}
+    assert LoggerSpec(wandb=WandbSpec(mode="offline")).get_enabled() == {
+        "wandb": {"mode": "offline"}
+    }
+    assert LoggerSpec(wandb=WandbSpec(project="p", mode="disabled")).get_enabled() == {}
+    assert LoggerSpec(trackio=TrackioSpec(project="p")).get_enabled() == {
+        "trackio": {"project": "p"}
+    }
 
 
 def test_all_classes_are_exported() -> None:

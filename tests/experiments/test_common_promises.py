@@ -9,7 +9,7 @@ import pytest
 from weft import registry
 from weft.cli import overrides
 from weft.cli.quickstart import configure
-from weft.options import Leaf, leaves
+from weft.options import OptionDescription, iterate_options
 
 RUN = """experiment_name trial_name fileroot mode seed n_nodes n_gpus_per_node total_train_epochs max_steps
 save_freq_steps save_freq_epochs save_freq_secs eval_freq_steps eval_freq_epochs eval_freq_secs recover_mode imports
@@ -85,7 +85,7 @@ def promised(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(ROLES))
 def test_every_promised_option_exists(name: str) -> None:
-    there = {leaf.name for leaf in leaves(registry.quickstarts.get(name)())}
+    there = {leaf.name for leaf in iterate_options(registry.quickstarts.get(name)())}
     assert promised(name) - there == set()
 
 
@@ -93,11 +93,13 @@ def test_every_promised_option_exists(name: str) -> None:
 def test_every_option_can_be_written_as_its_default(name: str) -> None:
     """What --help shows as a default is what the command line takes."""
     base = registry.quickstarts.get(name)()
-    config, notes = configure(base, overrides.parse([written(leaf) for leaf in leaves(base)]))
+    config, notes = configure(
+        base, overrides.parse([written(leaf) for leaf in iterate_options(base)])
+    )
     assert (config, notes) == (base, [])
 
 
-def written(leaf: Leaf) -> str:
+def written(leaf: OptionDescription) -> str:
     """The option with its default, as a user would type it."""
     if leaf.default is None or isinstance(leaf.default, (bool, int, float)):
         return f"{leaf.name}={'null' if leaf.default is None else str(leaf.default).lower()}"

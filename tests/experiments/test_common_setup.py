@@ -83,8 +83,8 @@ def test_what_a_subclass_overrides_is_what_runs(
     config: type[PPOConfig], options: dict[str, Any]
 ) -> None:
     made = build_experiment(config(**options))
-    assert made.node("rew_inf").interface == "mine"  # type: ignore[union-attr]
-    assert build_experiment(PPOConfig(**options)).node("rew_inf").interface != "mine"  # type: ignore[union-attr]
+    assert made.get_node("rew_inf").interface == "mine"  # type: ignore[union-attr]
+    assert build_experiment(PPOConfig(**options)).get_node("rew_inf").interface != "mine"  # type: ignore[union-attr]
 
 
 def test_a_shipped_configuration_has_both_names_for_one_experiment(options: dict[str, Any]) -> None:

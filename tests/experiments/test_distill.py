@@ -68,7 +68,7 @@ def build(material: Path, *words: str) -> Experiment:
 def test_whole_distributions_of_what_the_student_samples(material: Path) -> None:
     experiment = build(material, "dataset.train_bs_n_seqs=4", "beta=0.3")
     assert experiment.graph.order == ("actor_gen", "teacher_inf", "actor_train")
-    generate, teacher, train = (experiment.node(name) for name in experiment.graph.order)
+    generate, teacher, train = (experiment.get_node(name) for name in experiment.graph.order)
     assert (generate.inputs, generate.outputs) == (
         ("prompt",),
         ("completion", "loss_mask", "finished"),
@@ -98,7 +98,7 @@ def test_whole_distributions_of_what_the_student_samples(material: Path) -> None
 def test_on_the_rows_own_completions_nothing_is_sampled(material: Path) -> None:
     experiment = build(material, *OFFLINE, "distill.sft_coef=0.5")
     assert experiment.graph.order == ("teacher_inf", "actor_train")
-    train = experiment.node("actor_train")
+    train = experiment.get_node("actor_train")
     assert experiment.dataset_type == "prompt_answer"
     assert (train.optional_inputs, train.args["loss_args"]["sft_coef"]) == (("loss_mask",), 0.5)
     assert "sampled" not in train.inputs, "all rows are somebody's"
@@ -112,7 +112,7 @@ def test_on_the_rows_own_completions_nothing_is_sampled(material: Path) -> None:
 def test_a_share_is_sampled_and_keys_get_names_that_make_no_cycle(material: Path) -> None:
     experiment = build(material, *MIXED, "distill.sft_coef=0.1")
     assert experiment.graph.order == ("actor_gen", "teacher_inf", "actor_train")
-    generate, teacher, train = (experiment.node(name) for name in experiment.graph.order)
+    generate, teacher, train = (experiment.get_node(name) for name in experiment.graph.order)
     assert generate.args["share"] == 0.5
     assert (generate.inputs, generate.optional_inputs) == (("prompt", "completion"), ("loss_mask",))
     assert generate.outputs == ("mixed_completion", "mixed_loss_mask", "sampled")
@@ -125,7 +125,7 @@ def test_a_share_is_sampled_and_keys_get_names_that_make_no_cycle(material: Path
         "teacher_logprobs",
         "sampled",
     }
-    assert "sampled" not in build(material, *MIXED).node("actor_train").inputs
+    assert "sampled" not in build(material, *MIXED).get_node("actor_train").inputs
 
 
 def test_reverse_kl_is_a_policy_gradient(material: Path) -> None:
@@ -134,7 +134,7 @@ def test_reverse_kl_is_a_policy_gradient(material: Path) -> None:
     )
     assert experiment.graph.order == ("actor_gen", "teacher_inf", "advantages", "actor_train")
     generate, teacher, advantages, train = (
-        experiment.node(name) for name in experiment.graph.order
+        experiment.get_node(name) for name in experiment.graph.order
     )
     assert {"completion", "loss_mask", "logprobs", "support", "support_counts"} <= set(
         generate.outputs
@@ -148,8 +148,8 @@ def test_reverse_kl_is_a_policy_gradient(material: Path) -> None:
     )
     assert train.args["loss"] == "grpo" and train.args["loss_args"]["eps_clip"] == 0.1
     plain = build(material, REVERSE)
-    assert not {"support", "support_counts"} & set(plain.node("actor_train").inputs)
-    assert "support" not in build(material, "top_p=0.9").node("actor_gen").outputs, (
+    assert not {"support", "support_counts"} & set(plain.get_node("actor_train").inputs)
+    assert "support" not in build(material, "top_p=0.9").get_node("actor_gen").outputs, (
         "distributions are compared whole"
     )
 
@@ -160,9 +160,9 @@ def test_the_temperature_is_the_samplers_everywhere(material: Path) -> None:
         calls = [node for node in experiment.graph.nodes if isinstance(node, MFCDef)]
         assert {node.args["temperature"] for node in calls} == {0.7}
     greedy = build(material, "temperature=0.7", "distill.gen.greedy=true")
-    assert {greedy.node(name).args["temperature"] for name in ("teacher_inf", "actor_train")} == {
-        1.0
-    }
+    assert {
+        greedy.get_node(name).args["temperature"] for name in ("teacher_inf", "actor_train")
+    } == {1.0}
 
 
 def test_the_learning_rate_is_that_of_supervised_methods_or_of_policies(material: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     )
     experiment = build(material, *words, "max_new_tokens=6")
     assert experiment.updates_per_firing == {"actor_train": 4}
-    assert experiment.node("actor_train").args["num_minibatches"] == 2
+    assert experiment.get_node("actor_train").args["num_minibatches"] == 2
     assert experiment.plan_notes == (
         "completions of at most 6 tokens from the student",
         "a step's completions are trained on in minibatches of 16, for 2 epochs",
@@ -212,10 +212,10 @@ def test_validation_asks_how_far_the_students_own_completions_are_from_the_teach
         sft = () if not words or REVERSE in words else ("distill.sft_coef=0.1",)
         evaluation = build(material, *words, *sft, "dataset.valid_split=0.25").evaluation
         assert evaluation is not None and evaluation.graph.order == order
-        train = evaluation.graph.node("actor_train")
+        train = evaluation.graph.get_node("actor_train")
         assert isinstance(train, MFCDef) and train.method == "evaluate"
         if "actor_gen" in order:
-            generate = evaluation.graph.node("actor_gen")
+            generate = evaluation.graph.get_node("actor_gen")
             assert isinstance(generate, MFCDef) and "share" not in generate.args
             assert "completion" in generate.outputs
             assert not train.args["loss_args"].get("sft_coef")  # the student wrote all of it

@@ -18,13 +18,13 @@ from weft.errors import ConfigError
 from weft.experiment import Control
 from weft.experiments import SFTConfig
 from weft.graph.mfc import HostFunction, Node
-from weft.options import leaves
+from weft.options import iterate_options
 
 __all__ = ["files"]  # the folder that `build` finds its models in
 
 
 def args(name: str, node: str, **options: Any) -> Any:
-    return build(name, **options).node(node).args
+    return build(name, **options).get_node(node).args
 
 
 def test_rewards_are_clipped_for_ppo_alone() -> None:
@@ -78,7 +78,7 @@ def test_validation_samples_at_the_training_temperature(name: str, files: Path) 
     experiment = build(name, **options)
     assert experiment.evaluation is not None
     sampling = [
-        call for call in experiment.evaluation.graph.model_calls() if call.method == "generate"
+        call for call in experiment.evaluation.graph.list_model_calls() if call.method == "generate"
     ]
     assert [(call.args["temperature"], call.args["samples_per_prompt"]) for call in sampling] == [
         (0.7, 4)
@@ -95,10 +95,12 @@ def test_policies_learn_at_a_constant_rate_after_warm_up(name: str) -> None:
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_a_mask_of_the_sampling_call_reaches_advantages_and_losses(name: str) -> None:
     experiment = build(name)
-    assert "loss_mask" in experiment.node("actor_gen").output_keys
-    trained = [call.name for call in experiment.graph.model_calls() if call.method == "train_step"]
+    assert "loss_mask" in experiment.get_node("actor_gen").output_keys
+    trained = [
+        call.name for call in experiment.graph.list_model_calls() if call.method == "train_step"
+    ]
     for reader in ("advantages", *trained):
-        node = experiment.node(reader)
+        node = experiment.get_node(reader)
         assert "loss_mask" in (*node.input_keys, *node.optional_inputs), reader
 
 
@@ -142,7 +144,7 @@ def test_an_option_has_one_default_wherever_it_is_set(name: str) -> None:
     group = f"{registry.quickstarts.get(name).algorithm}."
     options = {
         leaf.name.removeprefix(group): leaf.default
-        for leaf in leaves(registry.quickstarts.get(name)())
+        for leaf in iterate_options(registry.quickstarts.get(name)())
         if leaf.name.startswith(group)
     }
     for node in build(name).graph.nodes:
@@ -152,7 +154,7 @@ def test_an_option_has_one_default_wherever_it_is_set(name: str) -> None:
 
 
 def test_the_run_options_have_the_defaults_of_what_the_runtime_reads() -> None:
-    options = {leaf.name: leaf.default for leaf in leaves(SFTConfig())}
+    options = {leaf.name: leaf.default for leaf in iterate_options(SFTConfig())}
     own = {spec.name: spec.default for spec in fields(Control) if spec.default is not MISSING}
     shared = own.keys() & options.keys() - {"imports"}  # none of either: a tuple there, a list here
     assert len(shared) > 20

@@ -42,5 +42,9 @@ def test_an_algorithm_is_read_with_two_other_files(name: str) -> None:
 
 
 def test_neighbours_are_found() -> None:
-    source = "from weft.experiments._policy import Policy\nfrom weft.experiments import common\nimport weft.experiments.dpo\n"
-    assert neighbours(source) == {"_policy", "common", "dpo"}
+    source = (
+        "from weft.experiments._rl_graph import RLGraphBuilder\n"
+        "from weft.experiments import common\n"
+        "import weft.experiments.dpo\n"
+    )
+    assert neighbours(source) == {"_rl_graph", "common", "dpo"}

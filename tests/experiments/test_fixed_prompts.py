@@ -25,14 +25,14 @@ def test_the_call_is_greedy_and_as_long_as_the_runs_own_completions(root: Path) 
         config.eval_prompts = str(root / "asked.txt")
         made = config.build().fixed_prompts
         assert made is not None
-        (call,) = made.graph.model_calls()
+        (call,) = made.graph.list_model_calls()
         assert (
             call.role == config.main_role
             and call.args["greedy"]
             and call.args["samples_per_prompt"] == 1
         )
         assert call.args["max_new_tokens"] == tokens, "of grpo.gen; else 128"
-        assert config.build().calls()[-1] == call
+        assert config.build().list_calls()[-1] == call
     assert sft(root, "out").build().fixed_prompts is None
 
 

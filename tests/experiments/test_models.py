@@ -15,7 +15,7 @@ import yaml
 
 from weft.errors import CheckpointError, ConfigError
 from weft.experiments import DPOConfig, PPOConfig, SFTConfig
-from weft.experiments._models import option_of, settled, settled_roles
+from weft.experiments._models import find_option_role, resolve_models, resolve_roles
 from weft.options import to_mapping
 
 
@@ -86,13 +86,15 @@ def test_the_configuration_itself_stays_as_it_was(runs: Path) -> None:
 
 def test_a_tokenizer_may_be_that_of_a_run(runs: Path) -> None:
     path = "runs/e/sft"
-    found = settled(
+    found = resolve_models(
         config(SFTConfig, model={"path": "runs/e/sft@step2", "tokenizer": {"path": path}})
     )
     assert found.model.tokenizer.path == "runs/e/sft/checkpoints/model/step2"
     (runs / "tok").mkdir()
     (runs / "tok" / "tokenizer.json").write_text("{}")
-    found = settled(config(SFTConfig, model={"path": path, "tokenizer": {"path": "runs/tok"}}))
+    found = resolve_models(
+        config(SFTConfig, model={"path": path, "tokenizer": {"path": "runs/tok"}})
+    )
     assert found.model.tokenizer.path == "runs/tok"
 
 
@@ -140,9 +142,9 @@ def test_errors_name_the_option_that_was_set(runs: Path) -> None:
             config(
                 PPOConfig, actor={"path": "runs/e/sft"}, rew={"path": "runs/e/sft"}, critic=critic
             ).build()
-    assert option_of({"actor": {"path": "x"}, "ref": {"path": None}}, "ref", "x") == "actor"
-    assert option_of({"actor": {"path": "x"}, "ref": {"path": "x"}}, "ref", "x") == "ref"
-    assert option_of({}, "ref", "x") == "ref"
+    assert find_option_role({"actor": {"path": "x"}, "ref": {"path": None}}, "ref", "x") == "actor"
+    assert find_option_role({"actor": {"path": "x"}, "ref": {"path": "x"}}, "ref", "x") == "ref"
+    assert find_option_role({}, "ref", "x") == "ref"
 
 
 def test_types_without_a_family_go_to_transformers(runs: Path) -> None:
@@ -177,7 +179,7 @@ def test_a_reward_model_without_a_score_head_is_told_and_one_from_scratch_is_not
     def told(**rew: Any) -> list[str]:
         roles = {"actor": {"path": str(plain)}, "critic": {"path": str(plain)}, "rew": rew}
         built = config(PPOConfig, **roles).build()
-        assert settled_roles(built).roles == built.roles, "once more changes nothing"
+        assert resolve_roles(built).roles == built.roles, "once more changes nothing"
         return [
             note for spec in built.roles.values() for note in spec.notes if re.search(notes, note)
         ]
@@ -195,7 +197,7 @@ def test_an_experiment_of_a_users_code_names_runs_too(runs: Path) -> None:
     raw = replace(
         built, roles={"model": replace(built.roles["model"], path="runs/e/sft", notes=())}
     )
-    found = settled_roles(raw).roles["model"]
+    found = resolve_roles(raw).roles["model"]
     assert found.path == "runs/e/sft/checkpoints/model/step2"
     assert any("the newest checkpoint of model" in note for note in found.notes)
     strange = checkpoint(runs / "e" / "strange", "model/step1", model_type="nobodys")
@@ -203,8 +205,8 @@ def test_an_experiment_of_a_users_code_names_runs_too(runs: Path) -> None:
         raw, roles={"model": replace(raw.roles["model"], path=str(strange), backend="auto")}
     )
     assert (
-        settled_roles(other).roles["model"].backend,
-        "slower" in settled_roles(other).roles["model"].notes[0],
+        resolve_roles(other).roles["model"].backend,
+        "slower" in resolve_roles(other).roles["model"].notes[0],
     ) == (
         "hf",
         True,
@@ -227,4 +229,4 @@ def test_a_reward_model_that_is_no_decoder_is_refused_with_what_to_set(runs: Pat
     ):
         config.build()
     config.rew.backend, config.rew_inf.interface = "null", "infer"
-    assert config.build().node("rew_inf").interface == "infer"  # type: ignore[union-attr]
+    assert config.build().get_node("rew_inf").interface == "infer"  # type: ignore[union-attr]

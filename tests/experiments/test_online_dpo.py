@@ -23,7 +23,7 @@ from weft.experiments.online_dpo import OnlineDPOConfig, OnlineDPOOptions
 from weft.graph.mfc import HostFunction, ParamSync
 from weft.host.preferences_by_reward import PAIRS
 from weft.launch import RunResult, run
-from weft.options import leaves
+from weft.options import iterate_options
 
 # up to 20 characters, the more the better
 LONG = "reward=[{name: length, args: {unit: chars, min: 20, slack: 20}}]"
@@ -70,7 +70,7 @@ def test_nodes_and_keys(material: Path) -> None:
         "ref_inf",
         "actor_train",
     )
-    preferences, train = experiment.node("preferences"), experiment.node("actor_train")
+    preferences, train = experiment.get_node("preferences"), experiment.get_node("actor_train")
     assert isinstance(preferences, HostFunction) and preferences.function == "preferences_by_reward"
     assert (preferences.inputs, preferences.outputs) == (
         ("completion", "rewards", "finished"),
@@ -82,7 +82,7 @@ def test_nodes_and_keys(material: Path) -> None:
         "sigmoid",
         0.1,
     )
-    assert experiment.node("actor_gen").args["samples_per_prompt"] == 2
+    assert experiment.get_node("actor_gen").args["samples_per_prompt"] == 2
     assert {node.batch_size for node in experiment.graph.nodes} == {4}
     assert experiment.saved_roles == ("actor",)
 
@@ -96,7 +96,7 @@ def test_what_makes_the_pairs_and_what_reads_them_get_their_options(material: Pa
     )
     loss = ("label_smoothing=0.1", "beta=0.3", "rpo_alpha=0.2", "f_divergence=alpha", "f_alpha=0.7")
     experiment = build(material, *(f"online_dpo.{word}" for word in ("pairs=all", *shape, *loss)))
-    preferences = experiment.node("preferences")
+    preferences = experiment.get_node("preferences")
     assert isinstance(preferences, HostFunction)
     assert preferences.args == {
         "pairs": "all",
@@ -105,7 +105,7 @@ def test_what_makes_the_pairs_and_what_reads_them_get_their_options(material: Pa
         "reward_output_bias": 0.5,
         "missing_eos_penalty": 1.0,
     }
-    given = experiment.node("actor_train").args["loss_args"]
+    given = experiment.get_node("actor_train").args["loss_args"]
     assert (given["label_smoothing"], given["beta"], given["rpo_alpha"]) == (0.1, 0.3, 0.2)
     assert (given["f_divergence"], given["f_alpha"]) == ("alpha", 0.7)
 
@@ -123,7 +123,9 @@ def test_a_loss_without_a_reference_has_none(material: Path) -> None:
         experiment = build(material, f"loss_type={kind}")
         assert experiment.graph.order == ("actor_gen", "reward", "preferences", "actor_train")
         assert list(experiment.roles) == ["actor"]
-    assert build(material, "loss_type=simpo").node("actor_train").args["loss_args"]["beta"] == 2.0
+    assert (
+        build(material, "loss_type=simpo").get_node("actor_train").args["loss_args"]["beta"] == 2.0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +133,7 @@ def test_every_loss_of_pairs_builds(material: Path, kind: str) -> None:
     more = ("label_smoothing=0.1",) if kind == "robust" else ()
     assert (
         build(material, f"loss_type={kind}", *more)
-        .node("actor_train")
+        .get_node("actor_train")
         .args["loss_args"]["loss_type"]
         == kind
     )
@@ -154,7 +156,7 @@ def test_actor_and_reference_score_at_the_temperature_and_on_the_tokens_of_the_s
 ) -> None:
     experiment = build(material, "temperature=0.7", "top_k=5")
     for name in ("ref_inf", "actor_train"):
-        node = experiment.node(name)
+        node = experiment.get_node(name)
         assert node.args["temperature"] == 0.7
         assert {"support", "support_counts"} <= set(node.inputs)
 
@@ -167,7 +169,7 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     )
     experiment = build(material, *words, "online_dpo.mini_batch_size=8", "max_new_tokens=6")
     assert experiment.updates_per_firing == {"actor_train": 8}
-    assert experiment.node("actor_train").args["num_minibatches"] == 4
+    assert experiment.get_node("actor_train").args["num_minibatches"] == 4
     assert experiment.plan_notes == (
         "completions of at most 6 tokens, prompts of at most 506",
         "a step's completions are trained on in minibatches of 8, for 2 epochs",
@@ -184,7 +186,7 @@ def test_validation_samples_and_rewards(material: Path) -> None:
     evaluation = build(material, "dataset.valid_split=0.25", "online_dpo.eval_samples=3").evaluation
     assert evaluation is not None
     assert evaluation.graph.order == ("actor_gen", "reward", "pass_rates")
-    assert evaluation.graph.node("actor_gen").args["samples_per_prompt"] == 3
+    assert evaluation.graph.get_node("actor_gen").args["samples_per_prompt"] == 3
 
 
 # -- options
@@ -203,10 +205,11 @@ def test_options_that_are_dpos_have_its_defaults_and_words() -> None:
 
 
 def test_options_without_a_meaning_here_do_not_exist() -> None:
-    names = {leaf.name for leaf in leaves(OnlineDPOConfig())}
+    names = {leaf.name for leaf in iterate_options(OnlineDPOConfig())}
     there = {name.removeprefix("online_dpo.") for name in names}
     policy = {
-        leaf.name.removeprefix("grpo.") for leaf in leaves(registry.quickstarts.get("grpo")())
+        leaf.name.removeprefix("grpo.")
+        for leaf in iterate_options(registry.quickstarts.get("grpo")())
     }
     assert "sampler_correction" in policy and "actor_inf.deadline_s" in policy
     gone = (
@@ -233,7 +236,7 @@ def test_options_without_a_meaning_here_do_not_exist() -> None:
     ],
 )
 def test_names_of_other_libraries(material: Path, word: str, option: str, value: Any) -> None:
-    read = {leaf.name: leaf.default for leaf in leaves(config(material, word))}
+    read = {leaf.name: leaf.default for leaf in iterate_options(config(material, word))}
     assert read[f"online_dpo.{option}"] == value
     assert config(material, "reward_model_path=@m").rew.path == f"{material}/m"
 

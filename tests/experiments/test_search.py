@@ -9,13 +9,21 @@ from dataclasses import replace
 import pytest
 
 from weft.experiments import _search
-from weft.experiments._cost import Load, Network
-from weft.experiments._rates import GIB, Rates, cpu_rates
-from weft.experiments._search import Problem, Unit, candidates, layouts, ranges, search, uniform
+from weft.experiments._cost import CallWorkload, DecoderSizes
+from weft.experiments._rates import GIB, DeviceRates, estimate_cpu_rates
+from weft.experiments._search import (
+    PlacementProblem,
+    PlacementUnit,
+    list_layouts,
+    list_meshes,
+    list_ranges,
+    list_uniform_placements,
+    search_placement,
+)
 from weft.topology import Layout, Mesh
 
-RATES = Rates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)
-NETWORK = Network(
+RATES = DeviceRates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)
+NETWORK = DecoderSizes(
     layers=8,
     hidden=512,
     query=512,
@@ -31,7 +39,7 @@ NETWORK = Network(
 TRAINED = replace(NETWORK, trained=True)
 
 
-def whole_range(unit: Unit, devices: int) -> int:
+def whole_range(unit: PlacementUnit, devices: int) -> int:
     """Where a search begins that knows of nothing better: all devices, data-parallel, sharded where
     it trains.
     """
@@ -40,19 +48,20 @@ def whole_range(unit: Unit, devices: int) -> int:
 
 
 def problem(
-    calls: dict[str, tuple[Network, Load, Sequence[str]]],
+    calls: dict[str, tuple[DecoderSizes, CallWorkload, Sequence[str]]],
     devices: int,
-    rates: Rates = RATES,
+    rates: DeviceRates = RATES,
     **more: object,
-) -> tuple[Problem, list[int]]:
+) -> tuple[PlacementProblem, list[int]]:
     """Each call with a role of its own; `calls` says (network, load, producers) in the graph's
     order.
     """
-    meshes = tuple(candidates(devices, rates.per_node, lambda layout: layout))
+    meshes = tuple(list_meshes(devices, rates.per_node, lambda layout: layout))
     units = [
-        Unit(name, (name,), meshes, trains=load.trains) for name, (_, load, _) in calls.items()
+        PlacementUnit(name, (name,), meshes, trains=load.trains)
+        for name, (_, load, _) in calls.items()
     ]
-    made = Problem(
+    made = PlacementProblem(
         units=units,
         networks={name: network for name, (network, _, _) in calls.items()},
         loads={name: load for name, (_, load, _) in calls.items()},
@@ -66,9 +75,9 @@ def problem(
 
 
 def test_meshes_divide_nodes_or_are_made_of_whole_ones() -> None:
-    assert list(ranges(4, 4)) == [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)]
-    assert [len(ranks) for ranks in ranges(6, 2)] == [1] * 6 + [2] * 3 + [6]
-    shown = {str(each).removesuffix("c1e1") for each in layouts(4, 2)}
+    assert list(list_ranges(4, 4)) == [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)]
+    assert [len(ranks) for ranks in list_ranges(6, 2)] == [1] * 6 + [2] * 3 + [6]
+    shown = {str(each).removesuffix("c1e1") for each in list_layouts(4, 2)}
     assert shown == {
         "d4f4t1p1",
         "d4f1t1p1",
@@ -79,12 +88,12 @@ def test_meshes_divide_nodes_or_are_made_of_whole_ones() -> None:
         "d2f1t2p1",
         "d1f1t2p2",
     }
-    assert len(candidates(2, 2, lambda layout: layout if layout.tensor == 1 else None)) == 5
+    assert len(list_meshes(2, 2, lambda layout: layout if layout.tensor == 1 else None)) == 5
 
 
 def test_generation_is_data_parallel_where_there_is_room() -> None:
-    made, start = problem({"gen": (NETWORK, Load("generate", 1024, 64, 64), ())}, 4)
-    best = search(made, start).best
+    made, start = problem({"gen": (NETWORK, CallWorkload("generate", 1024, 64, 64), ())}, 4)
+    best = search_placement(made, start).best
     assert str(best.meshes["gen"].layout) == "d4f1t1p1c1e1" and best.meshes["gen"].ranks == (
         0,
         1,
@@ -94,34 +103,40 @@ def test_generation_is_data_parallel_where_there_is_room() -> None:
 
 
 def test_few_sequences_share_the_weights_instead() -> None:
-    quick = replace(RATES, latency=0.0, link=1e12)
-    made, start = problem({"gen": (NETWORK, Load("generate", 1, 8, 64), ())}, 4, quick)
-    assert search(made, start).best.meshes["gen"].layout.tensor == 4
+    quick = replace(RATES, latency=0.0, link_bandwidth=1e12)
+    made, start = problem({"gen": (NETWORK, CallWorkload("generate", 1, 8, 64), ())}, 4, quick)
+    assert search_placement(made, start).best.meshes["gen"].layout.tensor == 4
 
 
 def test_memory_forces_shards() -> None:
-    load = Load("train_step", 8, 8, 8)
+    load = CallWorkload("train_step", 8, 8, 8)
     free, start = problem({"train": (TRAINED, load, ())}, 4)
-    held = 4 * 4 * TRAINED.parameters  # weights, gradients and two moments
+    held = 4 * 4 * TRAINED.num_parameters  # weights, gradients and two moments
     tight, _ = problem({"train": (TRAINED, load, ())}, 4, replace(RATES, capacity=0.75 * held))
     copies = next(
         n
         for n, m in enumerate(free.units[0].meshes)
         if m.layout == Layout(data=4) and len(m.ranks) == 4
     )
-    assert tight.estimate([copies]).over > 0
-    best = search(tight, start).best
+    assert tight.estimate([copies]).excess_bytes > 0
+    best = search_placement(tight, start).best
     layout = best.meshes["train"].layout
-    assert not best.over and layout.fsdp * layout.tensor * layout.pipeline >= 2
-    assert best.step >= search(free, start).best.step
+    assert not best.excess_bytes and layout.fsdp * layout.tensor * layout.pipeline >= 2
+    assert best.step_seconds >= search_placement(free, start).best.step_seconds
 
 
 def test_where_nothing_fits_the_least_is_found() -> None:
     made, start = problem(
-        {"train": (TRAINED, Load("train_step", 32, 64, 64), ())}, 4, replace(RATES, capacity=1e6)
+        {"train": (TRAINED, CallWorkload("train_step", 32, 64, 64), ())},
+        4,
+        replace(RATES, capacity=1e6),
     )
-    best = search(made, start).best
-    assert best.over == min(made.estimate([n]).over for n in range(len(made.units[0].meshes))) > 0
+    best = search_placement(made, start).best
+    assert (
+        best.excess_bytes
+        == min(made.estimate([n]).excess_bytes for n in range(len(made.units[0].meshes)))
+        > 0
+    )
 
 
 def test_calls_that_do_not_wait_for_each_other_take_halves() -> None:
@@ -129,73 +144,81 @@ def test_calls_that_do_not_wait_for_each_other_take_halves() -> None:
     sooner.
     """
     far = replace(RATES, latency=1e-3)
-    load = Load("train_step", 64, 64, 64, microbatch=2048)
+    load = CallWorkload("train_step", 64, 64, 64, microbatch=2048)
     made, start = problem({"a": (TRAINED, load, ()), "b": (TRAINED, load, ())}, 4, far)
-    best = search(made, start).best
+    best = search_placement(made, start).best
     a, b = (best.meshes[name] for name in "ab")
     assert len(a.ranks) == len(b.ranks) == 2 and set(a.ranks).isdisjoint(b.ranks)
-    assert best.step == pytest.approx(max(best.seconds.values()))
+    assert best.step_seconds == pytest.approx(max(best.seconds.values()))
     chained, _ = problem({"a": (TRAINED, load, ()), "b": (TRAINED, load, ("a",))}, 4, far)
-    assert search(chained, start).best.step == pytest.approx(
-        sum(search(chained, start).best.seconds.values())
+    assert search_placement(chained, start).best.step_seconds == pytest.approx(
+        sum(search_placement(chained, start).best.seconds.values())
     )
 
 
 def test_calls_of_one_device_come_one_after_another() -> None:
-    load = Load("inference", 64, 64, 64)
+    load = CallWorkload("inference", 64, 64, 64)
     made, _ = problem({"a": (NETWORK, load, ()), "b": (NETWORK, load, ())}, 2)
     first, second = (
         next(n for n, m in enumerate(made.units[0].meshes) if m.ranks == (rank,)) for rank in (0, 1)
     )
     apart, together = made.estimate([first, second]), made.estimate([first, first])
-    assert together.step == pytest.approx(2 * apart.step) and together.bytes > apart.bytes
+    assert (
+        together.step_seconds == pytest.approx(2 * apart.step_seconds)
+        and together.peak_bytes > apart.peak_bytes
+    )
 
 
 def test_a_copy_gets_its_weights_each_step_and_frozen_ones_do_not() -> None:
-    meshes = tuple(candidates(2, 2, lambda layout: layout))
-    train, sample = Load("train_step", 32, 64, 64), Load("generate", 32, 64, 64)
-    units = [Unit("actor", ("gen",), meshes), Unit("actor", ("train",), meshes, trains=True)]
+    meshes = tuple(list_meshes(2, 2, lambda layout: layout))
+    train, sample = CallWorkload("train_step", 32, 64, 64), CallWorkload("generate", 32, 64, 64)
+    units = [
+        PlacementUnit("actor", ("gen",), meshes),
+        PlacementUnit("actor", ("train",), meshes, trains=True),
+    ]
     loads, producers = {"gen": sample, "train": train}, {"gen": (), "train": ("gen",)}
-    made = Problem(units, {"actor": TRAINED}, loads, list(loads), producers, RATES, 2)
+    made = PlacementProblem(units, {"actor": TRAINED}, loads, list(loads), producers, RATES, 2)
     one = {
         ranks: next(n for n, m in enumerate(meshes) if m.ranks == ranks) for ranks in ((0,), (1,))
     }
-    assert made.estimate([one[0,], one[0,]]).moving["gen"] == 0.0
+    assert made.estimate([one[0,], one[0,]]).transfer_seconds["gen"] == 0.0
     apart = made.estimate([one[1,], one[0,]])
     assert (
-        apart.moving["gen"] == pytest.approx(TRAINED.parameters * 4 / 1e10 + 1e-5)
-        and apart.moving["train"] == 0.0
+        apart.transfer_seconds["gen"] == pytest.approx(TRAINED.num_parameters * 4 / 1e10 + 1e-5)
+        and apart.transfer_seconds["train"] == 0.0
     )
     frozen = replace(made, units=[units[0], replace(units[1], trains=False)])
-    assert frozen.estimate([one[1,], one[0,]]).moving["gen"] == 0.0
+    assert frozen.estimate([one[1,], one[0,]]).transfer_seconds["gen"] == 0.0
 
 
 def test_who_sends_weights_does_nothing_else_meanwhile() -> None:
     """`score` is on the actor's device, and waits until its weights are at the sampler's."""
-    meshes = tuple(candidates(2, 2, lambda layout: layout))
-    work = {name: Load(name, 32, 64, 64) for name in ("generate", "inference")} | {
-        "train": Load("train_step", 32, 64, 64)
+    meshes = tuple(list_meshes(2, 2, lambda layout: layout))
+    work = {name: CallWorkload(name, 32, 64, 64) for name in ("generate", "inference")} | {
+        "train": CallWorkload("train_step", 32, 64, 64)
     }
     units = [
-        Unit("actor", ("generate",), meshes),
-        Unit("ref", ("inference",), meshes),
-        Unit("actor", ("train",), meshes, trains=True),
+        PlacementUnit("actor", ("generate",), meshes),
+        PlacementUnit("ref", ("inference",), meshes),
+        PlacementUnit("actor", ("train",), meshes, trains=True),
     ]
     producers = {"generate": (), "inference": (), "train": ("generate", "inference")}
-    slow = replace(RATES, link=1e6)
-    made = Problem(units, {"actor": TRAINED, "ref": NETWORK}, work, list(work), producers, slow, 2)
+    slow = replace(RATES, link_bandwidth=1e6)
+    made = PlacementProblem(
+        units, {"actor": TRAINED, "ref": NETWORK}, work, list(work), producers, slow, 2
+    )
     first, second = (next(n for n, m in enumerate(meshes) if m.ranks == (rank,)) for rank in (0, 1))
     found = made.estimate([second, first, first])
-    seconds, moving = found.seconds, found.moving["generate"]
+    seconds, moving = found.seconds, found.transfer_seconds["generate"]
     assert moving > 10 * seconds["inference"]
     begun = moving + max(seconds["generate"], seconds["inference"])
-    assert found.step == pytest.approx(begun + seconds["train"])
+    assert found.step_seconds == pytest.approx(begun + seconds["train"])
 
 
 def test_sampling_that_runs_ahead_is_bounded_by_the_busiest_device() -> None:
     calls = {
-        "gen": (NETWORK, Load("generate", 64, 64, 64), ()),
-        "train": (TRAINED, Load("train_step", 64, 64, 64), ("gen",)),
+        "gen": (NETWORK, CallWorkload("generate", 64, 64, 64), ()),
+        "train": (TRAINED, CallWorkload("train_step", 64, 64, 64), ("gen",)),
     }
     made, _ = problem(calls, 2)
     ahead, _ = problem(calls, 2, lag=1)
@@ -203,33 +226,39 @@ def test_sampling_that_runs_ahead_is_bounded_by_the_busiest_device() -> None:
         next(n for n, m in enumerate(made.units[0].meshes) if m.ranks == (rank,)) for rank in (0, 1)
     )
     slow, quick = made.estimate([one, other]), ahead.estimate([one, other])
-    assert slow.step == pytest.approx(sum(slow.seconds.values()))
-    assert quick.step == pytest.approx(max(max(slow.seconds.values()), slow.step / 2))
+    assert slow.step_seconds == pytest.approx(sum(slow.seconds.values()))
+    assert quick.step_seconds == pytest.approx(
+        max(max(slow.seconds.values()), slow.step_seconds / 2)
+    )
 
 
 def test_processes_that_share_cores_gain_nothing_side_by_side() -> None:
     """Two calls that do not wait for each other, on two processes that share the cores."""
-    load = Load("inference", 64, 64, 64)
+    load = CallWorkload("inference", 64, 64, 64)
     calls = {"a": (NETWORK, load, ()), "b": (NETWORK, load, ())}
     for cores, gain in ((1.0, 1), (2.0, 2)):
-        made, _ = problem(calls, 4, cpu_rates(cores, 4.0, 4))
+        made, _ = problem(calls, 4, estimate_cpu_rates(cores, 4.0, 4))
         first, second = (
             next(n for n, m in enumerate(made.units[0].meshes) if m.ranks == (rank,))
             for rank in (0, 1)
         )
         apart, together = made.estimate([first, second]), made.estimate([second, second])
-        assert together.step / apart.step == pytest.approx(gain, rel=0.05)
+        assert together.step_seconds / apart.step_seconds == pytest.approx(gain, rel=0.05)
 
 
 def test_more_processes_than_cores_are_slower_than_one_of_each() -> None:
     made, start = problem(
-        {"train": (TRAINED, Load("train_step", 64, 64, 64), ())}, 4, cpu_rates(2.0, 4.0, 4)
+        {"train": (TRAINED, CallWorkload("train_step", 64, 64, 64), ())},
+        4,
+        estimate_cpu_rates(2.0, 4.0, 4),
     )
-    everywhere, best = made.estimate(start), search(made, start).best
-    assert len(best.meshes["train"].ranks) == 1 and best.step < everywhere.step
+    everywhere, best = made.estimate(start), search_placement(made, start).best
+    assert len(best.meshes["train"].ranks) == 1 and best.step_seconds < everywhere.step_seconds
     assert (
         len(
-            search(*problem({"train": (TRAINED, Load("train_step", 64, 64, 64), ())}, 4))
+            search_placement(
+                *problem({"train": (TRAINED, CallWorkload("train_step", 64, 64, 64), ())}, 4)
+            )
             .best.meshes["train"]
             .ranks
         )
@@ -239,45 +268,49 @@ def test_more_processes_than_cores_are_slower_than_one_of_each() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
-    "rates", [RATES, cpu_rates(2.0, 64.0, 4), cpu_rates(64.0, 64.0, 4)], ids=["gpu", "2", "64"]
+    "rates",
+    [RATES, estimate_cpu_rates(2.0, 64.0, 4), estimate_cpu_rates(64.0, 64.0, 4)],
+    ids=["gpu", "2", "64"],
 )
 def test_the_heuristic_is_never_slower_than_one_layout_for_all_calls(
-    seed: int, rates: Rates
+    seed: int, rates: DeviceRates
 ) -> None:
     draw = random.Random(seed)
-    calls: dict[str, tuple[Network, Load, Sequence[str]]] = {}
+    calls: dict[str, tuple[DecoderSizes, CallWorkload, Sequence[str]]] = {}
     for number, method in enumerate(("generate", "inference", "train_step")):
         network = replace(
             TRAINED if method == "train_step" else NETWORK, layers=draw.choice((1, 8, 32))
         )
-        load = Load(method, draw.choice((4, 64, 1024)), 64, draw.choice((8, 256)))
+        load = CallWorkload(method, draw.choice((4, 64, 1024)), 64, draw.choice((8, 256)))
         calls[f"c{number}"] = (network, load, [f"c{number - 1}"] if number else [])
     made, everywhere = problem(calls, 8, rates)
     on_one = [next(n for n, m in enumerate(unit.meshes) if m.ranks == (0,)) for unit in made.units]
-    assert on_one in uniform(made) and everywhere in uniform(made)
-    chosen = made.estimate(min(uniform(made), key=made.score))
-    assert not chosen.over
-    assert chosen.step <= min(made.estimate(on_one).step, made.estimate(everywhere).step)
+    assert on_one in list_uniform_placements(made) and everywhere in list_uniform_placements(made)
+    chosen = made.estimate(min(list_uniform_placements(made), key=made.compute_score))
+    assert not chosen.excess_bytes
+    assert chosen.step_seconds <= min(
+        made.estimate(on_one).step_seconds, made.estimate(everywhere).step_seconds
+    )
 
 
 def test_the_heuristic_leaves_alone_what_cannot_move_and_has_three_forms_of_a_size() -> None:
-    meshes = tuple(candidates(2, 2, lambda layout: layout))
+    meshes = tuple(list_meshes(2, 2, lambda layout: layout))
     fixed = (Mesh(Layout(tensor=2), (0, 1)),)
     units = [
-        Unit("actor", ("gen",), meshes),
-        Unit("actor", ("train",), meshes, trains=True),
-        Unit("ref", ("ref",), fixed),
+        PlacementUnit("actor", ("gen",), meshes),
+        PlacementUnit("actor", ("train",), meshes, trains=True),
+        PlacementUnit("ref", ("ref",), fixed),
     ]
     work = {
-        "gen": Load("generate", 4, 4, 4),
-        "train": Load("train_step", 4, 4, 4),
-        "ref": Load("inference", 4, 4, 4),
+        "gen": CallWorkload("generate", 4, 4, 4),
+        "train": CallWorkload("train_step", 4, 4, 4),
+        "ref": CallWorkload("inference", 4, 4, 4),
     }
     networks = {"actor": TRAINED, "ref": NETWORK}
-    made = Problem(units, networks, work, list(work), dict.fromkeys(work, ()), RATES, 2)
+    made = PlacementProblem(units, networks, work, list(work), dict.fromkeys(work, ()), RATES, 2)
     shown = [
         [str(unit.meshes[n].layout)[:6] for unit, n in zip(units, choice, strict=True)]
-        for choice in uniform(made)
+        for choice in list_uniform_placements(made)
     ]
     assert shown == [
         ["d1f1t1", "d1f1t1", "d1f1t2"],
@@ -287,10 +320,10 @@ def test_the_heuristic_leaves_alone_what_cannot_move_and_has_three_forms_of_a_si
     ]
 
 
-def many(seed: int) -> tuple[Problem, list[int]]:
+def many(seed: int) -> tuple[PlacementProblem, list[int]]:
     """Six calls of several sizes on eight devices: more placements than can be tried."""
     draw = random.Random(seed)
-    calls: dict[str, tuple[Network, Load, Sequence[str]]] = {}
+    calls: dict[str, tuple[DecoderSizes, CallWorkload, Sequence[str]]] = {}
     for number, method in enumerate(
         ("generate", "inference", "inference", "inference", "train_step", "train_step")
     ):
@@ -298,7 +331,11 @@ def many(seed: int) -> tuple[Problem, list[int]]:
             TRAINED if method == "train_step" else NETWORK, layers=draw.choice((2, 4, 8, 16))
         )
         before = () if not number else ("c0",) if number < 4 else ("c0", "c1", "c2", "c3")
-        calls[f"c{number}"] = (network, Load(method, draw.choice((16, 64, 256)), 64, 64), before)
+        calls[f"c{number}"] = (
+            network,
+            CallWorkload(method, draw.choice((16, 64, 256)), 64, 64),
+            before,
+        )
     return problem(calls, 8, replace(RATES, capacity=draw.choice((0.5, 2, 64)) * GIB))
 
 
@@ -306,26 +343,30 @@ def many(seed: int) -> tuple[Problem, list[int]]:
 def test_never_worse_than_where_it_begins_and_the_same_again(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_search, "ANNEALED", 300)
+    monkeypatch.setattr(_search, "ANNEALING_STEPS", 300)
     made, start = many(seed)
-    found, again = search(made, start), search(many(seed)[0], start)
-    assert not found.exhaustive and (found.best.over, found.best.step) <= (
-        found.first.over,
-        found.first.step,
+    found, again = search_placement(made, start), search_placement(many(seed)[0], start)
+    assert not found.is_exhaustive and (found.best.excess_bytes, found.best.step_seconds) <= (
+        found.first.excess_bytes,
+        found.first.step_seconds,
     )
-    assert found.best == again.best and found.tried == again.tried
+    assert found.best == again.best and found.num_tried == again.num_tried
 
 
 def test_annealing_finds_what_trying_all_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Load("train_step", 64, 64, 64, microbatch=2048)
+    load = CallWorkload("train_step", 64, 64, 64, microbatch=2048)
     calls = {
         "a": (TRAINED, load, ()),
         "b": (TRAINED, load, ()),
-        "c": (NETWORK, Load("generate", 64, 64, 64), ("a",)),
+        "c": (NETWORK, CallWorkload("generate", 64, 64, 64), ("a",)),
     }
     made, start = problem(calls, 4, replace(RATES, latency=1e-3))
-    everything = search(made, start)
-    monkeypatch.setattr(_search, "ALL", 0)
-    drawn = search(made, start)
-    assert everything.exhaustive and not drawn.exhaustive and drawn.tried < everything.tried
-    assert drawn.best.step == pytest.approx(everything.best.step, rel=0.02)
+    everything = search_placement(made, start)
+    monkeypatch.setattr(_search, "MAX_EXHAUSTIVE", 0)
+    drawn = search_placement(made, start)
+    assert (
+        everything.is_exhaustive
+        and not drawn.is_exhaustive
+        and drawn.num_tried < everything.num_tried
+    )
+    assert drawn.best.step_seconds == pytest.approx(everything.best.step_seconds, rel=0.02)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.graph.blocks import Blocks
+from weft.graph.blocks import StateBlocks
 
 IDS = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
 
 
-def blocks() -> Blocks[list[int]]:
-    return Blocks(list[int], list[int].copy)
+def blocks() -> StateBlocks[list[int]]:
+    return StateBlocks(list[int], list[int].copy)
 
 
 @given(st.lists(st.tuples(st.booleans(), IDS), max_size=20))
@@ -30,7 +30,7 @@ def test_blocks_know_of_every_id_what_a_dict_would(calls):
             for id in gone:
                 del wanted[id]
         else:
-            for known in found.apart(ids):
+            for known in found.separate_states(ids):
                 known.append(number)
             for id in ids:
                 wanted.setdefault(id, []).append(number)
@@ -43,14 +43,16 @@ def test_blocks_know_of_every_id_what_a_dict_would(calls):
 def test_ids_that_come_together_stay_one_block():
     found = blocks()
     for _ in range(3):
-        assert len(found.apart("abc")) == 1
-    assert list(found.parts("cab").values()) == [["c", "a", "b"]]
-    assert len(found.apart("ab")) == 1 and len(found.parts("abc")) == 2
-    assert [chosen for block, chosen in found.parts("xa").items() if block is None] == [["x"]]
+        assert len(found.separate_states("abc")) == 1
+    assert list(found.group_by_block("cab").values()) == [["c", "a", "b"]]
+    assert len(found.separate_states("ab")) == 1 and len(found.group_by_block("abc")) == 2
+    assert [chosen for block, chosen in found.group_by_block("xa").items() if block is None] == [
+        ["x"]
+    ]
 
 
 def test_the_last_id_of_a_block_is_told():
     found = blocks()
-    found.apart("abc")
+    found.separate_states("abc")
     assert [(chosen, empty) for _, chosen, empty in found.discard("ab")] == [(["a", "b"], False)]
     assert [(chosen, empty) for _, chosen, empty in found.discard("cz")] == [(["c"], True)]

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from weft.graph.draw import HEIGHT, WIDTH, shortened, to_svg
+from weft.graph.draw import HEIGHT, WIDTH, shorten_keys, to_svg
 from weft.graph.graph import DataflowGraph
-from weft.graph.layers import implied, place
+from weft.graph.layers import find_implied_edges, lay_out_graph
 from weft.graph.mfc import HostFunction, MFCDef, ParamSync
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -160,13 +160,13 @@ def test_a_graph_without_rows_or_edges_is_drawn() -> None:
 
 def test_implied_edges_are_those_with_a_longer_way() -> None:
     edges = [("a", "b"), ("b", "c"), ("a", "c"), ("a", "d")]
-    assert implied(["a", "b", "c", "d"], edges) == {("a", "c")}
+    assert find_implied_edges(["a", "b", "c", "d"], edges) == {("a", "c")}
 
 
 def test_layers_go_down_and_bundled_edges_share_a_trunk() -> None:
     names = ["a", "b", "c", "d", "e"]
     edges = [("a", "b"), ("b", "c"), ("c", "d"), ("c", "e"), ("a", "d"), ("a", "e")]
-    placed = place(names, edges, {("a", "d"), ("a", "e")}, 100, 20)
+    placed = lay_out_graph(names, edges, {("a", "d"), ("a", "e")}, 100, 20)
     assert dict(placed.layer) == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 3}
     assert placed.bends["a", "d"] == placed.bends["a", "e"] and [
         layer for _, layer in placed.bends["a", "d"]
@@ -175,9 +175,9 @@ def test_layers_go_down_and_bundled_edges_share_a_trunk() -> None:
 
 
 def test_keys_are_shortened_to_fit() -> None:
-    assert shortened(["prompt", "completion"]) == "prompt, completion"
-    assert shortened(["prompt", "completion", "logprobs", "versions"]) == "prompt, completion +2"
+    assert shorten_keys(["prompt", "completion"]) == "prompt, completion"
+    assert shorten_keys(["prompt", "completion", "logprobs", "versions"]) == "prompt, completion +2"
     assert (
-        shortened(["one_key_that_is_longer_than_any_edge"])
+        shorten_keys(["one_key_that_is_longer_than_any_edge"])
         == "one_key_that_is_longer_than_any_edge"
     )

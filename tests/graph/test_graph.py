@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError, GraphError
-from weft.graph.graph import DataflowGraph, Edge, VersionEdge
+from weft.graph.graph import DataflowGraph, KeyEdge, VersionEdge
 from weft.graph.mfc import HostFunction, MFCDef, ParamSync
 
 
@@ -33,14 +33,14 @@ def test_edges_come_from_keys_with_their_remaps():
     graph = DataflowGraph([train(), gen(), ref()], ["prompt"])
     assert graph.order == ("actor_gen", "ref_inf", "actor_train")
     assert set(graph.edges) == {
-        Edge("dataset", "actor_gen", ("prompt",)),
-        Edge("dataset", "ref_inf", ("prompt",)),
-        Edge("actor_gen", "ref_inf", ("completion",)),
-        Edge("dataset", "actor_train", ("prompt",)),
-        Edge("actor_gen", "actor_train", ("completion", "logprobs")),
-        Edge("ref_inf", "actor_train", ("ref_logprobs",)),
+        KeyEdge("dataset", "actor_gen", ("prompt",)),
+        KeyEdge("dataset", "ref_inf", ("prompt",)),
+        KeyEdge("actor_gen", "ref_inf", ("completion",)),
+        KeyEdge("dataset", "actor_train", ("prompt",)),
+        KeyEdge("actor_gen", "actor_train", ("completion", "logprobs")),
+        KeyEdge("ref_inf", "actor_train", ("ref_logprobs",)),
     }
-    assert graph.producers("actor_train") == ("actor_gen", "ref_inf")
+    assert graph.find_producers("actor_train") == ("actor_gen", "ref_inf")
 
 
 def test_input_remap_reads_another_key():
@@ -49,7 +49,7 @@ def test_input_remap_reads_another_key():
     )
     maker = MFCDef("rew", "reward", "infer", "inference", 4, ["completion"], ["scores"])
     graph = DataflowGraph([reads, maker], ["completion"])
-    assert Edge("rew", "adv", ("scores",)) in graph.edges
+    assert KeyEdge("rew", "adv", ("scores",)) in graph.edges
 
 
 def test_optional_keys_make_edges_only_where_somebody_makes_them():
@@ -59,7 +59,7 @@ def test_optional_keys_make_edges_only_where_somebody_makes_them():
         "actor_gen": ("completion", "logprobs"),
         "dataset": ("margin",),
     }
-    assert graph.required_dataset_keys() == {"prompt": "actor_gen"}
+    assert graph.find_required_dataset_keys() == {"prompt": "actor_gen"}
 
 
 def test_version_edges_come_from_training_and_from_syncs():
@@ -72,7 +72,7 @@ def test_version_edges_come_from_training_and_from_syncs():
         VersionEdge("actor_train", "actor_gen", 1),
         VersionEdge("actor_train", "ref_inf", 0),
     }
-    assert DataflowGraph([gen(), ref(), train()], ["prompt"]).waits_for("ref_inf") == ()
+    assert DataflowGraph([gen(), ref(), train()], ["prompt"]).find_version_edges("ref_inf") == ()
 
 
 def test_a_sync_without_after_follows_the_training_of_its_source():
@@ -133,4 +133,4 @@ def test_what_cannot_be_a_graph_is_refused(nodes, syncs, words):
 
 def test_an_unknown_node_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="actor_gen"):
-        DataflowGraph([gen()], ["prompt"]).node("actor_gne")
+        DataflowGraph([gen()], ["prompt"]).get_node("actor_gne")

@@ -33,9 +33,9 @@ def test_what_both_make_comes_from_the_new_node() -> None:
     assert graph.order == ("gen", "reward", "centre", "train")
     assert ("reward", "centre", ("rewards_before_centre",)) in edges(graph)
     assert ("centre", "train", ("rewards",)) in edges(graph)
-    assert graph.node("centre").batch_size == 8
-    assert graph.node("reward").outputs == ("rewards_before_centre",)
-    assert graph.node("centre").input_keys == ("rewards",), (
+    assert graph.get_node("centre").batch_size == 8
+    assert graph.get_node("reward").outputs == ("rewards_before_centre",)
+    assert graph.get_node("centre").input_keys == ("rewards",), (
         "the function sees its own name of the key"
     )
 
@@ -55,7 +55,7 @@ def test_other_keys_pass_by() -> None:
     assert ("gen", "train", ("completion",)) in edges(graph)
     assert ("gen", "scale", ("logprobs_before_scale",)) in edges(graph)
     assert ("scale", "train", ("logprobs",)) in edges(graph)
-    assert graph.node("scale").batch_size == 4
+    assert graph.get_node("scale").batch_size == 4
 
 
 def test_a_node_that_reads_nothing_of_it_is_refused() -> None:

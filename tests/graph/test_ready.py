@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tests.work import calls_of
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef, ParamSync
-from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus, wants_rows
+from weft.graph.ready import (
+    Firing,
+    IdBuffer,
+    find_exhausted_filter,
+    find_ready_firings,
+    find_surplus,
+    needs_rows,
+)
 
 
 def ppo(
@@ -69,7 +76,7 @@ class Simulation:
     ) -> None:
         self.graph, self.drop = graph, drop
         self.epochs = [[f"{e}-{i}" for i in range(num_ids)] for e in range(epochs)]
-        self.batch, self.buffer, self.versions = batch, Buffer(), {}
+        self.batch, self.buffer, self.versions = batch, IdBuffer(), {}
         self.log: list[Firing] = []
         self.surplus: list[str] = []
         # (node, id) -> versions when it was taken
@@ -80,11 +87,11 @@ class Simulation:
             waiting = list(ids)
             self.buffer.closed = False
             while waiting or self.buffer.entries:
-                firings = ready(self.graph, self.buffer, self.versions, [])
+                firings = find_ready_firings(self.graph, self.buffer, self.versions, [])
                 if firings:
                     self.fire(firings[0])
                     continue
-                assert waiting and wants_rows(self.graph, self.buffer, self.versions), (
+                assert waiting and needs_rows(self.graph, self.buffer, self.versions), (
                     "the schedule is stuck"
                 )
                 self.buffer.add(waiting[: self.batch], ["prompt"])
@@ -97,16 +104,20 @@ class Simulation:
         self.log.append(firing)
         for id in firing.ids:
             self.used[firing.node, id] = dict(self.versions)
-        node = self.graph.node(firing.node)
+        node = self.graph.get_node(firing.node)
         kept = [i for i in firing.ids if not (firing.node == "filter" and self.drop(i))]
         self.buffer.finish(firing, kept, node.outputs, len(self.graph.nodes))
         self.versions[firing.node] = self.versions.get(firing.node, 0) + 1
-        left_over = surplus(self.graph, self.buffer, firing.node)
+        left_over = find_surplus(self.graph, self.buffer, firing.node)
         self.surplus += left_over
         self.buffer.drop(left_over)
         here = [entry for _, entry in self.buffer.entries.items()]
-        assert +self.buffer.taken == Counter(node for entry in here for node in entry.started)
-        assert +self.buffer.through == Counter(node for entry in here for node in entry.done)
+        assert +self.buffer.num_ids_started == Counter(
+            node for entry in here for node in entry.started
+        )
+        assert +self.buffer.num_ids_finished == Counter(
+            node for entry in here for node in entry.finished
+        )
 
     def ids(self, node: str) -> list[str]:
         return [id for f in self.log if f.node == node for id in f.ids]
@@ -210,15 +221,15 @@ def test_rounds_are_bounded_and_what_is_there_is_trained_on():
 
 
 def test_rounds_that_leave_nothing_are_seen():
-    graph, buffer = ppo(2, rounds=2), Buffer()
+    graph, buffer = ppo(2, rounds=2), IdBuffer()
     for first in range(2):
         buffer.add([f"{first}a", f"{first}b"], ["prompt"])
         for name in ("gen", "ref_inf", "reward", "filter"):
-            firing = next(f for f in ready(graph, buffer, {}, []) if f.node == name)
+            firing = next(f for f in find_ready_firings(graph, buffer, {}, []) if f.node == name)
             buffer.start(firing)
             kept = () if name == "filter" else firing.ids
-            buffer.finish(firing, kept, graph.node(name).outputs, 8)
-        assert (exhausted(graph, buffer) is not None) == (first == 1)
+            buffer.finish(firing, kept, graph.get_node(name).outputs, 8)
+        assert (find_exhausted_filter(graph, buffer) is not None) == (first == 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -251,20 +262,22 @@ def test_no_weights_are_too_old_behind_a_filter_that_refills(
 
 
 def test_generation_waits_for_the_weights_of_the_step_before():
-    graph, buffer = ppo(2), Buffer()
+    graph, buffer = ppo(2), IdBuffer()
     buffer.add(["a", "b", "c", "d"], ["prompt"])
-    first = ready(graph, buffer, {}, [])
+    first = find_ready_firings(graph, buffer, {}, [])
     assert first == [Firing("gen", ("a", "b"), 0)]
     buffer.start(first[0])
-    assert ready(graph, buffer, {}, first) == []
+    assert find_ready_firings(graph, buffer, {}, first) == []
     buffer.finish(first[0], first[0].ids, ["completion"], 8)
-    assert [f.node for f in ready(graph, buffer, {}, [])] == ["ref_inf", "reward"], (
+    assert [f.node for f in find_ready_firings(graph, buffer, {}, [])] == ["ref_inf", "reward"], (
         "both at the same time"
     )
     lagging = ppo(2, staleness=1)
-    assert [f.node for f in ready(lagging, buffer, {}, [])] == ["ref_inf", "reward", "gen"], (
-        "oldest ids first"
-    )
+    assert [f.node for f in find_ready_firings(lagging, buffer, {}, [])] == [
+        "ref_inf",
+        "reward",
+        "gen",
+    ], "oldest ids first"
 
 
 def test_training_under_way_holds_generation_back_until_its_weights_are_in_place():
@@ -275,30 +288,30 @@ def test_training_under_way_holds_generation_back_until_its_weights_are_in_place
         ],
         ["prompt"],
     )
-    buffer = Buffer()
+    buffer = IdBuffer()
     buffer.add(["a", "b"], ["prompt"])
     for name in ("gen", "train"):
-        (firing,) = ready(graph, buffer, {}, [])
+        (firing,) = find_ready_firings(graph, buffer, {}, [])
         assert firing.node == name
         buffer.start(firing)
         if name == "gen":
             buffer.finish(firing, firing.ids, ["completion"], 2)
-    assert ready(graph, buffer, {"train": 0}, [firing]) == []
-    assert ready(graph, buffer, {"train": 1}, [])[0] == Firing("gen", ("b",), 1)
+    assert find_ready_firings(graph, buffer, {"train": 0}, [firing]) == []
+    assert find_ready_firings(graph, buffer, {"train": 1}, [])[0] == Firing("gen", ("b",), 1)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 1))
 def test_batch_size_0_takes_the_batches_of_the_loader(sizes, staleness):
     graph = ppo(0, staleness)
-    buffer, versions, seen, number = Buffer(), {}, [], 0
+    buffer, versions, seen, number = IdBuffer(), {}, [], 0
     for i, size in enumerate(sizes):
         buffer.add([f"{number + j}" for j in range(size)], ["prompt"])
         number += size
         buffer.closed = i == len(sizes) - 1
-        while firings := ready(graph, buffer, versions, []):
+        while firings := find_ready_firings(graph, buffer, versions, []):
             firing = firings[0]
             buffer.start(firing)
-            buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, 8)
+            buffer.finish(firing, firing.ids, graph.get_node(firing.node).outputs, 8)
             versions[firing.node] = versions.get(firing.node, 0) + 1
             seen.append(firing)
     assert not buffer.entries
@@ -307,29 +320,31 @@ def test_batch_size_0_takes_the_batches_of_the_loader(sizes, staleness):
 
 
 def test_ready_changes_nothing_and_the_buffer_survives_a_restart():
-    graph, buffer = ppo(4, staleness=1), Buffer()
+    graph, buffer = ppo(4, staleness=1), IdBuffer()
     buffer.add([str(i) for i in range(10)], ["prompt"])
     for _ in range(4):
-        firing = ready(graph, buffer, {}, [])[0]
+        firing = find_ready_firings(graph, buffer, {}, [])[0]
         buffer.start(firing)
-        buffer.finish(firing, firing.ids[1:], graph.node(firing.node).outputs, 8)
+        buffer.finish(firing, firing.ids[1:], graph.get_node(firing.node).outputs, 8)
     before = json.dumps(buffer.state_dict())
-    expected = ready(graph, buffer, {}, [])
+    expected = find_ready_firings(graph, buffer, {}, [])
     assert json.dumps(buffer.state_dict()) == before
-    other = Buffer()
+    other = IdBuffer()
     other.load_state_dict(json.loads(before))
-    assert ready(graph, other, {}, []) == expected and list(other.entries) == list(buffer.entries)
+    assert find_ready_firings(graph, other, {}, []) == expected and list(other.entries) == list(
+        buffer.entries
+    )
 
 
 def pass_through(num_ids: int) -> None:
     """One batch through every node, each of which takes all of it."""
-    graph, buffer, versions = ppo(num_ids), Buffer(), {}
+    graph, buffer, versions = ppo(num_ids), IdBuffer(), {}
     buffer.add([str(i) for i in range(num_ids)], ["prompt"])
     buffer.closed = True
-    while firings := ready(graph, buffer, versions, []):
+    while firings := find_ready_firings(graph, buffer, versions, []):
         firing = firings[0]
         buffer.start(firing)
-        buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, 8)
+        buffer.finish(firing, firing.ids, graph.get_node(firing.node).outputs, 8)
         versions[firing.node] = 1
     assert not buffer.entries
 
@@ -339,14 +354,16 @@ def test_ids_that_go_together_cost_as_much_as_one():
 
 
 def test_blocks_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_order():
-    graph, buffer = ppo({**dict.fromkeys(NAMES, 4), "gen": 2}), Buffer()
+    graph, buffer = ppo({**dict.fromkeys(NAMES, 4), "gen": 2}), IdBuffer()
     buffer.add(["a", "b", "c", "d"], ["prompt"])
     for _ in range(2):
-        firing = ready(graph, buffer, {}, [])[0]
+        firing = find_ready_firings(graph, buffer, {}, [])[0]
         buffer.start(firing)
         buffer.finish(firing, firing.ids, ["completion"], 8)
     assert sorted("".join(block.ids) for block in buffer.entries.blocks) == ["ab", "cd"]
-    firing = next(each for each in ready(graph, buffer, {}, []) if each.node == "reward")
+    firing = next(
+        each for each in find_ready_firings(graph, buffer, {}, []) if each.node == "reward"
+    )
     assert firing.ids == ("a", "b", "c", "d")
     buffer.start(firing)
     assert buffer.finish(firing, ["a", "d"], ["rewards"], 8) == ["b", "c"] and list(
@@ -355,9 +372,9 @@ def test_blocks_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_or
 
 
 def test_a_loader_that_repeats_an_id_is_caught():
-    buffer = Buffer()
+    buffer = IdBuffer()
     buffer.add(["a"], ["prompt"])
     with pytest.raises(AssertionError, match="'a' twice"):
         buffer.add(["a"], ["prompt"])
     with pytest.raises(AssertionError, match="'b' twice"):
-        Buffer().add(["a", "b", "b"], ["prompt"])
+        IdBuffer().add(["a", "b", "b"], ["prompt"])

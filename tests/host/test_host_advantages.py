@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.algorithms.advantages import gae
+from weft.algorithms.advantages import compute_gae
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 from weft.host.advantages import GAEAdvantages, GroupAdvantages
@@ -204,7 +204,9 @@ def test_equals_gae_on_its_parts() -> None:
     ends = np.cumsum(lengths) - 1
     rewards[ends] += np.where(data["finished"] == 1, data["rewards"], 0.0)
     after = np.where(data["finished"] == 1, 0.0, data["values"][last])
-    advantages, returns = gae(rewards, np.delete(data["values"], last), after, lengths, lam=0.9)
+    advantages, returns = compute_gae(
+        rewards, np.delete(data["values"], last), after, lengths, lam=0.9
+    )
     assert made["advantages"] == pytest.approx(advantages.tolist(), rel=1e-5, abs=1e-6)
     assert made["returns"] == pytest.approx(returns.tolist(), rel=1e-5, abs=1e-6)
 

@@ -12,7 +12,7 @@ import pytest
 
 from weft.errors import DataError
 from weft.host.verifiers._instructions import CHECKS, count_sentences
-from weft.host.verifiers.ifeval import follows, ifeval
+from weft.host.verifiers.ifeval import ifeval, is_followed
 
 BOTH = [  # instruction, arguments, a response that follows it, one that does not
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a dog.", "A cat."),
@@ -128,9 +128,9 @@ BOTH = [  # instruction, arguments, a response that follows it, one that does no
 
 @pytest.mark.parametrize(("instruction", "arguments", "good", "bad"), BOTH)
 def test_each_instruction(instruction: str, arguments: dict[str, Any], good: str, bad: str) -> None:
-    assert follows(good, instruction, arguments)
-    assert not follows(bad, instruction, arguments)
-    assert not follows("  ", instruction, arguments)
+    assert is_followed(good, instruction, arguments)
+    assert not is_followed(bad, instruction, arguments)
+    assert not is_followed("  ", instruction, arguments)
 
 
 def test_all_instructions_are_tried() -> None:
@@ -158,11 +158,11 @@ def test_the_real_rows(data_dir: Path) -> None:
     for row in rows:
         for id, arguments in zip(row["instruction_id_list"], row["kwargs"], strict=True):
             if id == "combination:repeat_prompt":
-                assert follows(arguments["prompt_to_repeat"] + " Done.", id, arguments)
+                assert is_followed(arguments["prompt_to_repeat"] + " Done.", id, arguments)
             if id == "startend:end_checker":
-                assert follows("Well. " + arguments["end_phrase"], id, arguments)
+                assert is_followed("Well. " + arguments["end_phrase"], id, arguments)
             if id == "keywords:existence":
-                assert follows(" ".join(arguments["keywords"]), id, arguments)
+                assert is_followed(" ".join(arguments["keywords"]), id, arguments)
 
 
 def test_scores() -> None:
@@ -176,15 +176,17 @@ def test_scores() -> None:
 
 def test_the_loose_reading() -> None:
     response = "Sure, here it is:\n*no comma in this*\nHope that helps, bye"
-    assert not follows(response, "punctuation:no_comma", {})
-    assert follows(response, "punctuation:no_comma", {}, loose=True)
+    assert not is_followed(response, "punctuation:no_comma", {})
+    assert is_followed(response, "punctuation:no_comma", {}, loose=True)
 
 
 def test_wrong_rows_are_refused() -> None:
     with pytest.raises(DataError, match="did you mean punctuation:no_comma"):
-        follows("x", "punctuation:no_commas", {})
+        is_followed("x", "punctuation:no_commas", {})
     with pytest.raises(DataError, match="num_words"):
-        follows("x", "length_constraints:number_words", {"relation": "at least", "num_words": None})
+        is_followed(
+            "x", "length_constraints:number_words", {"relation": "at least", "num_words": None}
+        )
     with pytest.raises(DataError, match="kwargs"):
         ifeval(
             [""],

@@ -24,13 +24,13 @@ import pytest
 from tests.host.test_reward import batch, context, rewards
 from weft.errors import ConfigError, DataError, UserError
 from weft.host import http
-from weft.host.http import seconds
+from weft.host.http import parse_retry_after
 from weft.host.reward import RewardFunction
 from weft.host.spec import locate, parse_reward
 from weft.host.verifiers import _judge_cache
-from weft.host.verifiers._judge_cache import place
-from weft.host.verifiers._judge_server import Endpoint
-from weft.host.verifiers._judge_text import SCORE, Scale
+from weft.host.verifiers._judge_cache import find_cache_file
+from weft.host.verifiers._judge_server import JudgeEndpoint
+from weft.host.verifiers._judge_text import SCORE, ScoreScale
 from weft.host.verifiers.judge import judge
 
 KEY = "sk-very/secret-0123456789"
@@ -227,15 +227,15 @@ def test_what_the_server_decides_is_not_sent(stub: Stub) -> None:
     ],
 )
 def test_scores_are_found_in_answers(answer: str, score: float | None) -> None:
-    assert Scale(SCORE, 1, 10).reward(answer) == (
+    assert ScoreScale(SCORE, 1, 10).parse_reward(answer) == (
         None if score is None else pytest.approx((score - 1) / 9)
     )
 
 
 def test_scales_and_patterns_of_ones_own(stub: Stub) -> None:
-    assert Scale(r"<s>(.*?)</s>", -2, 2).reward("<s>9</s> <s> -1 </s>") == 0.25
-    assert Scale(r"(?:yes|(no))", 0, 1).reward("yes") is None, "the group took no part"
-    assert Scale(r"=(\w+)", 0, 1).reward("=nan") is None
+    assert ScoreScale(r"<s>(.*?)</s>", -2, 2).parse_reward("<s>9</s> <s> -1 </s>") == 0.25
+    assert ScoreScale(r"(?:yes|(no))", 0, 1).parse_reward("yes") is None, "the group took no part"
+    assert ScoreScale(r"=(\w+)", 0, 1).parse_reward("=nan") is None
     stub.reply = lambda text, number: said("verdict=3")
     assert judged(stub.url, "c", pattern=r"verdict=(\d)", low=0, high=4)[0] == [0.75]
 
@@ -335,14 +335,14 @@ def test_waits_grow(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_retry_after_may_be_a_date_or_too_far_away(stub: Stub) -> None:
-    assert seconds(
+    assert parse_retry_after(
         format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     ) == pytest.approx(30, abs=2)
     assert (
-        seconds("Wed, 21 Oct 2015 07:28:00 GMT")
-        == seconds("soon")
-        == seconds("-1")
-        == seconds(None)
+        parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
+        == parse_retry_after("soon")
+        == parse_retry_after("-1")
+        == parse_retry_after(None)
         == 0.0
     )
     stub.reply = lambda text, number: (429, {"Retry-After": "3600"}, {})
@@ -526,14 +526,18 @@ def test_failures_are_not_kept(stub: Stub, tmp_path: Path) -> None:
 
 
 def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place(False) is place("") is None
-    assert place(None) == place(True) == tmp_path / "cache" / "weft" / "judge" / "answers.sqlite"
-    assert place("some/folder.v2") == Path("some/folder.v2/answers.sqlite")
-    assert place("~/a.db") == Path.home() / "a.db"
+    assert find_cache_file(False) is find_cache_file("") is None
+    assert (
+        find_cache_file(None)
+        == find_cache_file(True)
+        == tmp_path / "cache" / "weft" / "judge" / "answers.sqlite"
+    )
+    assert find_cache_file("some/folder.v2") == Path("some/folder.v2/answers.sqlite")
+    assert find_cache_file("~/a.db") == Path.home() / "a.db"
     (tmp_path / "file").touch()
-    assert place(str(tmp_path / "file")) == tmp_path / "file"
+    assert find_cache_file(str(tmp_path / "file")) == tmp_path / "file"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert place(None) == Path.home() / ".cache" / "weft" / "judge" / "answers.sqlite"
+    assert find_cache_file(None) == Path.home() / ".cache" / "weft" / "judge" / "answers.sqlite"
 
 
 PROCESS = """
@@ -577,7 +581,7 @@ def test_many_open_a_new_cache_at_once(tmp_path: Path) -> None:
 
             def use(index: int, file: Path = file) -> None:
                 try:
-                    _judge_cache.Cache(file).put(str(index), "text")
+                    _judge_cache.JudgeCache(file).put(str(index), "text")
                 except RuntimeWarning as error:
                     failures.append(str(error))
 
@@ -586,7 +590,9 @@ def test_many_open_a_new_cache_at_once(tmp_path: Path) -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert [_judge_cache.Cache(file).get(str(index)) for index in range(8)] == ["text"] * 8
+            assert [_judge_cache.JudgeCache(file).get(str(index)) for index in range(8)] == [
+                "text"
+            ] * 8
     assert not failures
 
 
@@ -644,7 +650,7 @@ def test_the_key_is_written_nowhere(
         judged(stub.url, "b", pattern="x(y)", **options)
     assert "[key] Score: 7" in str(failure.value)
     assert "secret" not in str(failure.value)
-    assert "secret" not in repr(Endpoint.of(stub.url, "MY_KEY", False))
+    assert "secret" not in repr(JudgeEndpoint.from_options(stub.url, "MY_KEY", False))
 
 
 @pytest.mark.parametrize(
@@ -706,12 +712,12 @@ def test_where_a_key_may_go(
     monkeypatch.setenv("MY_KEY", KEY)
     monkeypatch.setenv("TWO_LINES", "sk-secret\nsk-secret")
     if message is None:
-        made = Endpoint.of(url, variable, insecure)
+        made = JudgeEndpoint.from_options(url, variable, insecure)
         assert made.url == url.removesuffix("/chat/completions") + "/chat/completions"
         assert made.key == (None if variable is None else KEY)
         return
     with pytest.raises(ConfigError, match=message) as refusal:
-        Endpoint.of(url, variable, insecure)
+        JudgeEndpoint.from_options(url, variable, insecure)
     assert "secret" not in str(refusal.value)
 
 

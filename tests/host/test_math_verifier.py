@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from tests.host import math_pairs
 from weft.host.verifiers import _symbolic
-from weft.host.verifiers._symbolic import ALLOWANCE, REFILL, SECONDS, Engine
-from weft.host.verifiers.math import boxed, equal, math_answer, right
-from weft.runtime.processes import descendants
+from weft.host.verifiers._symbolic import ALLOWANCE, REFILL, SECONDS, AlgebraProcess
+from weft.host.verifiers.math import are_equal, extract_boxed, is_correct, math_answer
+from weft.runtime.processes import find_descendants
 
 
 def spent() -> float:
@@ -29,7 +29,7 @@ def spent() -> float:
     algebra runs in one.
     """
     found = sum(os.times()[:4])
-    for each in descendants():
+    for each in find_descendants():
         with suppress(OSError):  # it has ended just now
             stat = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
             found += sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -39,7 +39,7 @@ def spent() -> float:
 @pytest.fixture(autouse=True)
 def all_the_time() -> None:
     """No test pays for the slow answers of another."""
-    _symbolic.engine().allowed = ALLOWANCE
+    _symbolic.get_engine().allowance_seconds = ALLOWANCE
 
 
 def one(completion: str, *, strict: bool = False, **columns: list[str | None]) -> float | None:
@@ -116,12 +116,12 @@ APART = [
 
 @pytest.mark.parametrize(("a", "b"), SAME)
 def test_equal_answers(a: str, b: str) -> None:
-    assert equal(a, b) and equal(b, a)
+    assert are_equal(a, b) and are_equal(b, a)
 
 
 @pytest.mark.parametrize(("a", "b"), APART)
 def test_unequal_answers(a: str, b: str) -> None:
-    assert not equal(a, b) and not equal(b, a)
+    assert not are_equal(a, b) and not are_equal(b, a)
 
 
 # Pairs whose difference the library's parser drops or evaluates away; and what stays equal all the
@@ -192,42 +192,42 @@ KEPT = [
 
 @pytest.mark.parametrize(("a", "b"), DROPPED)
 def test_what_a_parser_drops_makes_no_answers_equal(a: str, b: str) -> None:
-    assert equal(a, a) and equal(b, b)
-    assert not equal(a, b) and not equal(b, a)
-    assert not right(box(a), b) and not right(box(b), a)
+    assert are_equal(a, a) and are_equal(b, b)
+    assert not are_equal(a, b) and not are_equal(b, a)
+    assert not is_correct(box(a), b) and not is_correct(box(b), a)
 
 
 @pytest.mark.parametrize(("a", "b"), KEPT)
 def test_answers_of_the_same_kind_that_are_equal(a: str, b: str) -> None:
-    assert equal(a, b) and equal(b, a)
-    assert right(box(a), b) and right(box(b), a)
+    assert are_equal(a, b) and are_equal(b, a)
+    assert is_correct(box(a), b) and is_correct(box(b), a)
 
 
 @given(st.text(max_size=40))
 def test_any_text_is_equal_to_itself_and_raises_nothing(text: str) -> None:
-    assert equal(text, text)
-    equal(text, r"\frac{1}{2}")
+    assert are_equal(text, text)
+    are_equal(text, r"\frac{1}{2}")
 
 
 @pytest.mark.parametrize(("reference", "answer"), math_pairs.SAME)
 def test_answers_that_are_right(reference: str, answer: str) -> None:
-    assert right(rf"So it is $\boxed{{{answer}}}$.", reference)
+    assert is_correct(rf"So it is $\boxed{{{answer}}}$.", reference)
 
 
 @pytest.mark.parametrize(("reference", "answer"), math_pairs.APART)
 def test_answers_that_are_wrong(reference: str, answer: str) -> None:
-    assert not right(rf"So it is $\boxed{{{answer}}}$.", reference)
+    assert not is_correct(rf"So it is $\boxed{{{answer}}}$.", reference)
 
 
 @pytest.mark.parametrize(("reference", "completion"), math_pairs.SAID)
 def test_completions_that_say_the_answer(reference: str, completion: str) -> None:
-    assert right(completion, reference)
+    assert is_correct(completion, reference)
 
 
 @pytest.mark.parametrize(("reference", "completion"), math_pairs.UNSAID)
 def test_completions_that_do_not(reference: str, completion: str) -> None:
     begin = spent()
-    assert not right(completion, reference)
+    assert not is_correct(completion, reference)
     assert spent() - begin < 5
 
 
@@ -253,14 +253,16 @@ def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
 def test_a_thread_may_judge() -> None:
     """The library's clock is a signal, which threads may not set."""
     with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(right, r"\boxed{(0,1]}", r"0<x\le 1").result()
+        assert threads.submit(is_correct, r"\boxed{(0,1]}", r"0<x\le 1").result()
 
 
 def test_boxes() -> None:
-    assert boxed(r"so \boxed{\frac{1}{2}} and then \boxed{\{1, \{2\}\}}.") == r"\{1, \{2\}\}"
-    assert boxed(r"\boxed 5.") == "5"
-    assert boxed("none") is None
-    assert boxed(r"\boxed{1} then \boxed{cut off") == "1"
+    assert (
+        extract_boxed(r"so \boxed{\frac{1}{2}} and then \boxed{\{1, \{2\}\}}.") == r"\{1, \{2\}\}"
+    )
+    assert extract_boxed(r"\boxed 5.") == "5"
+    assert extract_boxed("none") is None
+    assert extract_boxed(r"\boxed{1} then \boxed{cut off") == "1"
 
 
 def test_math_by_hand() -> None:
@@ -309,10 +311,14 @@ def test_large_numbers_are_compared_to_the_last_digit(
     number: tuple[str, int], off: int, added: str
 ) -> None:
     text, value = number
-    assert right(box(str(value + off)), text) == right(box(text), str(value + off)) == (off == 0)
-    assert not right(box(f"{text}+{added}"), text)
-    assert not right(box(text), f"{text}-{added}")
-    assert not right(box(rf"\frac{{1}}{{{text}}}"), "0")
+    assert (
+        is_correct(box(str(value + off)), text)
+        == is_correct(box(text), str(value + off))
+        == (off == 0)
+    )
+    assert not is_correct(box(f"{text}+{added}"), text)
+    assert not is_correct(box(text), f"{text}-{added}")
+    assert not is_correct(box(rf"\frac{{1}}{{{text}}}"), "0")
 
 
 @settings(max_examples=200, deadline=None)
@@ -332,26 +338,26 @@ def test_decimals_are_right_to_their_last_digit(
         return f"{n // scale}.{n % scale:0{point}d}"
 
     fraction = rf"\frac{{{digits * factor}}}{{{scale * factor}}}"
-    assert right(box(decimal(digits)), fraction)
-    assert not right(box(decimal(digits + off)), fraction)
-    assert not right(box(fraction), decimal(digits - off))
+    assert is_correct(box(decimal(digits)), fraction)
+    assert not is_correct(box(decimal(digits + off)), fraction)
+    assert not is_correct(box(fraction), decimal(digits - off))
     near = Fraction(digits, scale) * Fraction(10**6 + 1, 10**6)
-    assert not right(box(rf"\frac{{{near.numerator}}}{{{near.denominator}}}"), fraction)
+    assert not is_correct(box(rf"\frac{{{near.numerator}}}{{{near.denominator}}}"), fraction)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 99), st.integers(2, 99), st.sampled_from(["1", "10^{-12}", "2^{-60}"]))
 def test_roots_and_functions_are_compared_to_many_digits(a: int, b: int, added: str) -> None:
     root = rf"{a}\sqrt{{{b}}}"
-    assert right(box(rf"\sqrt{{{a * a * b}}}"), root)
+    assert is_correct(box(rf"\sqrt{{{a * a * b}}}"), root)
     for wrong in (
         rf"\sqrt{{{a * a * b + 1}}}",
         f"{root}+{added}",
         rf"\sqrt{{{a * a * b}+{added}}}",
     ):
-        assert not right(box(wrong), root)
-    assert right(box(rf"\ln {a}+\ln {b}"), rf"\ln {a * b}")
-    assert not right(box(rf"\ln {a}+\ln {b}+{added}"), rf"\ln {a * b}")
+        assert not is_correct(box(wrong), root)
+    assert is_correct(box(rf"\ln {a}+\ln {b}"), rf"\ln {a * b}")
+    assert not is_correct(box(rf"\ln {a}+\ln {b}+{added}"), rf"\ln {a * b}")
 
 
 @settings(max_examples=200, deadline=None)
@@ -365,11 +371,11 @@ def test_polynomials_are_compared_to_the_last_coefficient(
     a: int, b: int, power: int, added: str
 ) -> None:
     product, expanded = f"(x+{a})(x+{b}y)", f"x^2+{a}x+{b}xy+{a * b}y"
-    assert right(box(expanded), product)
-    assert not right(box(f"{expanded}+{added}"), product)
-    assert not right(box(f"x^2+{a}x+{b}xy+{a * b + 1}y"), product)
-    assert right(box(rf"({b}y_1+{a}x)^{{{power}}}"), rf"({a}x+{b}y_{{1}})^{{{power}}}")
-    assert not right(box(rf"({b}y_1+{a}x)^{{{power}}}+{added}"), rf"({a}x+{b}y_1)^{{{power}}}")
+    assert is_correct(box(expanded), product)
+    assert not is_correct(box(f"{expanded}+{added}"), product)
+    assert not is_correct(box(f"x^2+{a}x+{b}xy+{a * b + 1}y"), product)
+    assert is_correct(box(rf"({b}y_1+{a}x)^{{{power}}}"), rf"({a}x+{b}y_{{1}})^{{{power}}}")
+    assert not is_correct(box(rf"({b}y_1+{a}x)^{{{power}}}+{added}"), rf"({a}x+{b}y_1)^{{{power}}}")
 
 
 @settings(max_examples=100, deadline=None)
@@ -381,27 +387,27 @@ def test_conditions_are_compared_as_intervals(
     interval = f"{opening}{low}, {high}{closing}"
     signs = r"\le" if left else "<", r"\leq" if right_closed else "<"
     condition = f"{low} {signs[0]} x {signs[1]} {high}"
-    assert right(box(condition), interval) and right(box(interval), condition)
+    assert is_correct(box(condition), interval) and is_correct(box(interval), condition)
     for other in (f"{opening}{low}, {high + 1}{closing}", f"{'(' if left else '['}{interval[1:]}"):
-        assert not right(box(condition), other) and not right(box(other), condition)
+        assert not is_correct(box(condition), other) and not is_correct(box(other), condition)
     outside = rf"x<{low} \text{{ or }} x>{high}"
-    assert right(box(outside), rf"(-\infty,{low})\cup({high},\infty)")
-    assert not right(box(outside), rf"(-\infty,{low}]\cup({high},\infty)")
-    assert not right(box(outside), rf"(-\infty,{low})\cup({high + 1},\infty)")
+    assert is_correct(box(outside), rf"(-\infty,{low})\cup({high},\infty)")
+    assert not is_correct(box(outside), rf"(-\infty,{low}]\cup({high},\infty)")
+    assert not is_correct(box(outside), rf"(-\infty,{low})\cup({high + 1},\infty)")
 
 
 # -- time: of this process, which a busy machine does not lengthen; the child that compares measures its own
 
 
 def test_large_powers_are_decided_without_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "ask", lambda *given: pytest.fail("the library is asked"))
+    monkeypatch.setattr(AlgebraProcess, "ask", lambda *given: pytest.fail("the library is asked"))
     completions = [rf"\boxed{{(x+{k})^{{999}}}}" for k in range(16)]
     for reference in ("x^2+1", "5", r"\{1,2\}", "x^2=1"):
         assert (
             math_answer([""] * 16, completions, completion_ids=[], answer=[reference] * 16)
             == [0.0] * 16
         )
-    assert right(completions[3], "(3+x)^{999}")
+    assert is_correct(completions[3], "(3+x)^{999}")
 
 
 def test_slow_answers_take_little_time_together() -> None:
@@ -418,15 +424,15 @@ def test_slow_answers_take_little_time_together() -> None:
     assert rewards[:40] == [0.0] * 40
     assert spent() - begin < 20, "6 seconds of processor time"
     for _ in range(int(0.5 / REFILL)):
-        _symbolic.engine().begin()
-    assert right(completions[-1], answers[-1])
+        _symbolic.get_engine().begin()
+    assert is_correct(completions[-1], answers[-1])
 
 
 def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, given_seconds = Engine(), []
+    engine, given_seconds = AlgebraProcess(), []
     monkeypatch.setattr(
         engine,
-        "_asked",
+        "_send_question",
         lambda one, other, seconds: (False, given_seconds.append(seconds) or seconds),
     )
     for _ in range(100):
@@ -438,14 +444,14 @@ def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_library_is_ended_in_whatever_loop_it_is() -> None:
-    engine = Engine()
+    engine = AlgebraProcess()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
     begin = spent()
     for endless in ("$9^{9^{9^{9}}}$", r"$(x+y+z+1)^{400}$", "$((10^{9})^{10^9})!$"):
         engine.begin()
         assert not engine.ask("$(x+1)^{400}$", endless)
     assert spent() - begin < 15, "6 seconds of processor time, and what starting takes"
-    engine = Engine()
+    engine = AlgebraProcess()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
     assert not engine.ask("$5$", "$" + "(" * 50_000 + "$")
     engine.begin()
@@ -453,16 +459,16 @@ def test_the_library_is_ended_in_whatever_loop_it_is() -> None:
 
 
 def test_a_process_that_died_is_replaced() -> None:
-    engine = Engine()
+    engine = AlgebraProcess()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
     assert engine.process is not None
     os.kill(engine.process.pid, signal.SIGKILL)
-    engine.allowed = 0.2
+    engine.allowance_seconds = 0.2
     assert not engine.ask("$(x+1)^{400}$", "$(x+y+z+1)^{400}$"), (
         "the child that is left has its time and no parent"
     )
     engine.begin()
-    engine.allowed = ALLOWANCE
+    engine.allowance_seconds = ALLOWANCE
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
 
 
@@ -472,7 +478,7 @@ def test_files_of_the_working_folder_are_not_imported(
     (tmp_path / "math.py").write_text("raise SystemExit(3)")
     (tmp_path / "selectors.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    assert Engine().ask("$x^2+y^2=25$", "$y^2=25-x^2$")
+    assert AlgebraProcess().ask("$x^2+y^2=25$", "$y^2=25-x^2$")
 
 
 @pytest.mark.parametrize(
@@ -505,5 +511,5 @@ def test_files_of_the_working_folder_are_not_imported(
 def test_hostile_texts_are_wrong_and_hold_nothing_up(text: str) -> None:
     """Without a budget of time some of them take minutes, some for ever."""
     begin = spent()
-    assert not right(text, "6") and not right(text, "x^2+1")
+    assert not is_correct(text, "6") and not is_correct(text, "x^2+1")
     assert spent() - begin < 60

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from weft.algorithms.dpo import dpo_loss
-from weft.algorithms.reward import num_pairs
+from weft.algorithms.dpo import build_preference_loss
+from weft.algorithms.reward import count_pairs
 from weft.data.sample import SequenceSample
 from weft.engine.rows import PackLayout, SampleRows
 from weft.errors import ConfigError, DataError
@@ -46,17 +46,17 @@ def preferences(batch: SequenceSample, **args: Any) -> tuple[SequenceSample, dic
 
 
 def rows(batch: SequenceSample) -> SampleRows:
-    return SampleRows(batch, PackLayout.of(batch), torch.device("cpu"), torch.float32)
+    return SampleRows(batch, PackLayout.from_sample(batch), torch.device("cpu"), torch.float32)
 
 
 def pairs(batch: SequenceSample, **args: Any) -> list[tuple[int, int]]:
-    """(better, worse) as the loss sees them, and `num_pairs` counts."""
+    """(better, worse) as the loss sees them, and `count_pairs` counts."""
     made, _ = preferences(batch, **args)
     whole = batch.update(made)
     better, worse = rows(whole).pairs()
     assert (
         np.bincount(whole.group_of("rank")[better.numpy()], minlength=whole.num_ids).tolist()
-        == num_pairs(whole).tolist()
+        == count_pairs(whole).tolist()
     )
     return list(zip(better.tolist(), worse.tolist(), strict=True))
 
@@ -198,7 +198,7 @@ def test_the_loss_by_hand_and_no_gradient_for_completions_in_no_pair() -> None:
         [0.0, 0.0, 0.5, 1.0, -0.25, -0.25, 7.0, 7.0, 0.0, 0.0, 0.0, 0.0]
     )
     logprobs.requires_grad_()
-    loss = dpo_loss("sigmoid", beta=0.1)
+    loss = build_preference_loss("sigmoid", beta=0.1)
     value, stats = loss({"logprobs": logprobs}, rows(whole), loss.denominators(whole))
     value.backward()
     # Better: 0.5 + 1 above the reference; worse: 0.5 below it. One pair; the second prompt has

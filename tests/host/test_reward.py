@@ -434,9 +434,9 @@ def test_a_head_start_that_nobody_wants_takes_no_worker_for_long(make: Make) -> 
     function.begin(batch([["x"]]), context())
     assert rewards(function(batch([["a"]]), context())) == [1.0]
     function.begin(replace_ids(batch([["x"]]), ["p9"]), context())
-    function._batches += 1  # one batch that it has outlived
+    function._num_batches += 1  # one batch that it has outlived
     assert rewards(function(batch([["a"]]), context())) == [1.0]
-    assert not function._begun
+    assert not function._prefetched_calls
 
 
 @pytest.fixture
@@ -476,7 +476,7 @@ def test_a_pool_that_is_closed_leaves_what_waits(make: Make) -> None:
     assert replies[0].result(20).value == ([1.0], {})
     pool.close()
     assert all(reply.cancelled() or reply.result(20).status == "died" for reply in replies[1:])
-    assert not pool.pids
+    assert not pool.process_ids
     assert pool.submit((0, ["p"], ["a"], [[1]], {}, {})).result(20).value == ([1.0], {})
 
 
@@ -603,7 +603,7 @@ def test_workers_keep_away_from_standard_streams(
 def test_workers_end_with_the_process_that_started_them(source: Path, text: str) -> None:
     """Idle ones, and ones that hang ("x") when that process dies without a word."""
     program = (
-        "import os, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import "
+        "import os, time\nfrom weft.host._pool import RewardPool\nfrom weft.host.spec import "
         "RewardPart, locate\n"
         f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], "
         f"1)\npool.start()\nprint(pool.pids[0], flush=True)\n"

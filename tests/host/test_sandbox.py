@@ -19,16 +19,24 @@ from tests.host import programs
 from tests.host.programs import ADD, TESTS
 from weft.host.reward import RewardFunction
 from weft.host.verifiers import _sandbox
-from weft.host.verifiers._sandbox import Limits, Task, described, passes, protections
+from weft.host.verifiers._sandbox import (
+    SandboxLimits,
+    SandboxTask,
+    describe_protections,
+    find_protections,
+    run_tests,
+)
 from weft.host.verifiers.code import code
 
 # a busy machine is slow; what ends by itself ends long before
-LIMITS = Limits(seconds=30.0, memory_mb=512)
+LIMITS = SandboxLimits(seconds=30.0, memory_mb=512)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the protections are Linux's")
 
 
 def verdict(program: str, tests: str = TESTS, **options: object) -> bool:
-    return passes(Task(program, tests), Limits(**{"seconds": 30.0, "memory_mb": 512, **options}))  # type: ignore[arg-type]
+    return run_tests(
+        SandboxTask(program, tests), SandboxLimits(**{"seconds": 30.0, "memory_mb": 512, **options})
+    )  # type: ignore[arg-type]
 
 
 # -- what tests may use
@@ -168,10 +176,10 @@ def active(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if sys.platform != "linux":
         pytest.skip("the protections are Linux's")
     if request.param == "best":
-        if "files" not in protections():
+        if "files" not in find_protections():
             pytest.skip("this system allows no file tree of its own")
-        return protections()
-    fallback = tuple(name for name in ("landlock", "seccomp") if _sandbox._works((name,)))
+        return find_protections()
+    fallback = tuple(name for name in ("landlock", "seccomp") if _sandbox._can_protect((name,)))
     if "landlock" not in fallback:
         pytest.skip("this kernel has no Landlock")
     return fallback
@@ -179,10 +187,10 @@ def active(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 def attacked(program: str, active: tuple[str, ...], tests: str = "assert attack()") -> bool:
     """Whether the attack, a function that returns true where it succeeds, did."""
-    assert passes(Task("def attack(): return True", tests), LIMITS, active), (
+    assert run_tests(SandboxTask("def attack(): return True", tests), LIMITS, active), (
         "one that needs nothing does"
     )
-    return passes(Task(program, tests), LIMITS, active)
+    return run_tests(SandboxTask(program, tests), LIMITS, active)
 
 
 def test_a_program_reads_no_environment_of_other_processes(
@@ -244,8 +252,10 @@ def test_no_process_is_left_behind(names: str, end: str) -> None:
     launcher's fork.
     """
     before = set(os.listdir("/proc"))
-    limits = Limits(seconds=1.0 if "while" in end else 30.0, processes=10_000)
-    passes(Task(programs.LEAVES + end, "assert True"), limits, None if names == "best" else ())
+    limits = SandboxLimits(seconds=1.0 if "while" in end else 30.0, processes=10_000)
+    run_tests(
+        SandboxTask(programs.LEAVES + end, "assert True"), limits, None if names == "best" else ()
+    )
     assert not descendants()
     new = [pid for pid in set(os.listdir("/proc")) - before if pid.isdigit()]
     launcher = str(_sandbox._launchers[0].process.pid)
@@ -316,23 +326,25 @@ def test_a_program_that_takes_too_much_fails(program: str) -> None:
 
 @linux
 def test_a_program_fills_no_disk() -> None:
-    if "files" not in protections():
+    if "files" not in find_protections():
         pytest.skip("this system allows no file tree of its own")
-    limits = Limits(seconds=30.0, disk_mb=8)
-    assert passes(Task(programs.FILLS_THE_DISK, "assert 6 << 20 <= attack() <= 8 << 20"), limits)
+    limits = SandboxLimits(seconds=30.0, disk_mb=8)
+    assert run_tests(
+        SandboxTask(programs.FILLS_THE_DISK, "assert 6 << 20 <= attack() <= 8 << 20"), limits
+    )
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
 def test_endless_programs_are_ended(program: str) -> None:
     began = time.monotonic()
-    assert not passes(Task(program, ""), Limits(seconds=0.3)), (
+    assert not run_tests(SandboxTask(program, ""), SandboxLimits(seconds=0.3)), (
         "by itself it would end well, or never"
     )
     assert time.monotonic() - began < 30.0
 
 
 def test_endless_tests_are_ended() -> None:
-    assert not passes(Task(ADD, "while add(1, 1) == 2: pass"), Limits(seconds=0.5))
+    assert not run_tests(SandboxTask(ADD, "while add(1, 1) == 2: pass"), SandboxLimits(seconds=0.5))
 
 
 def test_many_at_a_time() -> None:
@@ -354,23 +366,23 @@ def test_many_at_a_time() -> None:
 
 
 def test_what_holds_and_what_does_not_is_said() -> None:
-    (line,) = described(("namespaces", "files", "user", "seccomp"))
+    (line,) = describe_protections(("namespaces", "files", "user", "seccomp"))
     assert "no network" in line and "seccomp" in line and "another user" in line
-    first, second = described(("seccomp",))
+    first, second = describe_protections(("seccomp",))
     assert "namespaces" not in first and "NOT protected by own process, mount, network" in second
-    assert "NOT" in described(())[1]
+    assert "NOT" in describe_protections(())[1]
 
 
 def test_a_run_says_it_at_its_start() -> None:
     function = RewardFunction("code", num_workers=1)
-    assert list(function.notes) == described(protections())
+    assert list(function.notes) == describe_protections(find_protections())
     assert not RewardFunction("length", num_workers=1).notes
 
 
 def test_protections_that_are_refused_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"namespaces", "user"}
-    monkeypatch.setattr(_sandbox, "_works", lambda names: not refused & set(names))
+    monkeypatch.setattr(_sandbox, "_can_protect", lambda names: not refused & set(names))
     monkeypatch.setattr(sys, "platform", "linux")
-    assert protections.__wrapped__() == ("landlock", "seccomp")
+    assert find_protections.__wrapped__() == ("landlock", "seccomp")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert protections.__wrapped__() == ()
+    assert find_protections.__wrapped__() == ()

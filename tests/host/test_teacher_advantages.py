@@ -92,7 +92,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     batch = sample([[1]] * 7, **values)
     found, _ = advantages(batch)
     held = batch.update(sample([[1]] * 7, advantages=found))
-    rows = SampleRows(held, PackLayout.of(held), torch.device("cpu"), torch.float64)
+    rows = SampleRows(held, PackLayout.from_sample(held), torch.device("cpu"), torch.float64)
     loss = GRPOLoss(loss_type="dapo")
     total = torch.zeros((), dtype=torch.float64)
     for token, weight in enumerate(logp.exp().tolist()):
@@ -104,7 +104,9 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
                 {"loss_mask": torch.tensor([float(id not in others) for id in held.ids])},
             )
         )
-        rows = SampleRows(masked, PackLayout.of(masked), torch.device("cpu"), torch.float64)
+        rows = SampleRows(
+            masked, PackLayout.from_sample(masked), torch.device("cpu"), torch.float64
+        )
         total = (
             total
             + weight

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.host.verifiers._answers import numbers
+from weft.host.verifiers._answers import find_numbers
 from weft.host.verifiers._language import detect
-from weft.host.verifiers.code import code, program_of
+from weft.host.verifiers.code import code, extract_program
 from weft.host.verifiers.exact import exact
 from weft.host.verifiers.format import format_match
-from weft.host.verifiers.gsm8k import final_number, gsm8k
+from weft.host.verifiers.gsm8k import find_final_number, gsm8k
 from weft.host.verifiers.length import length
 
 
@@ -45,7 +45,7 @@ def test_every_gsm8k_reference_verifies(data_dir: Path, split: str) -> None:
     blanks = [""] * len(answers)
     assert set(gsm8k(blanks, answers, completion_ids=[], answer=finals)) == {1.0}
     assert set(gsm8k(blanks, finals, completion_ids=[], ground_truth=answers)) == {1.0}
-    others = [str(final_number(a) + 1) for a in answers]  # type: ignore[operator]
+    others = [str(find_final_number(a) + 1) for a in answers]  # type: ignore[operator]
     assert set(gsm8k(blanks, others, completion_ids=[], answer=answers)) == {0.0}
 
 
@@ -89,7 +89,7 @@ def test_svamp_answers_verify(data_dir: Path) -> None:
     ],
 )
 def test_numbers(text: str, found: list[str]) -> None:
-    assert [str(number) for number in numbers(text)] == found
+    assert [str(number) for number in find_numbers(text)] == found
 
 
 @given(st.integers(-(10**9), 10**9))
@@ -102,7 +102,7 @@ def test_numbers_survive_their_spellings(n: int) -> None:
         f"it is {n} apples.",
         f"{n}e0",
     ):
-        assert numbers(text)[-1] == n
+        assert find_numbers(text)[-1] == n
 
 
 def test_gsm8k_by_hand() -> None:
@@ -273,6 +273,6 @@ def test_lists_of_tests() -> None:
 
 
 def test_which_code_a_completion_means() -> None:
-    assert program_of("p", "```python\nx = 1\n```\ntext\n```py\ny = 2\n```", None) == "y = 2\n"
-    assert program_of("def f():\n", "    return 1", "f") == "def f():\n    return 1"
-    assert program_of("p", "def f(): return 1", "f") == "def f(): return 1"
+    assert extract_program("p", "```python\nx = 1\n```\ntext\n```py\ny = 2\n```", None) == "y = 2\n"
+    assert extract_program("def f():\n", "    return 1", "f") == "def f():\n    return 1"
+    assert extract_program("p", "def f(): return 1", "f") == "def f(): return 1"

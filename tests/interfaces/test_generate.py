@@ -19,8 +19,8 @@ from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
-from weft.interfaces.generate import Generate
-from weft.randomness import uniform
+from weft.interfaces.generate import GenerateInterface
+from weft.randomness import draw_uniform
 from weft.registry import interfaces
 
 
@@ -80,7 +80,7 @@ def test_announces_each_id_once_as_soon_as_all_its_completions_have_ended(
     steps: list[int] = []
     step = BatchGenerator.step
     monkeypatch.setattr(BatchGenerator, "step", lambda self: steps.append(1) or step(self))
-    generate = Generate(samples_per_prompt=3, max_new_tokens=60, stop=["q", "e"])
+    generate = GenerateInterface(samples_per_prompt=3, max_new_tokens=60, stop=["q", "e"])
     made = generate.generate(
         model(announce=lambda sample: told.append((len(steps), sample))), batch()
     ).outputs
@@ -95,11 +95,11 @@ def test_announces_each_id_once_as_soon_as_all_its_completions_have_ended(
 
 
 def test_is_registered_under_its_name() -> None:
-    assert interfaces.get("generate") is Generate
+    assert interfaces.get("generate") is GenerateInterface
 
 
 def test_makes_k_completions_an_id_with_everything_about_them() -> None:
-    made = Generate(samples_per_prompt=3, max_new_tokens=12).generate(model(), batch())
+    made = GenerateInterface(samples_per_prompt=3, max_new_tokens=12).generate(model(), batch())
     sample = made.outputs
     assert sample is not None
     assert sample.ids == ("p0", "p1", "p2", "p3")
@@ -138,15 +138,17 @@ def answered(texts: tuple[str, ...] = ("once", "a fox", "no", "z")) -> SequenceS
 def test_a_share_is_sampled_and_the_others_keep_their_rows() -> None:
     """Chosen by the hash alone: the same ids in any batch, and other ones at another step."""
     rows = answered(tuple("abcdefghijkl"))
-    interface = Generate(share=0.5, max_new_tokens=5, samples_per_prompt=2)
+    interface = GenerateInterface(share=0.5, max_new_tokens=5, samples_per_prompt=2)
     result = interface.generate(model(), rows)
     made = result.outputs
     assert made is not None and made.ids == rows.ids and not made.metadata
     assert set(made.keys) == {"completion", "loss_mask", "sampled"}
-    wanted = [uniform(9, "share/actor", 2, id, 0, 0) < 0.5 for id in rows.ids]
+    wanted = [draw_uniform(9, "share/actor", 2, id, 0, 0) < 0.5 for id in rows.ids]
     assert 0 < sum(wanted) < len(wanted)
     assert result.metrics["sampled_fraction"] == sum(wanted) / len(wanted)
-    whole = Generate(max_new_tokens=5, samples_per_prompt=2).generate(model(), rows).outputs
+    whole = (
+        GenerateInterface(max_new_tokens=5, samples_per_prompt=2).generate(model(), rows).outputs
+    )
     assert whole is not None
     for one, own, sampled, chosen in zip(
         made.unpack(), rows.unpack(), whole.unpack(), wanted, strict=True
@@ -172,7 +174,7 @@ def test_without_a_chosen_id_nothing_is_sampled() -> None:
     rows = answered()
     for share, sampled in ((1e-9, 0.0), (1 - 1e-9, 1.0)):
         actor = model()
-        result = Generate(share=share, max_new_tokens=3).generate(
+        result = GenerateInterface(share=share, max_new_tokens=3).generate(
             actor, rows.select(keys=["prompt", "completion"])
         )
         assert result.outputs is not None
@@ -188,12 +190,16 @@ def test_without_a_chosen_id_nothing_is_sampled() -> None:
 )
 def test_shares_that_cannot_be_are_refused(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="share"):
-        Generate(**args)
+        GenerateInterface(**args)
 
 
 def test_ends_with_the_tokenizers_own_end_token() -> None:
     own = ended(letters(), "<5>")
-    made = Generate(samples_per_prompt=6, max_new_tokens=30).generate(model(own), batch()).outputs
+    made = (
+        GenerateInterface(samples_per_prompt=6, max_new_tokens=30)
+        .generate(model(own), batch())
+        .outputs
+    )
     assert made is not None
     rows, finished = made.sequences("completion"), made.data["finished"].tolist()
     assert set(finished) == {0.0, 1.0}
@@ -202,22 +208,24 @@ def test_ends_with_the_tokenizers_own_end_token() -> None:
 
 def test_the_same_firing_draws_the_same_and_another_one_does_not() -> None:
     def completions(**changes: Any) -> list[list[int]]:
-        made = Generate(max_new_tokens=12).generate(model(**changes), batch()).outputs
+        made = GenerateInterface(max_new_tokens=12).generate(model(**changes), batch()).outputs
         assert made is not None
         return [row.tolist() for row in made.sequences("completion")]
 
     assert completions() == completions()
     assert completions(step=3) != completions()
     assert completions(seed=1) != completions()
-    alone = Generate(max_new_tokens=12).generate(model(), batch().select(ids=["p2"])).outputs
+    alone = (
+        GenerateInterface(max_new_tokens=12).generate(model(), batch().select(ids=["p2"])).outputs
+    )
     assert alone is not None
     assert alone.data["completion"].tolist() == completions()[2]
 
 
 def test_records_what_the_limits_kept() -> None:
-    made = Generate(samples_per_prompt=2, max_new_tokens=9, top_k=4, record_support=True).generate(
-        model(), batch()
-    )
+    made = GenerateInterface(
+        samples_per_prompt=2, max_new_tokens=9, top_k=4, record_support=True
+    ).generate(model(), batch())
     sample = made.outputs
     assert sample is not None
     assert sample.data["support_counts"].tolist() == [4] * sample.num_tokens()
@@ -227,7 +235,7 @@ def test_records_what_the_limits_kept() -> None:
         "what was sampled was kept"
     )
     whole = (
-        Generate(max_new_tokens=9, top_k=1000, record_support=True)
+        GenerateInterface(max_new_tokens=9, top_k=1000, record_support=True)
         .generate(model(), batch())
         .outputs
     )
@@ -239,7 +247,7 @@ def test_records_what_the_limits_kept() -> None:
 
 def test_stop_texts_are_read_with_the_roles_tokenizer() -> None:
     made = (
-        Generate(samples_per_prompt=4, max_new_tokens=60, stop=["q"])
+        GenerateInterface(samples_per_prompt=4, max_new_tokens=60, stop=["q"])
         .generate(model(), batch())
         .outputs
     )
@@ -251,7 +259,7 @@ def test_stop_texts_are_read_with_the_roles_tokenizer() -> None:
 
 def test_another_tokenizer_than_the_datas_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="role 'actor' generates with another tokenizer"):
-        Generate().generate(model(ended(letters(), "<new>")), batch())
+        GenerateInterface().generate(model(ended(letters(), "<new>")), batch())
 
 
 @pytest.mark.parametrize(
@@ -269,7 +277,7 @@ def test_another_tokenizer_than_the_datas_is_refused(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_told_when_it_is_built(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Generate(**args)
+        GenerateInterface(**args)
 
 
 class Newer:
@@ -299,7 +307,7 @@ def interrupted(
     told: list[SequenceSample] = []
     handle = model(announce=told.append)
     updates = Newer(cast(Any, handle.engine), after, change)
-    generate = Generate(samples_per_prompt=3, max_new_tokens=20, stop=["q", "e"], **more)
+    generate = GenerateInterface(samples_per_prompt=3, max_new_tokens=20, stop=["q", "e"], **more)
     result = generate.generate(replace(handle, updates=updates if interrupt else None), batch())
     return result.outputs, result.metrics, told
 

@@ -19,7 +19,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
-from weft.interfaces.infer import Infer, Part, same_tokens
+from weft.interfaces.infer import InferInterface, OutputSums, have_same_tokens
 from weft.models.network.packed import TopIds
 
 
@@ -72,8 +72,8 @@ class Scores:
 class ScoresOfTwoRanks(Scores):
     """The rank beside this one has scored one completion of a third id with 10."""
 
-    def gather(self, own: Part) -> list[Part]:
-        return [own, Part(sums={}, scores=np.array([10.0]), owners=["c"], ids=1, cut=None)]
+    def gather(self, own: OutputSums) -> list[OutputSums]:
+        return [own, OutputSums(sums={}, scores=np.array([10.0]), owners=["c"], ids=1, cut=None)]
 
 
 def model_of(engine: Scores, own: Tokenizer, data: Tokenizer) -> Model:
@@ -105,9 +105,9 @@ def test_metrics_are_those_of_all_ranks(tokenizers: tuple[Tokenizer, Tokenizer])
     first, _ = tokenizers
     batch = batch_of(first)
     own = [float(n) for group in batch.seqlens["completion"] for n in group]
-    made = Infer(["scores"]).inference(model_of(ScoresOfTwoRanks(), first, first), batch)
+    made = InferInterface(["scores"]).inference(model_of(ScoresOfTwoRanks(), first, first), batch)
     assert made.metrics["reward"] == pytest.approx(np.mean([*own, 10.0]))
-    alone = Infer(["scores"]).inference(model_of(Scores(), first, first), batch)
+    alone = InferInterface(["scores"]).inference(model_of(Scores(), first, first), batch)
     assert alone.metrics["reward"] == pytest.approx(np.mean(own))
 
 
@@ -116,7 +116,9 @@ def test_a_role_of_the_same_tokens_reads_the_batch_as_it_is(
 ) -> None:
     first, _ = tokenizers
     engine, batch = Scores(), batch_of(first)
-    result = Infer(["logprobs"], temperature=0.5).inference(model_of(engine, first, first), batch)
+    result = InferInterface(["logprobs"], temperature=0.5).inference(
+        model_of(engine, first, first), batch
+    )
     assert engine.read is batch
     assert engine.temperature == 0.5
     assert result.outputs is not None and result.outputs.keys == ("logprobs",)
@@ -126,9 +128,9 @@ def test_a_role_of_other_tokens_reads_the_text_in_its_own_form(
     tokenizers: tuple[Tokenizer, Tokenizer],
 ) -> None:
     first, second = tokenizers
-    assert not same_tokens(first, second)
+    assert not have_same_tokens(first, second)
     engine = Scores()
-    interface = Infer(["scores"], prompt_prefix="Q: ", prompt_suffix=" A:")
+    interface = InferInterface(["scores"], prompt_prefix="Q: ", prompt_suffix=" A:")
     result = interface.inference(model_of(engine, second, first), batch_of(first))
     assert engine.read is not None
     prompts = [second.decode(p.tolist()) for p in engine.read.sequences("prompt")]
@@ -146,7 +148,7 @@ def test_a_role_of_other_tokens_reads_the_text_in_its_own_form(
 def test_the_form_alone_makes_a_role_read_text(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     first, _ = tokenizers
     engine, batch = Scores(), batch_of(first)
-    Infer(["scores"], prompt_prefix="Q: ").inference(model_of(engine, first, first), batch)
+    InferInterface(["scores"], prompt_prefix="Q: ").inference(model_of(engine, first, first), batch)
     assert engine.read is not None and engine.read is not batch
 
 
@@ -155,7 +157,7 @@ def test_values_a_token_are_refused_across_tokenizers(
 ) -> None:
     first, second = tokenizers
     with pytest.raises(ConfigError, match="logprobs"):
-        Infer(["logprobs"]).inference(model_of(Scores(), second, first), batch_of(first))
+        InferInterface(["logprobs"]).inference(model_of(Scores(), second, first), batch_of(first))
 
 
 def test_the_likeliest_ids_are_asked_for_of_those_that_the_tokenizer_knows(
@@ -165,7 +167,7 @@ def test_the_likeliest_ids_are_asked_for_of_those_that_the_tokenizer_knows(
     first, second = tokenizers
     for count, asked in ((8, 8), (100_000, first.vocab_size - 1)):
         engine = Scores()
-        outputs = Infer(["top_ids", "top_logprobs"], top_k=count).inference(
+        outputs = InferInterface(["top_ids", "top_logprobs"], top_k=count).inference(
             model_of(engine, first, first), batch_of(first)
         )
         assert engine.top == TopIds(asked, below=first.vocab_size)
@@ -173,13 +175,15 @@ def test_the_likeliest_ids_are_asked_for_of_those_that_the_tokenizer_knows(
             "top_ids",
             "top_logprobs",
         }
-    interface = Infer(["top_ids"], top_k=8)
+    interface = InferInterface(["top_ids"], top_k=8)
     with pytest.raises(ConfigError, match="cannot give top_ids for the data's tokens"):
         interface.inference(model_of(Scores(), second, first), batch_of(first))
     with pytest.raises(ConfigError, match="cannot give top_ids"):
         interface.check_tokens("teacher", second, first)
     interface.check_tokens("teacher", first, first)
-    Infer(["scores"]).check_tokens("rew", second, first)  # one score a completion is of any tokens
+    InferInterface(["scores"]).check_tokens(
+        "rew", second, first
+    )  # one score a completion is of any tokens
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_how_many_ids_is_said_where_ids_are_asked_for(
     outputs: list[Any], top_k: int | None
 ) -> None:
     with pytest.raises(ConfigError, match=rf"top_k={top_k} with the outputs {outputs[0]}"):
-        Infer(outputs, top_k=top_k)
+        InferInterface(outputs, top_k=top_k)
 
 
 CHATML = (
@@ -213,7 +217,7 @@ def test_messages_are_rendered_in_the_roles_own_template(
     own.hf.chat_template = CHATML
     engine = Scores()
     batch = with_messages(batch_of(data))
-    Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    InferInterface(outputs=["scores"]).inference(model_of(engine, own, data), batch)
     assert engine.read is not None
     prompts = [own.decode(ids.tolist()) for ids in engine.read.sequences("prompt")]
     assert prompts == ["<s>[system]Be kind.</s>[user]What is two?</s>[assistant]", "Once upon"]
@@ -233,9 +237,11 @@ def test_messages_need_a_template_or_a_form(tokenizers: tuple[Tokenizer, Tokeniz
     with pytest.raises(
         ConfigError, match=r"role 'rew' has .* no chat template.*set rew.tokenizer.chat_template"
     ):
-        Infer(outputs=["scores"]).inference(model_of(Scores(), bare, data), batch)
+        InferInterface(outputs=["scores"]).inference(model_of(Scores(), bare, data), batch)
     engine = Scores()
-    Infer(outputs=["scores"], prompt_suffix=" =").inference(model_of(engine, bare, data), batch)
+    InferInterface(outputs=["scores"], prompt_suffix=" =").inference(
+        model_of(engine, bare, data), batch
+    )
     assert engine.read is not None
     assert bare.decode(engine.read.sequences("prompt")[0].tolist()) == "What is two? ="
 
@@ -246,12 +252,12 @@ def test_one_vocabulary_with_another_template_is_another_form(
     data, _ = tokenizers
     own = replace(data, hf=deepcopy(data.hf))
     engine, batch = Scores(), with_messages(batch_of(data))
-    Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    InferInterface(outputs=["scores"]).inference(model_of(engine, own, data), batch)
     assert engine.read is batch  # the same template
     own.hf.chat_template = CHATML
-    Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    InferInterface(outputs=["scores"]).inference(model_of(engine, own, data), batch)
     assert engine.read is not batch
-    Infer(outputs=["logprobs"]).inference(model_of(engine, own, data), batch)
+    InferInterface(outputs=["logprobs"]).inference(model_of(engine, own, data), batch)
     assert engine.read is batch  # values a token are those of the batch's tokens
 
 
@@ -263,7 +269,7 @@ def test_templates_that_end_turns_with_nothing(tokenizers: tuple[Tokenizer, Toke
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     engine = Scores()
-    Infer(outputs=["scores"]).inference(
+    InferInterface(outputs=["scores"]).inference(
         model_of(engine, plain, data), with_messages(batch_of(data))
     )
     assert engine.read is not None
@@ -283,7 +289,7 @@ def read_by(
 ) -> tuple[list[str], dict[str, float]]:
     """(each sequence as the role read it, the metrics)."""
     engine = Scores()
-    result = Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    result = InferInterface(outputs=["scores"]).inference(model_of(engine, own, data), batch)
     assert engine.read is not None
     prompts = [ids.tolist() for ids in engine.read.sequences("prompt")]
     pairs = zip(

@@ -11,12 +11,12 @@ import torch
 from tests.tiny import make_tokenizer
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
-from weft.data.steps import step_ends, step_tokens
+from weft.data.steps import find_step_ends, find_step_tokens
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
-from weft.interfaces.process_reward import ProcessReward
+from weft.interfaces.process_reward import ProcessRewardInterface
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_each_step_is_scored_where_it_ends(tokenizer: Tokenizer) -> None:
     texts = [["One.\n\nTwo two.\n\nThree", "One"], ["\n\n", "Six.\n\n"]]
     batch = batch_of(tokenizer, texts)
     model = Model("rew", cast(Engine, Values()), tokenizer, tokenizer, "cpu", "float32")
-    result = ProcessReward("\n\n").inference(model, batch)
+    result = ProcessRewardInterface("\n\n").inference(model, batch)
     made = result.outputs
     assert (
         made is not None
@@ -89,11 +89,11 @@ def test_each_step_is_scored_where_it_ends(tokenizer: Tokenizer) -> None:
 
 
 def test_steps_of_a_text(tokenizer: Tokenizer) -> None:
-    assert step_ends("ab\n\ncd\n\n\n\n", "\n\n") == [4, 8]
-    assert step_ends("", "\n\n") == []
-    assert step_ends("x", "\n\n") == [1]
+    assert find_step_ends("ab\n\ncd\n\n\n\n", "\n\n") == [4, 8]
+    assert find_step_ends("", "\n\n") == []
+    assert find_step_ends("x", "\n\n") == [1]
     ids = tokenizer.encode("ab cd", bos=False)
-    places = step_tokens(tokenizer, [], ids, [1, 2, 5])
+    places = find_step_tokens(tokenizer, [], ids, [1, 2, 5])
     texts = [tokenizer.decode(ids[: n + 1]) for n in places]
     assert [len(text) >= end for text, end in zip(texts, [1, 2, 5], strict=True)] == [True] * 3
     assert places[-1] == len(ids) - 1
@@ -106,6 +106,6 @@ def test_other_tokens_and_no_step_are_refused(tokenizer: Tokenizer, tmp_path: Pa
     with pytest.raises(
         ConfigError, match=r"role 'rew' has another tokenizer .* leave out rew_step"
     ):
-        ProcessReward("\n").inference(model, batch_of(tokenizer, [["a"]]))
+        ProcessRewardInterface("\n").inference(model, batch_of(tokenizer, [["a"]]))
     with pytest.raises(ConfigError, match="step='' ends nothing"):
-        cast(Any, ProcessReward)("")
+        cast(Any, ProcessRewardInterface)("")

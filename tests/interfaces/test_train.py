@@ -16,7 +16,7 @@ from weft.engine.base import Engine, StepStats
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.errors import ConfigError
 from weft.interfaces.base import MFCResult, Model
-from weft.interfaces.train import Train, merged
+from weft.interfaces.train import TrainInterface, merge_metrics
 from weft.runtime.split import split
 
 
@@ -84,7 +84,7 @@ def model_of(engine: Engine_, step: int = 0, schedule: Schedule | None = None) -
     )
 
 
-def train_step(interface: Train, model: Model, batch: SequenceSample) -> MFCResult:
+def train_step(interface: TrainInterface, model: Model, batch: SequenceSample) -> MFCResult:
     """As the Master and a worker do."""
     parts = split(
         batch, interface.minibatches(), 1, seed=model.seed, role=model.role, step=model.step
@@ -95,16 +95,16 @@ def train_step(interface: Train, model: Model, batch: SequenceSample) -> MFCResu
 def test_every_minibatch_is_a_step_of_the_engine() -> None:
     engine, batch = Engine_(), batch_of([[1]] * 8)
     model = replace(model_of(engine), max_tokens=9)
-    train_step(Train("sft", num_minibatches=4, epochs=3, temperature=0.7), model, batch)
+    train_step(TrainInterface("sft", num_minibatches=4, epochs=3, temperature=0.7), model, batch)
     assert (engine.temperatures, engine.limits) == ([0.7], [9])
     assert [part.num_ids for part in engine.trained[0]] == [2] * 12
 
 
 def test_a_role_sits_out_its_frozen_steps() -> None:
-    schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=12, steps_per_epoch=8)
+    schedule = OptimizerSpec(frozen_epochs=1).build_schedule(total_steps=12, steps_per_epoch=8)
     assert (schedule.frozen_steps, schedule.total_steps) == (8, 4)
     engine, batch = Engine_(), batch_of([[1]] * 4)
-    interface = Train("sft", num_minibatches=2, epochs=2)  # four optimizer steps a call
+    interface = TrainInterface("sft", num_minibatches=2, epochs=2)  # four optimizer steps a call
     results = [train_step(interface, model_of(engine, step, schedule), batch) for step in range(3)]
     assert [r.metrics.get("frozen") for r in results] == [1.0, 1.0, None]
     assert len(engine.trained) == 1
@@ -121,8 +121,10 @@ def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(
     """Four minibatches are asked for; a batch of fewer completions makes fewer, and the schedule
     counts it as whole.
     """
-    engine, interface = Engine_(), Train("sft", num_minibatches=4)
-    schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=100, steps_per_epoch=per_epoch)
+    engine, interface = Engine_(), TrainInterface("sft", num_minibatches=4)
+    schedule = OptimizerSpec(frozen_epochs=1).build_schedule(
+        total_steps=100, steps_per_epoch=per_epoch
+    )
     results = [
         train_step(interface, model_of(engine, step, schedule), batch_of([[1]] * size))
         for step, size in enumerate(sizes)
@@ -135,7 +137,7 @@ def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(
 
 def test_no_steps_left_after_the_frozen_ones_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 epochs without training"):
-        OptimizerSpec(frozen_epochs=1).schedule(total_steps=8, steps_per_epoch=8)
+        OptimizerSpec(frozen_epochs=1).build_schedule(total_steps=8, steps_per_epoch=8)
 
 
 def test_metrics_of_steps_are_joined_by_what_they_mean() -> None:
@@ -157,7 +159,7 @@ def test_metrics_of_steps_are_joined_by_what_they_mean() -> None:
         StepStats({**first, "learning_rate": 0.5}),
         StepStats({**second, "learning_rate": 0.4}, skipped="veto"),
     ]
-    assert merged(steps) == {
+    assert merge_metrics(steps) == {
         "loss": 2.0,
         "num_tokens": 40.0,
         "tokens_per_second": 10.0,
@@ -171,7 +173,7 @@ def test_metrics_of_steps_are_joined_by_what_they_mean() -> None:
 def test_evaluate_asks_the_engine_and_makes_no_step() -> None:
     engine = Engine_()
     model = replace(model_of(engine), max_tokens=7)
-    metrics = Train("sft", temperature=0.7).evaluate(model, batch_of([[2], [3]])).metrics
+    metrics = TrainInterface("sft", temperature=0.7).evaluate(model, batch_of([[2], [3]])).metrics
     assert engine.trained == []
     assert metrics == {"loss": 2.5, "ids": 2.0, "temperature": 0.7, "max_tokens": 7.0}
 
@@ -181,7 +183,7 @@ def test_evaluate_asks_the_engine_and_makes_no_step() -> None:
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"at least 1|sft"):
-        Train(**{"loss": "sft", **wrong})
+        TrainInterface(**{"loss": "sft", **wrong})
 
 
 class Ranks_(Engine_):
@@ -197,11 +199,13 @@ def test_the_age_of_the_weights_that_sampled_is_told_over_trained_tokens() -> No
     batch = batch_of([[2], [3]], versions=[5, 6, 6, 7, 0], loss_mask=[1.0, 1.0, 1.0, 1.0, 0.0])
     for engine, mean, most in ((Engine_(), 1.0, 2.0), (Ranks_(), 2.0, 4.0)):
         engine.version = 7
-        metrics = train_step(Train("sft", num_minibatches=2), model_of(engine), batch).metrics
+        metrics = train_step(
+            TrainInterface("sft", num_minibatches=2), model_of(engine), batch
+        ).metrics
         assert (metrics["staleness"], metrics["staleness_max"]) == (mean, most)
     assert (
         "staleness"
         not in train_step(
-            Train("sft"), model_of(Engine_()), batch.select(keys=["prompt", "completion"])
+            TrainInterface("sft"), model_of(Engine_()), batch.select(keys=["prompt", "completion"])
         ).metrics
     )

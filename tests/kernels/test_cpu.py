@@ -27,7 +27,7 @@ from weft.kernels.cpu import library
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were called."""
-    if library.library() is None:
+    if library.load_library() is None:
         pytest.skip("needs g++")
     names: list[str] = []
     call = library.call
@@ -208,7 +208,7 @@ kernels.attend_segments(y.detach().view(6, 4, 2), 1, None, kernels.VarlenSegment
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that stands before the C library's and counts who asks for another heap."""
-    if library.library() is None:
+    if library.load_library() is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("counter")
     (folder / "counter.cpp").write_text(COUNTING)

@@ -66,7 +66,7 @@ def test_each_is_what_the_other_form_computes(monkeypatch: pytest.MonkeyPatch) -
         return function
 
     monkeypatch.setattr(compiled, "serves", lambda *_: True)
-    monkeypatch.setattr(compiled, "one_kernel", counted)
+    monkeypatch.setattr(compiled, "compile_as_one_kernel", counted)
     for made, wanted in zip([part() for part in parts(7)], plain, strict=True):
         assert_close(made, wanted, rtol=1e-10, atol=1e-12)
     assert set(used) == {
@@ -94,8 +94,8 @@ def test_what_is_between_input_and_result_is_float32() -> None:
     exact = formulas.activated(half.float(), True, "silu")
     assert torch.equal(formulas.activated(half, True, "silu"), exact.bfloat16())
     for made, wanted in zip(
-        formulas.activated_gradients(half_by, half, True, "silu", True),
-        formulas.activated_gradients(half_by.float(), half.float(), True, "silu", True),
+        formulas.compute_activated_gradients(half_by, half, True, "silu", True),
+        formulas.compute_activated_gradients(half_by.float(), half.float(), True, "silu", True),
         strict=True,
     ):
         assert made is not None and wanted is not None and torch.equal(made, wanted.bfloat16())
@@ -121,7 +121,7 @@ def test_packs_of_any_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
         assert own == settings, "sizes are inputs"
         return compile_with(count, nopython=True, dynamic=True)(function)
 
-    compiled.compiled.cache_clear()
+    compiled.compile_dynamic.cache_clear()
     monkeypatch.setattr(compiled, "serves", lambda *_: True)
     try:
         for length in (33, 1000, 57, 64, 129, 41, 500, 36, 77, 2048, 45):
@@ -130,6 +130,6 @@ def test_packs_of_any_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
             if length == 33:
                 first = len(made)
     finally:
-        compiled.compiled.cache_clear()
+        compiled.compile_dynamic.cache_clear()
         torch._dynamo.reset()
     assert first == len(made) <= 12

@@ -42,8 +42,8 @@ def test_which_devices_and_matrices_have_them(monkeypatch: pytest.MonkeyPatch) -
             torch.cuda, "get_device_capability", lambda device, found=capability: found
         )
         assert (kernels.fp8_obstacle(torch.device("cuda", 0)) is None) == has
-    assert kernels.Fp8Product.takes(torch.empty(MULTIPLE, 3 * MULTIPLE))
-    assert not kernels.Fp8Product.takes(torch.empty(MULTIPLE, MULTIPLE + 8))
+    assert kernels.Fp8Product.supports(torch.empty(MULTIPLE, 3 * MULTIPLE))
+    assert not kernels.Fp8Product.supports(torch.empty(MULTIPLE, MULTIPLE + 8))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

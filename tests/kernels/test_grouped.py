@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.kernels import Groups, grouped, grouped_linear
+from weft.kernels import RowGroups, grouped, grouped_linear
 
 SIZES = [3, 0, 5, 1, 0]
 
@@ -31,7 +31,7 @@ def test_each_group_has_its_own_matrix(
 ) -> None:
     monkeypatch.setattr(grouped, "serves", lambda *_: one_kernel)
     x, weight = inputs(torch.float32)
-    groups = Groups(torch.tensor(SIZES), SIZES if known else None)
+    groups = RowGroups(torch.tensor(SIZES), SIZES if known else None)
     made, wanted = (
         grouped_linear(x, weight, groups),
         torch.cat([p @ w.T for p, w in zip(x.split(SIZES), weight, strict=True)]),
@@ -58,7 +58,7 @@ def test_a_group_without_rows_has_no_gradient_whatever_the_kernel_left_there(
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaving)
     x, weight = inputs(torch.float32)
-    grouped_linear(x, weight, Groups(torch.tensor(SIZES))).sum().backward()
+    grouped_linear(x, weight, RowGroups(torch.tensor(SIZES))).sum().backward()
     assert (
         weight.grad is not None and weight.grad.isfinite().all() and not weight.grad[[1, 4]].any()
     )
@@ -82,7 +82,7 @@ def test_the_backward_pass_does_not_grow_with_the_square_of_the_groups() -> None
     for count in (8, 32):
         x, weight = inputs(torch.float64, [2] * count)
         with Moved() as moved:
-            grouped_linear(x, weight, Groups(torch.full((count,), 2))).sum().backward()
+            grouped_linear(x, weight, RowGroups(torch.full((count,), 2))).sum().backward()
         made[count] = moved.made
     assert (
         made[32] < 5 * made[8]

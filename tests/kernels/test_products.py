@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from weft.kernels.products import GradientSum, add_product, kept_wide, linear, product, wide_product
+from weft.kernels.products import (
+    GradientSum,
+    add_product,
+    linear,
+    prepare_wide,
+    product,
+    wide_product,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -100,7 +107,7 @@ def test_sums_of_half_precision_are_not_rounded_to_it(
         rtol=1e-5,
         atol=1e-5,
     )
-    wide = kept_wide(right)
+    wide = prepare_wide(right)
     assert (wide is None) == (dtype not in (torch.bfloat16, torch.float16)), (
         "what is wide needs no copy"
     )

@@ -21,8 +21,8 @@ def rows(size: int) -> Tensor:
 @pytest.fixture(params=["kernel", "torch"])
 def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(library, "library", lambda: None)
-    elif library.library() is None:
+        monkeypatch.setattr(library, "load_library", lambda: None)
+    elif library.load_library() is None:
         pytest.skip("needs g++")
 
 

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from weft.engine.backends import common
-from weft.interfaces.base import Updates
-from weft.interfaces.generate import Generate
+from weft.interfaces.base import PendingUpdates
+from weft.interfaces.generate import GenerateInterface
 
 TOKEN, SECONDS = int(os.environ["WEFT_TEST_TOKEN"]), 300.0
-RUN, GENERATE = Generate._run, Generate.generate
+RUN, GENERATE = GenerateInterface._run, GenerateInterface.generate
 
 
 @dataclass
 class AtToken:
     """Updates that are there at one moment."""
 
-    updates: Updates
+    updates: PendingUpdates
     asks: int | None  # the moment; None: none are there any more
     asked: int = 0
 
@@ -63,7 +63,7 @@ class AllOf:
         return goes_on
 
 
-def run(self: Generate, model: Any, generator: Any, progress: Any) -> Any:
+def run(self: GenerateInterface, model: Any, generator: Any, progress: Any) -> Any:
     """A generator of several turns gives one turn's tokens a step: the others' are under way."""
     turns = len(getattr(generator, "_generators", [None]))
     fresh = model.step > 0 and not any(progress.rows.values())
@@ -72,7 +72,7 @@ def run(self: Generate, model: Any, generator: Any, progress: Any) -> Any:
     return RUN(self, replace(model, updates=updates), generator, progress)
 
 
-def generate(self: Generate, model: Any, batch: Any) -> Any:
+def generate(self: GenerateInterface, model: Any, batch: Any) -> Any:
     updates: Any = model.updates
     alone = type(updates).__name__ == "LocalGroup"
     made = GENERATE(
@@ -89,5 +89,5 @@ def generate(self: Generate, model: Any, batch: Any) -> Any:
     return made
 
 
-Generate._run, Generate.generate = run, generate
-common.reading_dtype = lambda spec: torch.float64
+GenerateInterface._run, GenerateInterface.generate = run, generate
+common.choose_reading_dtype = lambda spec: torch.float64

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.launch.cases import distill, dpo, ppo, prepare
-from weft.engine.torch.adapters_off import AdaptersOff
+from weft.engine.torch.adapters_off import BaseWeightsEngine
 from weft.errors import CheckpointError, ConfigError
 from weft.launch import run
 from weft.launch.assemble import (
-    check_cache,
+    check_kv_cache,
     check_layouts,
     check_stop_ids,
     load_tokenizers,
@@ -89,14 +89,14 @@ def test_dpo_in_bfloat16_starts_at_log_2(
     rank: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Policy and reference are one network then, with adapters even one engine's base."""
-    built: list[roles.Roles] = []
-    original = roles.Roles.__init__
+    built: list[roles.RoleEngines] = []
+    original = roles.RoleEngines.__init__
 
-    def spy(self: roles.Roles, *given: object) -> None:
+    def spy(self: roles.RoleEngines, *given: object) -> None:
         original(self, *given)  # type: ignore[arg-type]
         built.append(self)
 
-    monkeypatch.setattr(roles.Roles, "__init__", spy)
+    monkeypatch.setattr(roles.RoleEngines, "__init__", spy)
     config = dpo(root, f"bfloat16-{rank}")
     config.actor.dtype, config.actor.lora.r, config.actor.lora.dropout, config.max_steps = (
         "bfloat16",
@@ -106,7 +106,7 @@ def test_dpo_in_bfloat16_starts_at_log_2(
     )
     metrics = run(config).metrics
     assert metrics[0]["actor_train/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert isinstance(built[0]._engine("ref"), AdaptersOff) is bool(rank)
+    assert isinstance(built[0]._get_own_engine("ref"), BaseWeightsEngine) is bool(rank)
 
 
 @pytest.mark.parametrize(
@@ -161,15 +161,15 @@ def test_a_cache_without_room_for_one_sequence_is_refused_with_what_would_do(roo
     with pytest.raises(
         ConfigError, match=r"gen\.kv_cache_gb=2e-06: holds .* of \d tokens, .* may have 26; write"
     ) as refused:
-        check_cache(with_dtypes(config.build(), CPU), 20)
+        check_kv_cache(with_dtypes(config.build(), CPU), 20)
     config.ppo.gen.kv_cache_gb = float(str(refused.value).split("write ")[1].split()[0])
-    check_cache(with_dtypes(config.build(), CPU), 20)
+    check_kv_cache(with_dtypes(config.build(), CPU), 20)
 
 
 def test_where_rows_have_completions_the_longest_row_is_no_prompt(root: Path) -> None:
     config = distill(root, "cache-mixed")
     config.distill.gen.kv_cache_gb = 1e-5
-    check_cache(with_dtypes(config.build(), CPU), 10**6)
+    check_kv_cache(with_dtypes(config.build(), CPU), 10**6)
 
 
 def test_ids_that_the_model_has_not_end_no_completion(root: Path) -> None:

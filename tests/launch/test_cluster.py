@@ -18,16 +18,16 @@ from weft.errors import ConfigError, RunError, UserError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
 from weft.launch.cluster import (
-    check_enough,
+    check_enough_devices,
     check_processes,
-    device_kind,
-    environment,
+    collect_environment,
+    find_local_resources,
+    get_device_kind,
     launch_devices,
-    local_resources,
 )
 
 ray = pytest.importorskip("ray")
-from weft.runtime.ray import Node  # noqa: E402  # with ray alone
+from weft.runtime.ray import RayNode  # noqa: E402  # with ray alone
 
 CONTROL = Control("e", "t")
 
@@ -45,31 +45,34 @@ def placed(root: Path, folder: str):
     return config
 
 
-def node(host: str, cpus: int, gpus: int = 0) -> Node:
-    return Node(host, host, "10.0.0.1", cpus, gpus)
+def node(host: str, cpus: int, gpus: int = 0) -> RayNode:
+    return RayNode(host, host, "10.0.0.1", cpus, gpus)
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
-    check_enough(6, "cpu", [node("a", 4), node("b", 2)])
+    check_enough_devices(6, "cpu", [node("a", 4), node("b", 2)])
     with pytest.raises(
         ConfigError, match=r"needs 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"
     ):
-        check_enough(8, "cpu", [node("a", 4), node("b", 2)])
+        check_enough_devices(8, "cpu", [node("a", 4), node("b", 2)])
     with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\), 1 too few"):
-        check_enough(3, "cuda", [node("a", 8, 2), node("b", 8)])
+        check_enough_devices(3, "cuda", [node("a", 8, 2), node("b", 8)])
     with pytest.raises(ConfigError, match="no machine is up"):
-        check_enough(1, "cpu", [])
+        check_enough_devices(1, "cpu", [])
 
 
 def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
     cores = len(os.sched_getaffinity(0))
-    assert local_resources(cores + 6, "cpu", replace(CONTROL, n_gpus_per_node=1)) == (cores + 6, 0)
+    assert find_local_resources(cores + 6, "cpu", replace(CONTROL, n_gpus_per_node=1)) == (
+        cores + 6,
+        0,
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert local_resources(4, "cuda", CONTROL)[1] == 4
+    assert find_local_resources(4, "cuda", CONTROL)[1] == 4
     with pytest.raises(
         ConfigError, match="needs 4 devices and may use 2 GPUs of the 4 of this machine"
     ):
-        local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
+        find_local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
 
 
 def test_far_more_processes_than_cores_are_refused():
@@ -80,16 +83,17 @@ def test_far_more_processes_than_cores_are_refused():
     ):
         check_processes(65536)
     with pytest.raises(ConfigError, match="each a process"):
-        local_resources(64 * cores + 1, "cpu", CONTROL)
+        find_local_resources(64 * cores + 1, "cpu", CONTROL)
 
 
 def test_a_name_of_one_device_is_refused(root):
     experiment = placed(root, "named").build()
     assert (
-        device_kind(replace(experiment, control=replace(experiment.control, device="cpu"))) == "cpu"
+        get_device_kind(replace(experiment, control=replace(experiment.control, device="cpu")))
+        == "cpu"
     )
     with pytest.raises(ConfigError, match="device=cuda:1: names one device, and the run needs 2"):
-        device_kind(replace(experiment, control=replace(experiment.control, device="cuda:1")))
+        get_device_kind(replace(experiment, control=replace(experiment.control, device="cuda:1")))
 
 
 def test_without_ray_the_error_says_how_to_get_it(root, monkeypatch):
@@ -101,7 +105,7 @@ def test_without_ray_the_error_says_how_to_get_it(root, monkeypatch):
 def test_secrets_go_with_the_environment_and_others_stay(monkeypatch):
     for name in ("HF_TOKEN", "WEFT_X", "WANDB_API_KEY", "OPENAI_API_KEY", "UNRELATED"):
         monkeypatch.setenv(name, "1")
-    passed = environment()
+    passed = collect_environment()
     assert {
         "HF_TOKEN",
         "WEFT_X",
@@ -117,12 +121,12 @@ def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, ow
 
     class Here:
         def nodes(self):
-            return [Node("n", "here", "127.0.0.1", 4, 0)]
+            return [RayNode("n", "here", "127.0.0.1", 4, 0)]
 
         def launch(self, count, kind, environment):
             told.append(environment)
 
-    monkeypatch.setattr("weft.runtime.ray.Cluster.start", lambda *_: Here())
+    monkeypatch.setattr("weft.runtime.ray.RayCluster.start", lambda *_: Here())
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     experiment = placed(root, "told").build()
@@ -213,7 +217,7 @@ def test_a_ray_that_does_not_start_is_tried_twice(root, monkeypatch):
             "Ray did not start on this machine: The current node timed out during startup"
         )
 
-    monkeypatch.setattr("weft.runtime.ray.Cluster.start", start)
+    monkeypatch.setattr("weft.runtime.ray.RayCluster.start", start)
     with pytest.raises(RunError, match="Ray did not start on this machine"):
         launch_devices(placed(root, "twice").build(), "local")
     assert len(tried) == 2
@@ -293,9 +297,9 @@ def test_ray_starts_before_torch_is_loaded_where_all_devices_are_cpus(
     monkeypatch.setattr(cluster, "GPU_FILES", ())
     config = placed(root, "where")
     config.device, config.actor.layout, config.ref.device_mesh = device, layout, None
-    assert cluster.starts_early(config.build(), mode) == early
+    assert cluster.can_start_early(config.build(), mode) == early
 
 
 def test_a_machine_with_a_gpu_waits_for_torch(root, monkeypatch):
     monkeypatch.setattr(cluster, "GPU_FILES", ("null",))
-    assert not cluster.starts_early(placed(root, "gpu").build(), "local")
+    assert not cluster.can_start_early(placed(root, "gpu").build(), "local")

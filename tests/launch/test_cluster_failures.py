@@ -18,7 +18,15 @@ import pytest
 
 from tests import ray_cluster
 from tests.launch.cases import prepare
-from tests.launch.test_recover import beyond, restarted, restarts, status_of, steps, until, words
+from tests.launch.test_restarting_run import (
+    beyond,
+    restarted,
+    restarts,
+    status_of,
+    steps,
+    until,
+    words,
+)
 from tests.ray_cluster import WORKER, Nodes
 from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 

@@ -12,7 +12,7 @@ from tests.launch.cases import dpo, prepare
 from weft.checkpoints.weight_files import WeightFiles
 from weft.errors import CheckpointError
 from weft.launch import run
-from weft.launch.damaged import damaged_weights
+from weft.launch.damaged import find_damaged_weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -30,8 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_tensor_is_named_with_its_file(root: Path) -> None:
-    assert WeightFiles(root / "model").not_finite() is None
-    found = WeightFiles(root / "bad").not_finite()
+    assert WeightFiles(root / "model").find_not_finite() is None
+    found = WeightFiles(root / "bad").find_not_finite()
     assert found is not None
     assert f"bad/model.safetensors: {NAME} holds 2 of" in found
 
@@ -45,4 +45,4 @@ def test_a_run_that_fails_of_a_frozen_roles_weights_names_that_role(root: Path) 
 
 
 def test_finite_weights_are_not_blamed(root: Path) -> None:
-    assert damaged_weights(dpo(root, "fine").build()) is None
+    assert find_damaged_weights(dpo(root, "fine").build()) is None

@@ -25,9 +25,9 @@ from weft.engine.spec import LoRASpec
 from weft.experiments import DPOConfig, SFTConfig
 from weft.launch import memory as launch_memory
 from weft.launch import run
-from weft.launch.memory import Forecast, forecast
-from weft.observe.memory import file_pages_gb, peak_memory_gb
-from weft.observe.progress import Show
+from weft.launch.memory import MemoryForecast, forecast
+from weft.observe.memory import measure_file_pages_gb, measure_peak_memory_gb
+from weft.observe.progress import DisplayOptions
 
 SHAPE = {
     "model_type": "llama",
@@ -138,7 +138,7 @@ def test_the_estimate_is_printed_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path)
-    result = run(sft(tmp_path, "runs"), show=Show(verbose=True))
+    result = run(sft(tmp_path, "runs"), show=DisplayOptions(verbose=True))
     for text in (capsys.readouterr().out, (result.directory / "log.txt").read_text()):
         held = re.search(
             r"memory of model: parameters (\S+ MiB), optimizer \S+ MiB, gradients (\S+ MiB), "
@@ -160,7 +160,7 @@ def test_the_estimate_counts_completions_that_are_sampled_for_a_share_of_the_row
     real = memory.estimate
 
     def estimate(
-        shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]
+        shape: NetworkShape, settings: memory.MemorySettings, calls: Iterable[memory.CallDemand]
     ) -> RoleMemory:
         given = list(calls)
         tokens.append(max(call.tokens for call in given))
@@ -197,7 +197,7 @@ def test_the_estimate_counts_what_rows_share_where_they_all_do(
     works: list[list[int]] = []
 
     def estimate(
-        shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]
+        shape: NetworkShape, settings: memory.MemorySettings, calls: Iterable[memory.CallDemand]
     ) -> RoleMemory:
         given = list(calls)
         works.append([call.tokens for call in given])
@@ -253,7 +253,9 @@ def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(
     facts = made.description
     shape = NetworkShape(facts["num_parameters"], facts["num_trainable"], **facts["sizes"])
     found = sum(value.untyped_storage().nbytes() for value in kept.values()) / 4
-    expected = (shape.layers - 1) * 1000 * shape.kept_per_token() + shape.last_layer(1000, 400)
+    expected = (
+        shape.layers - 1
+    ) * 1000 * shape.count_saved_per_token() + shape.count_saved_in_last_layer(1000, 400)
     assert found == pytest.approx(expected, rel=0.03)
 
 
@@ -266,12 +268,14 @@ def test_networks_say_whose_prompts_they_share(tmp_path: Path) -> None:
 
 def test_a_total_without_activations_is_no_upper_limit() -> None:
     role = RoleMemory(2**30, 0, 0, 0, 0, 0, 0)
-    whole = Forecast({"actor": role}, torch.device("cuda"), (), 0.0)
-    part = Forecast({"actor": role}, torch.device("cuda"), ("actor",), 0.0)
-    assert list(whole.lines())[-1] == "memory: about 1.00 GiB at most"
-    assert list(part.lines())[-1] == "memory: about 1.00 GiB without activations of actor"
-    assert part.compared(2.0).endswith("1.00 GiB without activations of actor were expected (200%)")
-    assert whole.compared(2.0).endswith("1.00 GiB were expected (200%)")
+    whole = MemoryForecast({"actor": role}, torch.device("cuda"), (), 0.0)
+    part = MemoryForecast({"actor": role}, torch.device("cuda"), ("actor",), 0.0)
+    assert list(whole.format_lines())[-1] == "memory: about 1.00 GiB at most"
+    assert list(part.format_lines())[-1] == "memory: about 1.00 GiB without activations of actor"
+    assert part.format_comparison(2.0).endswith(
+        "1.00 GiB without activations of actor were expected (200%)"
+    )
+    assert whole.format_comparison(2.0).endswith("1.00 GiB were expected (200%)")
 
 
 def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
@@ -280,16 +284,20 @@ def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
     """
     path, cpu = tmp_path / "file", torch.device("cpu")
     path.write_bytes(bytes(64 * 2**20))
-    before, files = launch_memory.held_memory(cpu), file_pages_gb()
-    alone, apart = (Forecast({}, cpu, (), before, process=process) for process in (0.0, 2.0**29))
+    before, files = launch_memory.measure_held_memory(cpu), measure_file_pages_gb()
+    alone, apart = (
+        MemoryForecast({}, cpu, (), before, process=process) for process in (0.0, 2.0**29)
+    )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert sum(pages[:: mmap.PAGESIZE]) == 0
-        assert file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
-        assert launch_memory.held_memory(cpu) == pytest.approx(before, abs=0.01)
-        assert alone.needed(peak_memory_gb()) == pytest.approx(
-            peak_memory_gb() - file_pages_gb() - before
+        assert measure_file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
+        assert launch_memory.measure_held_memory(cpu) == pytest.approx(before, abs=0.01)
+        assert alone.compute_needed(measure_peak_memory_gb()) == pytest.approx(
+            measure_peak_memory_gb() - measure_file_pages_gb() - before
         )
-        assert apart.needed(2.0) == 2.0 - before, "of other processes these pages say nothing"
+        assert apart.compute_needed(2.0) == 2.0 - before, (
+            "of other processes these pages say nothing"
+        )
 
 
 def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) -> None:
@@ -309,7 +317,7 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
         for name, value in options.items():
             setattr(getattr(config, name.split("__")[0]), name.split("__")[1], value)
         found = forecast(config.build(), facts, [], torch.device(device))
-        assert found.roles["ref"].held == 2**21
+        assert found.roles["ref"].permanent == 2**21
         return [found.roles[role].away for role in ("actor", "ref")]
 
     weights, state = 2**21 + 2**22, 2**23
@@ -326,9 +334,9 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
         0,
     ]
     lines = list(
-        Forecast(
+        MemoryForecast(
             {"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, torch.device("cuda"), (), 0.0
-        ).lines()
+        ).format_lines()
     )
     assert (
         lines[0]

@@ -11,7 +11,7 @@ import pytest
 from weft.cli.quickstart import configured
 from weft.experiments import DPOConfig, RWConfig, SFTConfig
 from weft.experiments.gen import GenConfig
-from weft.launch.next_steps import next_lines
+from weft.launch.next_steps import build_next_lines
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def lines(cls: type[Any], role: str, **more: Any) -> list[str]:
         **{role: {"path": "m"}},
         **more,
     )
-    return next_lines(config.build(), Path(more.get("fileroot", "runs")) / "e" / "t")
+    return build_next_lines(config.build(), Path(more.get("fileroot", "runs")) / "e" / "t")
 
 
 def test_after_sft(folder: Path) -> None:

@@ -20,10 +20,10 @@ from weft.data.loader import LoadedData
 from weft.engine.memory import RoleMemory
 from weft.experiment import Experiment
 from weft.experiments import PPOConfig
-from weft.launch.memory import GIB, Forecast
-from weft.launch.plan import farewell, plan_of
-from weft.observe.plan import Plan
-from weft.runtime.schedule import Horizon
+from weft.launch.memory import GIB, MemoryForecast
+from weft.launch.plan import build_plan, make_peak_formatter
+from weft.observe.plan import RunPlan
+from weft.runtime.schedule import RunLength
 
 ROOM = int(100 * GIB)
 NUMERICS = {
@@ -34,14 +34,14 @@ NUMERICS = {
 }
 
 
-def forecast(experiment: Experiment, gib: float, device: str = "cuda") -> Forecast:
+def forecast(experiment: Experiment, gib: float, device: str = "cuda") -> MemoryForecast:
     held = RoleMemory(int(gib * GIB), 0, 0, 0, 0, 0, 0)
-    return Forecast({next(iter(experiment.roles)): held}, torch.device(device), (), 1.0)
+    return MemoryForecast({next(iter(experiment.roles)): held}, torch.device(device), (), 1.0)
 
 
 def plan(
     experiment: Experiment, ids: int = 14, gib: float = 1.0, counts: tuple[SourceCount, ...] = ()
-) -> Plan:
+) -> RunPlan:
     experiment = replace(
         experiment, roles={r: replace(s, dtype="float32") for r, s in experiment.roles.items()}
     )
@@ -54,10 +54,15 @@ def plan(
         for role, spec in experiment.roles.items()
     }
     loader: Any = Length(ids, 4)
-    notes = tuple(note for count in counts for note in count.notes("max_seqlen=4"))
+    notes = tuple(note for count in counts for note in count.build_notes("max_seqlen=4"))
     data = LoadedData(loader, counts=counts, notes=notes)
-    return plan_of(
-        experiment, Horizon.of(experiment, loader), facts, NUMERICS, data, forecast(experiment, gib)
+    return build_plan(
+        experiment,
+        RunLength.from_experiment(experiment, loader),
+        facts,
+        NUMERICS,
+        data,
+        forecast(experiment, gib),
     )
 
 
@@ -78,7 +83,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ppo_in_nine_lines_of_80_columns() -> None:
-    assert plan(ppo(Path(), "runs").build()).short(80) == [
+    assert plan(ppo(Path(), "runs").build()).format_short(80) == [
         "nodes          actor_gen -> rew_inf, ref_inf, critic_inf -> advantages",
         "               -> actor_train, critic_train",
         "data           14 prompts per epoch, batches of 4 (last: 2)",
@@ -103,7 +108,7 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
         config, actor__layout="d2t2", critic__layout="d4", ref__layout="t4", rew__layout="t4"
     )
     made = plan(config.build(), gib=20.0)
-    lines = made.short(width)
+    lines = made.format_short(width)
     assert len(lines) <= 10 and all(len(line) <= width for line in lines)
     labels = [line.split("  ")[0] for line in lines if not line.startswith(" ")]
     assert labels[0] == "nodes" and labels[-3:] == ["memory", "layouts", "devices"], (
@@ -152,7 +157,7 @@ def test_memory_is_told_from_a_tenth_of_the_machine_on(gib: float, row: str | No
 
 
 def test_at_the_end_memory_is_told_from_a_tenth_of_the_machine_on() -> None:
-    tell = farewell(forecast(grpo(Path(), "runs").build(), 1.0), ROOM)
+    tell = make_peak_formatter(forecast(grpo(Path(), "runs").build(), 1.0), ROOM)
     assert tell(10.9)[1] is False and tell(11.1)[1] is True
     assert (
         tell(3.0)[0]
@@ -176,7 +181,7 @@ def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
     facts = {
         role: {"family": "llama", "num_parameters": 7_000_000_000} for role in experiment.roles
     }
-    made = plan_of(
+    made = build_plan(
         experiment, None, facts, {"hardware": "a GPU of 80 GB"}, None, forecast(experiment, 60.0)
     )
     rows = dict(made.rows)
@@ -187,7 +192,7 @@ def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
     assert (
         "step" not in rows
         and "memory" not in rows
-        and not any("torch" in line for line in made.whole())
+        and not any("torch" in line for line in made.format_whole())
     )
 
 

@@ -24,7 +24,7 @@ from weft.errors import CheckpointError, ConfigError, GraphError, UserError
 from weft.experiment import Scheduling
 from weft.experiments import SFTConfig
 from weft.interfaces.base import MFCResult
-from weft.launch import RunResult, registered, run, scheduling, start, stop
+from weft.launch import RunResult, build_registered, build_scheduling, run, start, stop
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +208,9 @@ def test_what_is_wrong_with_the_rows_is_told_before_anything_is_written(root):
 
 def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
     monkeypatch.setattr(
-        "weft.data.tokenized_ahead.TableAhead.start", lambda table, workers: None
+        "weft.data.background_tokenizing.BackgroundTokenTable.start", lambda table, workers: None
     )  # made when they are asked for
-    monkeypatch.setattr("weft.data.batches.FEW_SAMPLES", 4)
+    monkeypatch.setattr("weft.data.batches.MAX_FORECAST_SAMPLES", 4)
 
     def of(folder: str, smallest: int, **more) -> tuple[list[dict[str, Any]], str]:
         monkeypatch.setattr("weft.data.tokenizing.PARALLEL_BYTES", smallest)
@@ -251,7 +251,7 @@ def test_two_processes_never_write_one_run(root):
     from weft.runtime.directory import RunDirectory, RunLock
 
     config = small(root, "locked")
-    lock = RunLock(RunDirectory.of(config.build().control).path)
+    lock = RunLock(RunDirectory.from_control(config.build().control).path)
     lock.take()
     with pytest.raises(ConfigError, match=f"written by process {os.getpid()}"):
         run(config)
@@ -283,18 +283,18 @@ def test_a_host_function_that_raises_is_named_and_the_run_can_go_on(root, capsys
 
 
 def test_a_reference_shares_the_base_of_a_lora_actor(root, monkeypatch):
-    from weft.engine.torch.adapters_off import AdaptersOff
+    from weft.engine.torch.adapters_off import BaseWeightsEngine
     from weft.runtime import roles
 
     built = []
-    original = roles.Roles.__init__
+    original = roles.RoleEngines.__init__
     monkeypatch.setattr(
-        roles.Roles, "__init__", lambda self, *a: (original(self, *a), built.append(self))[0]
+        roles.RoleEngines, "__init__", lambda self, *a: (original(self, *a), built.append(self))[0]
     )
     config = dpo(root, "shared")
     config.max_steps = 1
     run(config)
-    assert isinstance(built[0]._engine("ref"), AdaptersOff)
+    assert isinstance(built[0]._engine("ref"), BaseWeightsEngine)
 
 
 def test_runs_share_cached_outputs_where_they_share_a_folder(root):
@@ -327,7 +327,7 @@ def test_registered_experiments_are_functions_or_classes(root):
 
     register_experiment("run-nothing", lambda: None)
     assert len(start("run-function", "first").metrics) == 2
-    assert registered("run-class", "second").control.trial_name == "second"
+    assert build_registered("run-class", "second").control.trial_name == "second"
     assert (root / "registered" / "run-function" / "first" / "config.yaml").is_file()
     with pytest.raises(ConfigError, match="requests 4 x 8 devices, and mode=local is one machine"):
         start("run-large", "a")
@@ -416,9 +416,9 @@ class Sweep:
 def test_a_partial_of_a_class_or_a_function_is_registered(root):
     for _ in range(2):  # by a module that is imported twice
         register_experiment("run-partial", functools.partial(Sweep, root, seed=7))
-    assert registered("run-partial", "t").control.seed == 7
-    assert scheduling("run-partial").n_gpus_per_node == 7
+    assert build_registered("run-partial", "t").control.seed == 7
+    assert build_scheduling("run-partial").n_gpus_per_node == 7
     register_experiment("run-partial-function", functools.partial(small, root, "sweep", seed=8))
-    assert registered("run-partial-function", "t").control.seed == 8
+    assert build_registered("run-partial-function", "t").control.seed == 8
     with pytest.raises(ConfigError, match="registered twice"):
         register_experiment("run-partial", functools.partial(Sweep, root, seed=9))

@@ -54,7 +54,7 @@ def test_without_lag_the_experiment_is_the_synchronous_one(root: Path) -> None:
         plain = config.build()
         assert not any(edge.max_staleness for edge in plain.graph.version_edges)
         assert "actor_inf" not in plain.graph.order
-        train = plain.node("actor_train")
+        train = plain.get_node("actor_train")
         assert "versions" not in train.optional_keys
 
 
@@ -70,8 +70,8 @@ def test_only_sampling_lags_and_the_loss_is_decoupled(root: Path, case: Any) -> 
         "actor_inf": 0,
         **({"ref_inf": 0} if case is ppo else {}),
     }
-    assert {"old_logprobs", "sampler_weights"} <= set(graph.node("actor_train").inputs)
-    correction = graph.node("sampler_correction")
+    assert {"old_logprobs", "sampler_weights"} <= set(graph.get_node("actor_train").inputs)
+    correction = graph.get_node("sampler_correction")
     assert correction.args["correction"] == "token_truncate" and correction.args["high"] == 2.0
 
 
@@ -150,7 +150,9 @@ def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(ro
     one = run(lagging(grpo, root, "one", 1)).directory
     assert timeless(path) == timeless(one), "which weights sample does not depend on devices"
     assert (path / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
-    assert disk.checksums(path / "checkpoints") == disk.checksums(one / "checkpoints")
+    assert disk.compute_checksums(path / "checkpoints") == disk.compute_checksums(
+        one / "checkpoints"
+    )
 
 
 @pytest.mark.slow
@@ -195,7 +197,9 @@ def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_proces
         float(min(n, staleness)) for n in range(6)
     ]
     assert (apart / "samples.jsonl").read_text() == (here / "samples.jsonl").read_text()
-    assert disk.checksums(apart / "checkpoints") == disk.checksums(here / "checkpoints")
+    assert disk.compute_checksums(apart / "checkpoints") == disk.compute_checksums(
+        here / "checkpoints"
+    )
 
 
 def words(root: Path, folder: str, algorithm: str, *more: str) -> list[str]:
@@ -249,7 +253,9 @@ def test_a_device_that_dies_while_batches_are_sampled_ahead_leaves_no_trace(
     assert "restart 1 of 3" in (died / "log.txt").read_text()
     assert timeless(died) == timeless(whole)
     assert (died / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert disk.checksums(died / "checkpoints") == disk.checksums(whole / "checkpoints")
+    assert disk.compute_checksums(died / "checkpoints") == disk.compute_checksums(
+        whole / "checkpoints"
+    )
 
 
 TOKEN = 3  # after which new weights come

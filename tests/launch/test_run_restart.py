@@ -58,7 +58,9 @@ def kill_again_and_again(root: Path, case: str, kills: int) -> None:
     found = root / f"killed-{case}" / "e" / "t"
     assert timeless(found / "metrics.jsonl") == timeless(expected / "metrics.jsonl")
     assert (found / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
-    assert disk.checksums(found / "checkpoints") == disk.checksums(expected / "checkpoints")
+    assert disk.compute_checksums(found / "checkpoints") == disk.compute_checksums(
+        expected / "checkpoints"
+    )
 
 
 @pytest.mark.parametrize("case", ["sft", "ppo"])

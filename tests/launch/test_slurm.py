@@ -20,14 +20,14 @@ from tests.slurm_cluster import SlurmCluster, missing
 from weft.errors import ConfigError, RunError
 from weft.experiments._machines import SlurmSpec
 from weft.launch import slurm
-from weft.launch.slurm import Request
-from weft.observe.logs import failures, log_files
+from weft.launch.slurm import SlurmRequest
+from weft.observe.logs import find_failures, find_log_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def request(run: Path, *command: str, **changes: object) -> Request:
-    base = Request(
+def request(run: Path, *command: str, **changes: object) -> SlurmRequest:
+    base = SlurmRequest(
         "job",
         run,
         command,
@@ -56,7 +56,7 @@ def test_a_script_is_shell_and_says_what_is_asked(tmp_path: Path) -> None:
         grace_s=60,
         python="/opt/py thon",
     )
-    text = slurm.script(
+    text = slurm.build_script(
         request(tmp_path / "e" / "t", "quickstart", "sft", "a='b c'", gpus_per_node=8, spec=spec)
     )
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -100,7 +100,7 @@ def test_a_script_is_shell_and_says_what_is_asked(tmp_path: Path) -> None:
 def test_containers(tmp_path: Path) -> None:
     run, here = tmp_path / "e" / "t", Path.cwd()
     inside = SlurmSpec(container="nvcr.io#weft:1", container_mounts=["/data:/data:ro"])
-    text = slurm.script(request(run, spec=inside))
+    text = slurm.build_script(request(run, spec=inside))
     options = (
         "'--container-image=nvcr.io#weft:1' "
         f"--container-mounts={here}:{here},{tmp_path}:{tmp_path},/tmp:/tmp,/data:/data:ro "
@@ -111,7 +111,9 @@ def test_containers(tmp_path: Path) -> None:
         and "python3 -m tests.launch.on_nodes" in text
         and "apptainer" not in text
     )
-    text = slurm.script(request(run, gpus_per_node=1, spec=SlurmSpec(container="/images/weft.sif")))
+    text = slurm.build_script(
+        request(run, gpus_per_node=1, spec=SlurmSpec(container="/images/weft.sif"))
+    )
     words = f"apptainer exec --nv --bind {here}:{here} --bind {tmp_path}:{tmp_path} --bind /tmp:/tmp --pwd {here} /images"
     assert text.count(words) == 2 and "container-image" not in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -119,18 +121,18 @@ def test_containers(tmp_path: Path) -> None:
 
 def test_what_sbatch_cannot_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="constraint="):
-        slurm.script(request(tmp_path, spec=SlurmSpec(constraint='"a"')))
+        slurm.build_script(request(tmp_path, spec=SlurmSpec(constraint='"a"')))
 
 
 def test_without_slurm_the_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no sbatch; start from a login node"):
-        slurm.submit(request(tmp_path / "e" / "t"))
+        slurm.submit_job(request(tmp_path / "e" / "t"))
     (tmp_path / "slurm").mkdir()
-    assert slurm.running_job(tmp_path) is None
+    assert slurm.find_running_job(tmp_path) is None
     (tmp_path / "slurm" / "job.json").write_text('{"job": "7"}')
     with pytest.raises(RunError, match="job 7 is a Slurm job, and this machine has no squeue"):
-        slurm.running_job(tmp_path)
+        slurm.find_running_job(tmp_path)
 
 
 # -- two nodes on this machine
@@ -186,17 +188,17 @@ def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(
         str(tmp_path / "out.json"),
         spec=SlurmSpec(join_timeout_s=120),
     )
-    job = slurm.submit(asked)
+    job = slurm.submit_job(asked)
     with pytest.raises(ConfigError, match=f"job {job} of .* is already in the queue"):
-        slurm.submit(asked)
-    until(lambda: slurm.running_job(asked.run) is None, 180, asked.folder)
+        slurm.submit_job(asked)
+    until(lambda: slurm.find_running_job(asked.run) is None, 180, asked.folder)
     log = (asked.folder / f"{job}.log").read_text()
     out = json.loads((tmp_path / "out.json").read_text())
     assert out["nodes"] == 2 and len({node for node, *_ in out["seen"]}) == 2, log
     assert [row[1:] for row in out["seen"]] == [["good day, 'you'", "hush"]] * 2
     assert out["cwd"] == os.getcwd()
     assert f"job {job} ends with exit code 7" in log
-    assert [f.text for f in failures(log_files(asked.run))] == []
+    assert [f.text for f in find_failures(find_log_files(asked.run))] == []
     assert "hush" not in log + (asked.folder / "job.sh").read_text()
     assert {p.name for p in asked.folder.iterdir()} == {
         "job.sh",
@@ -212,12 +214,12 @@ def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(
 @pytest.mark.slow
 def test_cancelling_lets_the_run_end_itself(on_cluster: SlurmCluster, tmp_path: Path) -> None:
     asked = request(tmp_path / "e" / "t", "wait", str(tmp_path / "out"))
-    job = slurm.submit(asked)
+    job = slurm.submit_job(asked)
     until((tmp_path / "out").exists, 120, asked.folder)
     waiting = replace(asked, run=tmp_path / "e" / "u")
-    second = slurm.submit(waiting)
-    assert "still waiting and is cancelled" in slurm.cancel(waiting.run, second)
-    assert "stopped" in slurm.cancel(asked.run, job, deadline_s=60)
+    second = slurm.submit_job(waiting)
+    assert "still waiting and is cancelled" in slurm.cancel_job(waiting.run, second)
+    assert "stopped" in slurm.cancel_job(asked.run, job, deadline_s=60)
     assert (tmp_path / "out").read_text() == "ended"
     assert f"job {job} ends with exit code 143" in (asked.folder / f"{job}.log").read_text()
     assert left(job) == []
@@ -226,7 +228,7 @@ def test_cancelling_lets_the_run_end_itself(on_cluster: SlurmCluster, tmp_path: 
 @pytest.mark.slow
 def test_sbatch_s_refusal_is_one_message(on_cluster: SlurmCluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sbatch rejected the job: .*partition") as caught:
-        slurm.submit(request(tmp_path / "e" / "t", spec=SlurmSpec(partition="absent")))
+        slurm.submit_job(request(tmp_path / "e" / "t", spec=SlurmSpec(partition="absent")))
     assert "\n" not in str(caught.value)
 
 
@@ -245,8 +247,8 @@ def test_nodes_that_do_not_join_in_time_end_the_job(
     python.chmod(0o755)
     spec = SlurmSpec(join_timeout_s=1, python=str(python))
     asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=spec)
-    job = slurm.submit(asked)
-    until(lambda: slurm.running_job(asked.run) is None, 60, asked.folder)
+    job = slurm.submit_job(asked)
+    until(lambda: slurm.find_running_job(asked.run) is None, 60, asked.folder)
     log = (asked.folder / f"{job}.log").read_text()
     assert (
         "of 2 nodes have joined Ray after 1 s" in log and f"job {job} ends with exit code 1" in log
@@ -273,7 +275,7 @@ def on_two_nodes(folder: Path, *words: str) -> Path:
     job = weft(
         folder, *words, "trial_name=job", "mode=slurm", "n_nodes=2", "launch.env.GREETING=hello"
     ).split()[2]
-    until(lambda: slurm.running_job(run) is None, 480, run / "slurm")
+    until(lambda: slurm.find_running_job(run) is None, 480, run / "slurm")
     log = (run / "slurm" / f"{job}.log").read_text()
     assert f"job {job} ends with exit code 0" in log, log
     assert json.loads((run / "status.json").read_text())["status"] == "finished"

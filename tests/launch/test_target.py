@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
-from weft.engine import fits
+from weft.engine import memory_options
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import SFTConfig
-from weft.launch.target import GIB, Target, memory_of
+from weft.launch.target import GIB, TargetDevices, get_usable_memory
 
 
 @pytest.fixture(scope="module")
@@ -34,42 +34,62 @@ def experiment(folder: Path, **options: Any) -> Experiment:
 
 
 def test_this_machine_where_nothing_else_is_named(folder: Path) -> None:
-    alone = Target.of(experiment(folder, device="cpu"), "local")
-    assert alone.device.type == "cpu" and alone.usable is not None and alone.among() == [alone]
-    shared = Target.of(experiment(folder, device="cpu", layout="d4"), "local")
+    alone = TargetDevices.from_experiment(experiment(folder, device="cpu"), "local")
+    assert (
+        alone.device.type == "cpu"
+        and alone.usable is not None
+        and alone.list_candidates() == [alone]
+    )
+    shared = TargetDevices.from_experiment(experiment(folder, device="cpu", layout="d4"), "local")
     assert shared.usable == alone.usable / 4 and shared.count == 4
-    assert Target.of(experiment(folder, device="cpu", memory_gb=3.0), "local").usable == 3 * GIB
+    assert (
+        TargetDevices.from_experiment(
+            experiment(folder, device="cpu", memory_gb=3.0), "local"
+        ).usable
+        == 3 * GIB
+    )
 
 
 def test_a_gpu_that_is_named_need_not_be_here(folder: Path) -> None:
-    named = Target.of(experiment(folder, gpu="NVIDIA H100 80GB"), "local")
+    named = TargetDevices.from_experiment(experiment(folder, gpu="NVIDIA H100 80GB"), "local")
     assert (
         named.device.type == "cuda"
-        and named.usable == (79.1 - fits.TAKEN) * GIB
-        and "H100" in named.said
+        and named.usable == (79.1 - memory_options.RESERVED_GIB) * GIB
+        and "H100" in named.description
     )
-    assert Target.of(experiment(folder, gpu="H100", device="cpu"), "local").device.type == "cpu", (
-        "device=cpu counts"
-    )
-    assert memory_of("T4") == pytest.approx(0.97 * 16 - fits.TAKEN)
+    assert (
+        TargetDevices.from_experiment(
+            experiment(folder, gpu="H100", device="cpu"), "local"
+        ).device.type
+        == "cpu"
+    ), "device=cpu counts"
+    assert get_usable_memory("T4") == pytest.approx(0.97 * 16 - memory_options.RESERVED_GIB)
     with pytest.raises(ConfigError, match="Voodoo"):
-        Target.of(experiment(folder, gpu="Voodoo"), "local")
+        TargetDevices.from_experiment(experiment(folder, gpu="Voodoo"), "local")
 
 
 def test_without_a_name_every_size_that_is_sold(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    sizes = Target.of(experiment(folder, device="cuda", layout="d2"), "local").among()
-    assert [target.name for target in sizes] == [f"GPU of {gb} GB" for gb, _ in fits.GPUS]
-    assert "search.gpu" in sizes[0].said and sizes[0].usable == (fits.GPUS[0][1] - fits.TAKEN) * GIB
+    sizes = TargetDevices.from_experiment(
+        experiment(folder, device="cuda", layout="d2"), "local"
+    ).list_candidates()
+    assert [target.name for target in sizes] == [f"GPU of {gb} GB" for gb, _ in memory_options.GPUS]
+    assert (
+        "search.gpu" in sizes[0].description
+        and sizes[0].usable == (memory_options.GPUS[0][1] - memory_options.RESERVED_GIB) * GIB
+    )
 
 
 def test_the_verdict(folder: Path) -> None:
-    named = Target.of(experiment(folder, gpu="H100"), "local")
-    assert named.verdict(7.04 * GIB) == "fits: the device needs about 7.04 GiB of 77.60 GiB: H100"
+    named = TargetDevices.from_experiment(experiment(folder, gpu="H100"), "local")
+    assert (
+        named.format_verdict(7.04 * GIB)
+        == "fits: the device needs about 7.04 GiB of 77.60 GiB: H100"
+    )
     many = replace(named, count=8)
     assert (
-        many.verdict(80 * GIB)
+        many.format_verdict(80 * GIB)
         == "does NOT fit: each of 8 devices needs about 80.00 GiB of 77.60 GiB: H100"
     )

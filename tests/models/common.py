@@ -11,7 +11,7 @@ from weft.checkpoints import hf_io
 from weft.models.network import lora
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import pack
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 from weft.registry import families
 
@@ -34,7 +34,7 @@ def tiny(
     network = hf_io.init_random(tiny_config(name, **changes), head, seed=seed, dtype=dtype)
     generator = torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
-        for value in values(network).values():
+        for value in find_canonical_values(network).values():
             value.add_(torch.randn(value.shape, generator=generator, dtype=dtype) * 0.1)
     return network
 
@@ -52,7 +52,7 @@ def adapted(
     lora.attach(network, r=3, alpha=6.0, dropout=dropout, targets=targets)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
-        for n, value in values(network).items():
+        for n, value in find_canonical_values(network).items():
             if lora.is_adapter(n):
                 value.copy_(torch.randn(value.shape, generator=generator) * 0.2)
     return network
@@ -60,7 +60,7 @@ def adapted(
 
 @torch.no_grad()
 def logits(network: Transformer, row: Tensor) -> Tensor:
-    return network.next_token_logits(network.hidden(pack([row])))
+    return network.next_token_logits(network.compute_hidden(pack([row])))
 
 
 def roundings(network: Transformer, tokens: int) -> int:

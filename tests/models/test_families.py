@@ -15,10 +15,10 @@ from tests.models.common import tiny
 from weft.checkpoints import hf_io
 from weft.errors import CheckpointError
 from weft.models.families.base import Family
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.registry import families
 from weft.testing import check_family
-from weft.testing.families import reference_model
+from weft.testing.families import build_reference_model
 
 SHIPPED = [
     "gemma",
@@ -87,7 +87,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_all_families_are_shipped() -> None:
-    assert set(families.shipped()) == set(SHIPPED)
+    assert set(families.list_shipped()) == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -119,11 +119,11 @@ def test_checkpoints_of_the_bare_trunk_load(name: str, tmp_path: Path) -> None:
     hold the whole model.
     """
     family: Family = families.get(name)
-    reference = reference_model(family, "lm", 0, {"tie_word_embeddings": True})
+    reference = build_reference_model(family, "lm", 0, {"tie_word_embeddings": True})
     reference.base_model.save_pretrained(tmp_path)
     network = hf_io.load(tmp_path)
-    for ours, value in values(network).items():
-        assert value.shape == hf_io.Reader(tmp_path).read(ours).shape
+    for ours, value in find_canonical_values(network).items():
+        assert value.shape == hf_io.ParameterReader(tmp_path).read(ours).shape
 
 
 def test_every_family_has_a_tiny_network() -> None:

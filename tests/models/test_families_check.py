@@ -75,7 +75,7 @@ BROKEN: dict[str, tuple[Family, type[Exception], str]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_family_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, error, said = BROKEN[what]
-    monkeypatch.setitem(families._things, "llama", family)
+    monkeypatch.setitem(families._objects, "llama", family)
     with pytest.raises(error, match=said):
         check_family(family)
 

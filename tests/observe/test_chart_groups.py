@@ -10,22 +10,22 @@ import pytest
 
 from weft.observe import chart_groups
 from weft.observe.chart_groups import (
-    Curves,
-    Grouped,
-    grouped,
-    moves,
-    node_of,
-    same,
-    without_repeats,
+    MetricGroup,
+    SeriesIndex,
+    drop_repeats,
+    find_node,
+    group_metrics,
+    is_changing,
+    is_same_series,
 )
-from weft.observe.metrics import rank
+from weft.observe.metrics import compute_rank
 
 
 def groups(columns: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
     def series(name: str) -> tuple[Sequence[float], Sequence[float]]:
         return list(range(len(columns[name]))), columns[name]
 
-    found = without_repeats(grouped(list(columns)), series, rank)
+    found = drop_repeats(group_metrics(list(columns)), series, compute_rank)
     return {f"{group.measure} of {', '.join(group.nodes)}": group.names for group in found}
 
 
@@ -121,13 +121,13 @@ def test_repeats_among_many_curves_are_the_ones_that_comparing_all_pairs_finds()
         alike = (
             other
             for other in kept
-            if node_of(other) == node_of(name) and same(curves[name], curves[other])
+            if find_node(other) == find_node(name) and is_same_series(curves[name], curves[other])
         )
-        if not (moves(series[name]) and any(alike)):
+        if not (is_changing(series[name]) and any(alike)):
             kept.append(name)
-    groups = [Grouped(name, [node_of(name)], [name]) for name in series]
+    groups = [MetricGroup(name, [find_node(name)], [name]) for name in series]
     found = [
-        name for group in without_repeats(groups, curves.__getitem__, _rank) for name in group.names
+        name for group in drop_repeats(groups, curves.__getitem__, _rank) for name in group.names
     ]
     assert found == kept and len(series) - len(kept) == 24
 
@@ -142,13 +142,13 @@ def test_numbers_that_count_as_the_same_are_found_at_the_edges_of_bins() -> None
     for _ in range(300):
         value = generator.choice([1, -1]) * 10.0 ** generator.uniform(-99, 99)
         other = value * (1 + generator.uniform(-1, 1) * 1e-6)
-        curves = Curves[str]()
+        curves = SeriesIndex[str]()
         curves.add("a", (x, [value, value, 0.0]), 7)
-        wanted = [7] if same((x, [value, value, 0.0]), (x, [other, value, 0.0])) else []
-        assert curves.like("a", (x, [other, value, 0.0])) == wanted
+        wanted = [7] if is_same_series((x, [value, value, 0.0]), (x, [other, value, 0.0])) else []
+        assert curves.find_equal("a", (x, [other, value, 0.0])) == wanted
         assert (
-            curves.like("b", (x, [value, value, 0.0])) == []
-            and curves.like("a", (x, [value, -value, 0.0])) == []
+            curves.find_equal("b", (x, [value, value, 0.0])) == []
+            and curves.find_equal("a", (x, [value, -value, 0.0])) == []
         )
 
 
@@ -158,14 +158,14 @@ def test_a_thousand_curves_are_not_compared_each_with_each(monkeypatch: pytest.M
     def counted(*both: chart_groups.Values) -> bool:
         nonlocal compared
         compared += 1
-        return same(*both)
+        return is_same_series(*both)
 
-    monkeypatch.setattr(chart_groups, "same", counted)
+    monkeypatch.setattr(chart_groups, "is_same_series", counted)
     names = [f"node{number % 5}/m{number}" for number in range(1000)]
     names += [f"eval/x{number}/y{number}" for number in range(300)]
     curves = {
         name: ([float(step) for step in range(30)], walk(number))
         for number, name in enumerate(names)
     }
-    assert len(without_repeats(grouped(names), curves.__getitem__, rank)) == 1300
+    assert len(drop_repeats(group_metrics(names), curves.__getitem__, compute_rank)) == 1300
     assert compared < 100, "curves with other values in the middle are not even looked at"

@@ -15,8 +15,8 @@ from tests.observe.test_report import EVIL, Page, line, write_run
 from tests.work import calls_of
 from weft.errors import UserError
 from weft.observe import compare
-from weft.observe.compare import build_comparison, comparison_charts, named, verdict
-from weft.observe.differences import differing
+from weft.observe.compare import build_comparison, build_comparison_charts, name_runs, write_verdict
+from weft.observe.differences import find_differences
 from weft.observe.run_files import RunFiles
 
 
@@ -59,8 +59,8 @@ def test_the_page_says_which_run_was_better_and_why(tmp_path: Path) -> None:
 
 
 def test_a_metric_is_drawn_once_with_a_line_a_run(tmp_path: Path) -> None:
-    runs = named([RunFiles.read(path) for path in two(tmp_path)])
-    found = comparison_charts(runs)
+    runs = name_runs([RunFiles.read(path) for path in two(tmp_path)])
+    found = build_comparison_charts(runs)
     assert [(chart.title, [item.label for item in chart.lines]) for chart in found[:2]] == [
         ("reward", ["slow", "fast"]),
         ("loss", ["slow", "fast"]),
@@ -72,9 +72,9 @@ def test_a_metric_is_drawn_once_with_a_line_a_run(tmp_path: Path) -> None:
 def test_measures_of_nodes_with_other_names_meet(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     (other / "metrics.jsonl").write_text(lines(0.4).replace("reward/reward", "rew_inf/reward"))
-    runs = named([RunFiles.read(path) for path in (one, other)])
-    assert "fast</b> ended with the higher reward" in verdict(runs)
-    assert [item.label for item in comparison_charts(runs)[0].lines] == ["slow", "fast"]
+    runs = name_runs([RunFiles.read(path) for path in (one, other)])
+    assert "fast</b> ended with the higher reward" in write_verdict(runs)
+    assert [item.label for item in build_comparison_charts(runs)[0].lines] == ["slow", "fast"]
 
 
 def test_a_loss_is_better_where_it_is_lower_but_not_a_policys(tmp_path: Path) -> None:
@@ -97,11 +97,16 @@ def test_a_loss_is_better_where_it_is_lower_but_not_a_policys(tmp_path: Path) ->
 
 def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None:
     one, other = two(tmp_path)
-    alike = named([RunFiles.read(path) for path in (one, one)])
-    assert "ended alike" in verdict(alike) and differing([each.run for each in alike]) == {}
+    alike = name_runs([RunFiles.read(path) for path in (one, one)])
+    assert (
+        "ended alike" in write_verdict(alike)
+        and find_differences([each.run for each in alike]) == {}
+    )
     assert len({each.label for each in alike}) == 1, "they have the same folder"
     (other / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
-    assert "have no common metric" in verdict(named([RunFiles.read(path) for path in (one, other)]))
+    assert "have no common metric" in write_verdict(
+        name_runs([RunFiles.read(path) for path in (one, other)])
+    )
     for name in ("samples.jsonl", "config.yaml", "metrics.jsonl"):
         (other / name).unlink()
         assert "compared" in build_comparison([one, other], tmp_path / "c.html").read_text()
@@ -135,11 +140,11 @@ def test_a_curve_that_repeats_another_of_its_node_is_left_out(tmp_path: Path) ->
             for s in range(1, 21)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = comparison_charts(named([RunFiles.read(run) for run in runs]))
+    found = build_comparison_charts(name_runs([RunFiles.read(run) for run in runs]))
     assert [c.title for c in found if c.node == "critic"] == ["loss"]
     rows[3]["critic/value_loss"] = 5.0
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = comparison_charts(named([RunFiles.read(run) for run in runs]))
+    found = build_comparison_charts(name_runs([RunFiles.read(run) for run in runs]))
     assert [c.title for c in found if c.node == "critic"] == ["loss", "value loss"], (
         "in one run it is another curve"
     )
@@ -204,13 +209,16 @@ def test_runs_of_unequal_length_are_compared_at_their_common_step(tmp_path: Path
 def test_a_run_that_goes_on_is_called_so_everywhere(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     (other / "status.json").write_text('{"status": "running"}')
-    runs = named([RunFiles.read(path) for path in (one, other)])
-    told = verdict(runs)
+    runs = name_runs([RunFiles.read(path) for path in (one, other)])
+    told = write_verdict(runs)
     assert (
         "At step 20, the last that all runs have completed," in told
         and "fast (running)</b> has the higher reward" in told
     )
-    assert [item.label for item in comparison_charts(runs)[0].lines] == ["slow", "fast (running)"]
+    assert [item.label for item in build_comparison_charts(runs)[0].lines] == [
+        "slow",
+        "fast (running)",
+    ]
     page = Page(build_comparison([one, other], tmp_path / "c.html").read_text())
     assert ("th", {"scope": "col"}) in page.tags and page.text.count("fast (running)") >= 3
 
@@ -219,11 +227,11 @@ def test_a_difference_within_the_noise_is_none(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     (one / "metrics.jsonl").write_text(noisy(0.0, 40, spread=0.1))
     (other / "metrics.jsonl").write_text(noisy(0.001, 40, spread=0.1))
-    told = verdict(named([RunFiles.read(path) for path in (one, other)]))
+    told = write_verdict(name_runs([RunFiles.read(path) for path in (one, other)]))
     assert "ended alike within noise" in told and "higher" not in told
     (other / "metrics.jsonl").write_text(noisy(0.05, 40, spread=0.1))
-    assert "fast</b> ended with the higher reward" in verdict(
-        named([RunFiles.read(path) for path in (one, other)])
+    assert "fast</b> ended with the higher reward" in write_verdict(
+        name_runs([RunFiles.read(path) for path in (one, other)])
     )
 
 
@@ -277,13 +285,13 @@ def test_losses_that_mean_different_things_are_not_compared(
         for n, (node, config) in enumerate((one, other))
     ]
     for runs in (paths, paths[::-1]):
-        listed = named([RunFiles.read(path) for path in runs])
-        said = verdict(listed)
+        listed = name_runs([RunFiles.read(path) for path in runs])
+        said = write_verdict(listed)
         assert told.partition("(sft")[0].strip() in said
         assert "lower" not in said and "ended" not in said
         drawn = [
             [item.label for item in chart.lines]
-            for chart in comparison_charts(listed)
+            for chart in build_comparison_charts(listed)
             if chart.title == "loss"
         ]
         alike = one[1] == other[1]
@@ -301,8 +309,8 @@ def test_validation_on_the_same_rows_compares_runs_of_different_data(tmp_path: P
         runs.append(
             write_run(tmp_path / name, metrics__jsonl=text, config__yaml=yaml.safe_dump(options))
         )
-    assert "b</b> ended with the lower eval loss: <b>0.4</b> against 0.5 (a)" in verdict(
-        named([RunFiles.read(run) for run in runs])
+    assert "b</b> ended with the lower eval loss: <b>0.4</b> against 0.5 (a)" in write_verdict(
+        name_runs([RunFiles.read(run) for run in runs])
     )
 
 
@@ -333,15 +341,15 @@ def test_evaluated_accuracies_are_compared_with_the_noise_of_so_few_rows(
         runs.append(
             RunFiles.read(write_run(tmp_path / name, metrics__jsonl=text, config__yaml=config))
         )
-    assert told in verdict(named(runs))
-    assert all("num rows" not in chart.title for chart in comparison_charts(named(runs)))
+    assert told in write_verdict(name_runs(runs))
+    assert all("num rows" not in chart.title for chart in build_comparison_charts(name_runs(runs)))
 
 
 def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path) -> None:
     runs = two(tmp_path)
     for run, source in zip(runs, ("gsm8k", "math"), strict=True):
         (run / "config.yaml").write_text(yaml.safe_dump({"trial_name": run.name, "reward": source}))
-    found = comparison_charts(named([RunFiles.read(run) for run in runs]))
+    found = build_comparison_charts(name_runs([RunFiles.read(run) for run in runs]))
     assert [[item.label for item in chart.lines] for chart in found if chart.title == "reward"] == [
         ["slow"],
         ["fast"],
@@ -362,10 +370,12 @@ def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:
 
 def test_a_better_number_of_a_run_that_is_out_of_range_is_doubted(tmp_path: Path) -> None:
     one, other = two(tmp_path)
-    assert "But check" not in verdict(named([RunFiles.read(path) for path in (one, other)]))
+    assert "But check" not in write_verdict(
+        name_runs([RunFiles.read(path) for path in (one, other)])
+    )
     (other / "metrics.jsonl").write_text(lines(0.4, **{"actor_train/kl": 4.0}))
-    assert "(slow). But check fast: some of its metrics are out of range." in verdict(
-        named([RunFiles.read(path) for path in (one, other)])
+    assert "(slow). But check fast: some of its metrics are out of range." in write_verdict(
+        name_runs([RunFiles.read(path) for path in (one, other)])
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.observe.test_report import Page
-from weft.observe.completions import columns, completions, heading
+from weft.observe.completions import choose_heading, choose_num_columns, render_completions
 from weft.observe.run_files import RunFiles
 
 
@@ -34,7 +34,7 @@ def group(step: int, count: int = 3) -> list[dict[str, Any]]:
 
 
 def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
-    html, tokens = completions(of(*group(1)))
+    html, tokens = render_completions(of(*group(1)))
     page = Page(html)
     assert page.text.count("why?") == 1 and page.text.count("so") >= 1
     for part in (
@@ -56,7 +56,7 @@ def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
 
 
 def test_a_tab_carries_the_mean_of_the_batch_and_not_of_what_is_shown() -> None:
-    html, _ = completions(
+    html, _ = render_completions(
         of(
             *group(1),
             *group(2),
@@ -83,11 +83,11 @@ def test_a_pair_says_which_is_which() -> None:
         for k, score in ((0, 0.5), (1, 0.75))
     ]
     run = of(*rows)
-    page = Page(completions(run)[0])
-    assert heading(run) == "Pairs of the dataset" and "margin 0.25, right order" in page.text
+    page = Page(render_completions(run)[0])
+    assert choose_heading(run) == "Pairs of the dataset" and "margin 0.25, right order" in page.text
     assert page.text.index("chosen c1") < page.text.index("rejected c0")
     rows[0]["score"] = 2.0
-    assert "wrong order" in Page(completions(of(*rows))[0]).text
+    assert "wrong order" in Page(render_completions(of(*rows))[0]).text
 
 
 def test_rows_that_were_trained_on_mark_what_counts() -> None:
@@ -102,15 +102,15 @@ def test_rows_that_were_trained_on_mark_what_counts() -> None:
         "trained": [0, 1],
         "loss": 2.0,
     }
-    html, tokens = completions(of(row))
-    assert heading(of(row)) == "Rows of the dataset" and tokens[0]["trained"] == [0, 1]
+    html, tokens = render_completions(of(row))
+    assert choose_heading(of(row)) == "Rows of the dataset" and tokens[0]["trained"] == [0, 1]
     assert "loss 2" in Page(html).text and "prompt" not in [
         attrs.get("aria-label") for _, attrs in Page(html).tags
     ]
 
 
 def test_rows_of_few_keys_are_enough_and_odd_ones_do_no_harm() -> None:
-    html, tokens = completions(
+    html, tokens = render_completions(
         of(
             {"step": 1},
             {"step": 2, "completion": "c", "tokens": ["c"], "logprobs": ["x"], "rank": "y"},
@@ -120,4 +120,4 @@ def test_rows_of_few_keys_are_enough_and_odd_ones_do_no_harm() -> None:
 
 
 def test_no_row_of_answers_is_nearly_empty() -> None:
-    assert [columns(count) for count in range(1, 10)] == [1, 2, 3, 4, 3, 3, 4, 4, 3]
+    assert [choose_num_columns(count) for count in range(1, 10)] == [1, 2, 3, 4, 3, 3, 4, 4, 3]

@@ -9,7 +9,12 @@ from typing import Any
 
 from tests.observe.test_report import Page
 from weft.experiments import SFTConfig
-from weft.observe.configuration import algorithm, changed, configuration, started
+from weft.observe.configuration import (
+    find_algorithm,
+    find_changed_options,
+    render_configuration,
+    render_starts,
+)
 from weft.observe.run_files import RunFiles
 from weft.options import to_mapping
 
@@ -32,7 +37,7 @@ def run(record: dict[str, Any] | None = None, **options: Any) -> RunFiles:
 
 
 def test_what_differs_from_the_defaults_comes_first() -> None:
-    found = changed(run())
+    found = find_changed_options(run())
     assert (
         found is not None
         and found["model.optimizer.lr"][0] == 0.5
@@ -41,7 +46,7 @@ def test_what_differs_from_the_defaults_comes_first() -> None:
     assert set(found) == {"model.optimizer.lr", "dataset.train_path"}, (
         "the run's own names are no difference"
     )
-    page = Page(configuration(run()))
+    page = Page(render_configuration(run()))
     assert (
         page.text.index("Not the defaults of sft")
         < page.text.index("All options")
@@ -52,8 +57,8 @@ def test_what_differs_from_the_defaults_comes_first() -> None:
 
 def test_options_of_an_unknown_kind_are_all_shown() -> None:
     strange = RunFiles(Path("run"), config={"mine": {"a": 1}})
-    assert changed(strange) is None and algorithm(strange) is None
-    page = Page(configuration(strange))
+    assert find_changed_options(strange) is None and find_algorithm(strange) is None
+    page = Page(render_configuration(strange))
     assert (
         "Not the defaults" not in page.text
         and "All options" not in page.text
@@ -63,12 +68,12 @@ def test_options_of_an_unknown_kind_are_all_shown() -> None:
 
 def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit(1)")
-    assert changed(run({"algorithm": f"{tmp_path}/evil.py:Config"})) is None
+    assert find_changed_options(run({"algorithm": f"{tmp_path}/evil.py:Config"})) is None
 
 
 def test_what_started_it_is_told() -> None:
     earlier = START | {"time": 1.6e9, "step": 0}
-    page = Page(started(run({"starts": [earlier, START | {"step": 7}]})))
+    page = Page(render_starts(run({"starts": [earlier, START | {"step": 7}]})))
     for part in (
         "weft quickstart sft 'a=b c'",
         "abc123 with changes",
@@ -78,9 +83,9 @@ def test_what_started_it_is_told() -> None:
     ):
         assert part in page.text, part
     for broken in ({}, {"starts": 3}, {"starts": ["x", None]}, {"starts": [{}]}):
-        Page(started(run(broken)))
+        Page(render_starts(run(broken)))
 
 
 def test_secrets_are_masked(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("launch: {env: {HF_TOKEN: hf_secret}}\n")
-    assert "hf_secret" not in configuration(RunFiles.read(tmp_path))
+    assert "hf_secret" not in render_configuration(RunFiles.read(tmp_path))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.observe.test_report import EVIL, Page, line, write_run
-from weft.observe.dashboard import Dashboard, age, size
+from weft.observe.dashboard import Dashboard, format_age, format_size
 
 
 def test_the_list_has_a_row_for_each_run_with_values_to_sort_by(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_more_runs_than_colours_are_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_sizes_and_ages_read_well() -> None:
-    assert [size(n) for n in (12, 1500, 4_400_000, 23 * 10**9)] == [
+    assert [format_size(n) for n in (12, 1500, 4_400_000, 23 * 10**9)] == [
         "12 B",
         "1.5 kB",
         "4.4 MB",
         "23 GB",
     ]
-    assert [age(s) for s in (3.0, 130, 7300, 100_000, 200_000)] == [
+    assert [format_age(s) for s in (3.0, 130, 7300, 100_000, 200_000)] == [
         "3 s",
         "2 min",
         "2 h",

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from weft.observe.configuration import defaults_of
-from weft.observe.diagnosis import FINE, judge
+from weft.observe.configuration import compute_defaults
+from weft.observe.diagnosis import FINE, diagnose_run
 from weft.observe.metric_help import CRITIC, HELP, POLICY
-from weft.observe.observer import Observer
+from weft.observe.observer import RunObserver
 from weft.observe.report import build_report
 from weft.observe.run_files import RunFiles
 from weft.observe.run_list import list_runs
@@ -85,7 +85,7 @@ def text(found: Any) -> str:
 
 
 def test_a_run_that_exploits_its_reward_is_called_out_in_one_line() -> None:
-    told = text(judge(HACKED, "grpo", lambda: GRPO))
+    told = text(diagnose_run(HACKED, "grpo", lambda: GRPO))
     assert "KL 4.174 nats per token (usual: at most 1)" in told
     assert (
         "100% of the answers are cut by length" in told
@@ -105,15 +105,15 @@ def test_a_run_that_was_hacked_from_its_first_line_on_is_called_out_as_well() ->
         reward__reward=0.9,
         reward__reward_std=0.006,
     )
-    assert "KL 4 nats" in text(judge(rows, None)) and "exploits the reward" in text(
-        judge(rows, None)
+    assert "KL 4 nats" in text(diagnose_run(rows, None)) and "exploits the reward" in text(
+        diagnose_run(rows, None)
     )
 
 
 def test_a_healthy_run_is_left_alone() -> None:
     for seed in range(20):
         rows = healthy(reward__reward=course(0.3, 0.8, spread=0.1, seed=seed))
-        assert text(judge(rows, "grpo", lambda: GRPO)) == FINE
+        assert text(diagnose_run(rows, "grpo", lambda: GRPO)) == FINE
 
 
 def test_a_task_that_is_solved_is_left_alone() -> None:
@@ -126,17 +126,17 @@ def test_a_task_that_is_solved_is_left_alone() -> None:
         reward__frac_reward_zero_std=course(0.1, 1.0),
         actor_train__entropy=course(0.5, 0.001),
     )
-    assert text(judge(rows, "grpo", lambda: GRPO)) == FINE
+    assert text(diagnose_run(rows, "grpo", lambda: GRPO)) == FINE
 
 
 def test_short_runs_are_not_judged() -> None:
-    assert judge(HACKED[:7], "grpo") is None and judge([], "grpo") is None
+    assert diagnose_run(HACKED[:7], "grpo") is None and diagnose_run([], "grpo") is None
 
 
 def test_one_bad_step_is_no_verdict() -> None:
     kl = course(0.0, 0.2)
     kl[-1] = 50.0
-    assert text(judge(healthy(actor_train__kl=kl), "grpo", lambda: GRPO)) == FINE
+    assert text(diagnose_run(healthy(actor_train__kl=kl), "grpo", lambda: GRPO)) == FINE
 
 
 SFT = {"model": {"optimizer": {"lr": 3e-3}}, "sft": {}}
@@ -191,7 +191,7 @@ SFT = {"model": {"optimizer": {"lr": 3e-3}}, "sft": {}}
 def test_each_kind_of_trouble_is_told(
     algorithm: str, rows: list[dict[str, Any]], config: Any, told: str
 ) -> None:
-    assert told in text(judge(rows, algorithm, lambda: config))
+    assert told in text(diagnose_run(rows, algorithm, lambda: config))
 
 
 @pytest.mark.parametrize(
@@ -235,20 +235,20 @@ def test_each_kind_of_trouble_is_told(
 def test_what_is_usual_for_a_kind_of_run_is_left_alone(
     algorithm: str, rows: list[dict[str, Any]], config: Any
 ) -> None:
-    assert text(judge(rows, algorithm, lambda: config)) == FINE
+    assert text(diagnose_run(rows, algorithm, lambda: config)) == FINE
 
 
 def test_validation_that_turns_while_training_falls_means_that_the_model_memorizes() -> None:
     rows = lines(train__loss=course(3.0, 0.5))
     for step, value in ((10, 2.0), (20, 1.5), (30, 1.8), (40, 2.2)):
         rows[step - 1]["eval/loss"] = value
-    told = text(judge(rows, "sft", lambda: SFT))
+    told = text(diagnose_run(rows, "sft", lambda: SFT))
     assert (
         "eval loss rose to 2.2 from 1.5 at step 20, while training loss fell" in told
         and "Try max_steps=20" in told
     )
     rows[29]["eval/loss"], rows[39]["eval/loss"] = 1.5, 1.51
-    assert text(judge(rows, "sft", lambda: SFT)) == FINE
+    assert text(diagnose_run(rows, "sft", lambda: SFT)) == FINE
 
 
 def test_text_that_comes_to_repeat_itself_is_told_and_text_that_always_did_is_not() -> None:
@@ -261,10 +261,10 @@ def test_text_that_comes_to_repeat_itself_is_told_and_text_that_always_did_is_no
 
     good = "First we count the apples in each box, then add what was bought on Monday, which makes forty-two; divide by 7."
     assert "100% of the last answers repeat themselves" in text(
-        judge(healthy(), "grpo", lambda: GRPO, samples(good))
+        diagnose_run(healthy(), "grpo", lambda: GRPO, samples(good))
     )
-    assert text(judge(healthy(), "grpo", lambda: GRPO, samples(LOOP))) == FINE
-    assert text(judge(healthy(), "grpo", lambda: GRPO, samples(good)[:3])) == FINE
+    assert text(diagnose_run(healthy(), "grpo", lambda: GRPO, samples(LOOP))) == FINE
+    assert text(diagnose_run(healthy(), "grpo", lambda: GRPO, samples(good)[:3])) == FINE
 
 
 def test_every_bound_has_a_cause_and_something_to_try() -> None:
@@ -277,7 +277,7 @@ def test_every_bound_has_a_cause_and_something_to_try() -> None:
             "reward__reward": 0.2,
             "judge__died": 3.0,
         }
-        found = judge(lines(**values), "grpo", lambda: GRPO)
+        found = diagnose_run(lines(**values), "grpo", lambda: GRPO)
         assert found is not None
         own = [each for each in found.findings if each.key == about.pattern]
         assert (
@@ -289,7 +289,7 @@ def test_every_bound_has_a_cause_and_something_to_try() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "online_dpo"])
 def test_options_to_try_are_options(algorithm: str) -> None:
-    known = set(defaults_of(quickstarts.get(algorithm)()))
+    known = set(compute_defaults(quickstarts.get(algorithm)()))
     for about in (one for one in HELP if one.least is not None or one.most is not None):
         if (about.group == CRITIC and algorithm != "ppo") or (
             about.group == POLICY and algorithm == "online_dpo"
@@ -301,7 +301,7 @@ def test_options_to_try_are_options(algorithm: str) -> None:
             f"actor_train__{name}": course(5.0, bad) if about.least is not None else bad,
             "judge__died": 3.0,
         }
-        found = judge(lines(**values), algorithm, dict)
+        found = diagnose_run(lines(**values), algorithm, dict)
         assert found is not None
         for option in re.findall(
             r"[a-z_]+(?:\.[a-z_]+)+", " ".join(fix for each in found.findings for fix in each.fixes)
@@ -330,7 +330,7 @@ def test_every_view_of_a_run_tells_the_same(tmp_path: Path) -> None:
         )
         assert next(each for each in list_runs(tmp_path) if each.trial == name).diagnosis == told
         notes: list[str] = []
-        observer = Observer(run)
+        observer = RunObserver(run)
         observer.note = notes.append  # type: ignore[method-assign]
         observer.close("finished", ["next: weft chat"])
         assert notes == [f"check: {told}", "next: weft chat"]

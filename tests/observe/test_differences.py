@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.observe.differences import apart, differing
+from weft.observe.differences import find_differences, find_incomparable_options
 from weft.observe.run_files import RunFiles
 
 RUN = {"experiment_name": "e", "trial_name": "t"}
@@ -20,7 +20,7 @@ def files(config: dict[str, Any], *chosen: str) -> RunFiles:
 def test_options_of_another_algorithm_count_where_they_are_set() -> None:
     one = files({"max_steps": 3, "ppo": {"eps_clip": 0.1, "gae_lambda": 0.95, "discount": 0.5}})
     other = files({"max_steps": 4, "grpo": {"group_size": 8}})
-    assert differing([one, other]) == {
+    assert find_differences([one, other]) == {
         "algorithm": ["ppo", "grpo"],
         "max_steps": [3, 4],
         "ppo.eps_clip": [0.1, None],
@@ -33,10 +33,10 @@ def test_the_same_option_of_two_algorithms_is_one() -> None:
         files({"ppo": {"gen": {"max_new_tokens": 4}}}),
         files({"grpo": {"gen": {"max_new_tokens": 4}}}),
     )
-    assert differing([one, other]) == {"algorithm": ["ppo", "grpo"]}
+    assert find_differences([one, other]) == {"algorithm": ["ppo", "grpo"]}
     longer = files({"grpo": {"gen": {"max_new_tokens": 8}}})
-    assert differing([one, longer])["grpo|ppo.gen.max_new_tokens"] == [4, 8]
-    assert differing([longer, other]) == {"grpo.gen.max_new_tokens": [8, 4]}
+    assert find_differences([one, longer])["grpo|ppo.gen.max_new_tokens"] == [4, 8]
+    assert find_differences([longer, other]) == {"grpo.gen.max_new_tokens": [8, 4]}
 
 
 def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
@@ -45,12 +45,12 @@ def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
         files({"dataset": {"max_seqlen": None}}),
         files({"dataset": {"max_seqlen": 9}}, "dataset.max_seqlen"),
     ):
-        assert differing([chosen, other]) == {}
-    assert differing([chosen, files({"dataset": {"max_seqlen": 9}})]) == {
+        assert find_differences([chosen, other]) == {}
+    assert find_differences([chosen, files({"dataset": {"max_seqlen": 9}})]) == {
         "dataset.max_seqlen": [64, 9]
     }
     assert (
-        differing(
+        find_differences(
             [
                 files({"rew": {"backend": "torch"}}, "rew.backend"),
                 files({"rew": {"backend": "auto"}}),
@@ -72,5 +72,7 @@ def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
     ],
 )
 def test_where_rewards_come_from(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
-    found = apart([files(one), files(other)], ["rew_inf/reward", "reward/reward"])
+    found = find_incomparable_options(
+        [files(one), files(other)], ["rew_inf/reward", "reward/reward"]
+    )
     assert (not found) is same

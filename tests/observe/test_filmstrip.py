@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.observe.test_report import EVIL, Page, write_run
-from weft.observe.filmstrip import FILE, FRAMES, STRIPS, filmstrip
+from weft.observe.filmstrip import FILE, FRAMES, STRIPS, render_filmstrip
 from weft.observe.report import build_report
 
 
@@ -24,7 +24,7 @@ def row(step: int, id: str, said: str, **more: Any) -> dict[str, Any]:
 
 def test_each_prompt_has_a_strip_of_its_answers_by_step() -> None:
     rows = [row(step, id, f"a{step}{id}") for step in (0, 10, 20) for id in "01"]
-    page = Page(filmstrip(rows))
+    page = Page(render_filmstrip(rows))
     assert page.text.partition("p0")[2].split("p1")[0].split() == (
         [
             "Step",
@@ -44,19 +44,19 @@ def test_each_prompt_has_a_strip_of_its_answers_by_step() -> None:
             "tokens",
         ]
     )
-    assert filmstrip([]) == ""
+    assert render_filmstrip([]) == ""
 
 
 def test_a_long_run_shows_its_first_and_last_step_and_an_answer_that_stays_is_marked() -> None:
     rows = [row(step, "0", "same" if step else "first") for step in range(0, 500, 5)]
-    text = filmstrip(rows)
+    text = render_filmstrip(rows)
     assert text.count("<li ") == FRAMES and "Step 0<" in text and "Step 495<" in text
     assert text.count('class="frame same"') == FRAMES - 2
-    assert "cut by length" in filmstrip([row(1, "0", "x", finish_reason="length")])
+    assert "cut by length" in render_filmstrip([row(1, "0", "x", finish_reason="length")])
 
 
 def test_many_prompts_are_counted(tmp_path: Path) -> None:
-    text = filmstrip([row(0, str(n), "x") for n in range(STRIPS + 3)])
+    text = render_filmstrip([row(0, str(n), "x") for n in range(STRIPS + 3)])
     assert text.count("<article") == STRIPS and f"3 more prompts are in {FILE}" in text
 
 

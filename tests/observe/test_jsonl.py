@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weft.observe.jsonl import StepFile, plain, read_rows
+from weft.observe.jsonl import StepFile, convert_to_json, read_rows
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
 def test_numpy_and_array_numbers_become_plain() -> None:
     import torch
 
-    values = plain(
+    values = convert_to_json(
         {
             "a": np.int64(3),
             "b": np.float64(0.25),
@@ -55,7 +55,7 @@ def test_truncation_keeps_the_lines_up_to_the_cut_byte_for_byte(tmp_path: Path) 
     file.truncate(3)
     assert file.path.read_bytes() == b"".join(lines[:3])
     file.append({"step": 4})
-    assert [row["step"] for row in file.rows()] == [1, 2, 3, 4]
+    assert [row["step"] for row in file.read_rows()] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_any_text_survives_on_one_line(tmp_path_factory: pytest.TempPathFactory,
     file = StepFile(tmp_path_factory.mktemp("run") / "samples.jsonl")
     file.append({"step": 1, "completion": text})
     assert file.path.read_bytes().count(b"\n") == 1
-    assert list(file.rows()) == [{"step": 1, "completion": text}]
+    assert list(file.read_rows()) == [{"step": 1, "completion": text}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.observe.logs import Follower, failure, failures, log_files
+from weft.observe.logs import LogFollower, find_failure, find_failures, find_log_files
 
 TRACE = """INFO loads
 Traceback (most recent call last):
@@ -36,7 +36,7 @@ def test_files_in_order(tmp_path: Path) -> None:
         "metrics.jsonl",
     ):
         write(tmp_path / name, "", 1)
-    names = [file.name for file in log_files(tmp_path)]
+    names = [file.name for file in find_log_files(tmp_path)]
     assert names == [
         "run",
         "worker-2",
@@ -46,8 +46,16 @@ def test_files_in_order(tmp_path: Path) -> None:
         "slurm/9",
         "slurm/12",
     ]
-    assert [file.worker for file in log_files(tmp_path)] == [None, 2, 10, None, None, None, None]
-    assert log_files(tmp_path / "absent") == []
+    assert [file.worker for file in find_log_files(tmp_path)] == [
+        None,
+        2,
+        10,
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert find_log_files(tmp_path / "absent") == []
 
 
 def test_the_first_failure_is_first(tmp_path: Path) -> None:
@@ -59,7 +67,7 @@ def test_the_first_failure_is_first(tmp_path: Path) -> None:
     write(tmp_path / "logs/worker-0.log", "fine\nerror: the others have gone\n", 3e9)
     write(tmp_path / "logs/worker-1.log", f"2026-01-01 10:00:05 begins\n{TRACE}", 4e9)
     write(tmp_path / "logs/worker-2.log", "terror: none\nan errors: 0 line\nfine\n", 1)
-    found = failures(log_files(tmp_path))
+    found = find_failures(find_log_files(tmp_path))
     assert [each.file.name for each in found] == ["worker-1", "run", "worker-0"]
     assert found[0].line == 3 and found[0].text == tuple(TRACE.splitlines()[1:5])
     assert found[0].summary == "RuntimeError: no memory is left"
@@ -69,7 +77,7 @@ def test_the_first_failure_is_first(tmp_path: Path) -> None:
 def test_without_times_who_falls_silent_first_failed_first(tmp_path: Path) -> None:
     write(tmp_path / "logs/worker-0.log", TRACE, 200)
     write(tmp_path / "logs/worker-1.log", TRACE.replace("no memory", "another"), 100)
-    assert [each.file.worker for each in failures(log_files(tmp_path))] == [1, 0]
+    assert [each.file.worker for each in find_failures(find_log_files(tmp_path))] == [1, 0]
 
 
 def test_a_neighbour_that_misses_a_dead_device_comes_after_what_names_it(tmp_path: Path) -> None:
@@ -79,10 +87,10 @@ def test_a_neighbour_that_misses_a_dead_device_comes_after_what_names_it(tmp_pat
         tmp_path / "logs/worker-0.log", TRACE.replace("RuntimeError: no memory is left", gloo), 100
     )
     write(tmp_path / "log.txt", f"2026-01-01 10:00:09  {died}\n", 1e12)
-    found = failures(log_files(tmp_path))
+    found = find_failures(find_log_files(tmp_path))
     assert [each.file.name for each in found] == ["run", "worker-0"]
     assert found[0].summary.endswith(died)
-    assert [each.file.name for each in failures(log_files(tmp_path)[1:])] == ["worker-0"]
+    assert [each.file.name for each in find_failures(find_log_files(tmp_path)[1:])] == ["worker-0"]
 
 
 def test_long_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
@@ -90,28 +98,30 @@ def test_long_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
     write(
         tmp_path / "log.txt", f"Traceback (most recent call last):\n{frames}ValueError: deep\n", 1
     )
-    found = failure(log_files(tmp_path)[0])
+    found = find_failure(find_log_files(tmp_path)[0])
     assert found is not None and len(found.text) == 61 and found.summary == "ValueError: deep"
 
 
 def test_added_lines_come_once_and_whole(tmp_path: Path) -> None:
     log = write(tmp_path / "log.txt", "old\n", 1)
-    follower = Follower(log_files(tmp_path))
+    follower = LogFollower(find_log_files(tmp_path))
     with log.open("a") as file:
         file.write("new\nhal")
-    assert [line for _, line in follower.new(log_files(tmp_path))] == ["new"]
+    assert [line for _, line in follower.read_new_lines(find_log_files(tmp_path))] == ["new"]
     with log.open("a") as file:
         file.write("f\n")
     write(tmp_path / "logs/worker-0.log", "here\n", 1)
-    assert [(file.name, line) for file, line in follower.new(log_files(tmp_path))] == [
+    assert [
+        (file.name, line) for file, line in follower.read_new_lines(find_log_files(tmp_path))
+    ] == [
         ("run", "half"),
         ("worker-0", "here"),
     ]
-    assert list(follower.new(log_files(tmp_path))) == []
+    assert list(follower.read_new_lines(find_log_files(tmp_path))) == []
 
 
 def test_what_slurm_says_of_the_end_is_a_failure_where_it_is_one(tmp_path: Path) -> None:
     ended = "slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT 2026-01-01T00:00:01 ***\n"
     write(tmp_path / "slurm/7-ray-0.log", ended, 1)
     write(tmp_path / "slurm/7.log", ended.replace(" ***\n", " DUE TO TIME LIMIT ***\n"), 1)
-    assert [each.file.name for each in failures(log_files(tmp_path))] == ["slurm/7"]
+    assert [each.file.name for each in find_failures(find_log_files(tmp_path))] == ["slurm/7"]

@@ -77,8 +77,10 @@ def test_the_command_line_asks() -> None:
 
 
 def test_freed_device_memory_serves_other_sizes_unless_the_user_says_how_torch_allocates() -> None:
-    from weft.observe.memory import growing_segments
+    from weft.observe.memory import build_segment_variables
 
-    assert growing_segments({"HOME": "/"}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert build_segment_variables({"HOME": "/"}) == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
+    }
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert growing_segments({name: "max_split_size_mb:64"}) == {}
+        assert build_segment_variables({name: "max_split_size_mb:64"}) == {}

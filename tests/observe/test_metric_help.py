@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.observe.metric_help import HELP, find, markdown, undescribed
+from weft.observe.metric_help import HELP, find, find_undescribed, render_markdown
 
 # What runs of sft, rw, dpo, ppo and grpo write; tests of whole runs compare theirs with the same
 # table.
@@ -31,8 +31,8 @@ rew_inf/cached_fraction filter/rounds/actor_gen
 
 
 def test_every_metric_that_runs_write_is_described() -> None:
-    assert undescribed(WRITTEN.split()) == []
-    assert undescribed(["train/loss", "mine/strange"]) == ["mine/strange"]
+    assert find_undescribed(WRITTEN.split()) == []
+    assert find_undescribed(["train/loss", "mine/strange"]) == ["mine/strange"]
 
 
 def test_every_metric_that_the_sources_name_is_described() -> None:
@@ -50,7 +50,7 @@ def test_every_metric_that_the_sources_name_is_described() -> None:
     }
     inner = {"return_square", "error_square"}  # of which summaries are made
     assert len(recorded | counted) > 40
-    assert undescribed(f"node/{name}" for name in recorded | counted - inner) == []
+    assert find_undescribed(f"node/{name}" for name in recorded | counted - inner) == []
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,6 @@ def test_patterns_are_there_once_and_read_as_sentences() -> None:
 
 
 def test_the_table_as_markdown() -> None:
-    text = markdown()
+    text = render_markdown()
     assert "## Rewards" in text and "| `reward` |" in text
     assert text.count("\n| `") == len(HELP)

@@ -7,16 +7,16 @@ import math
 import pytest
 
 from weft.observe.metrics import (
-    direction,
-    duration,
-    headline,
-    leading,
-    number,
-    rank,
-    title,
-    tokens_per_second,
+    compute_rank,
+    compute_tokens_per_second,
+    find_headline,
+    find_leading,
+    find_title,
+    format_duration,
+    format_number,
+    get_direction,
 )
-from weft.observe.pace import Pace, sparkline
+from weft.observe.pace import RunPace, draw_sparkline
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from weft.observe.pace import Pace, sparkline
     ],
 )
 def test_the_headline_is_reward_or_loss(names: list[str], wanted: str | None) -> None:
-    assert headline(names) == wanted
+    assert find_headline(names) == wanted
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,13 @@ def test_the_headline_is_reward_or_loss(names: list[str], wanted: str | None) ->
 def test_validation_goes_before_training(
     names: list[str], algorithm: str | None, wanted: str | None
 ) -> None:
-    assert leading(names, algorithm) == wanted
+    assert find_leading(names, algorithm) == wanted
 
 
 def test_a_number_of_validation_is_called_so() -> None:
-    assert [title(name) for name in ("eval/reward", "eval/rewards/accuracies", "a/reward")] == [
+    assert [
+        find_title(name) for name in ("eval/reward", "eval/rewards/accuracies", "a/reward")
+    ] == [
         "eval reward",
         "eval accuracy",
         "reward",
@@ -76,7 +78,7 @@ def test_a_number_of_validation_is_called_so() -> None:
 
 
 def test_more_reward_and_less_loss_are_better() -> None:
-    assert [direction(n) for n in ("x/reward", "x/value_loss", "eval/a/accuracy", "x/kl")] == [
+    assert [get_direction(n) for n in ("x/reward", "x/value_loss", "eval/a/accuracy", "x/kl")] == [
         1,
         -1,
         1,
@@ -86,7 +88,7 @@ def test_more_reward_and_less_loss_are_better() -> None:
 
 def test_telling_names_come_first_and_evaluation_beside_its_metric() -> None:
     names = ["a/mfu", "a/kl", "eval/loss", "a/reward", "a/loss"]
-    assert sorted(names, key=rank) == ["a/reward", "eval/loss", "a/loss", "a/kl", "a/mfu"]
+    assert sorted(names, key=compute_rank) == ["a/reward", "eval/loss", "a/loss", "a/kl", "a/mfu"]
 
 
 @pytest.mark.parametrize(
@@ -111,28 +113,28 @@ def test_telling_names_come_first_and_evaluation_beside_its_metric() -> None:
     ],
 )
 def test_numbers_have_four_digits(value: float | None, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3.14, "3.1 s"), (61, "1:01"), (3723, "1:02:03"), (200000, "2 d 7 h")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_tokens_a_second_are_of_the_whole_step() -> None:
     line = {"step_seconds": 2.0, "actor_train/num_tokens": 500.0, "critic_train/num_tokens": 400.0}
-    assert tokens_per_second(line) == 250.0
-    assert tokens_per_second({"step_seconds": 2.0, "train/tokens_per_second": 7.0}) == 7.0
-    assert tokens_per_second({"step_seconds": 2.0}) is None
+    assert compute_tokens_per_second(line) == 250.0
+    assert compute_tokens_per_second({"step_seconds": 2.0, "train/tokens_per_second": 7.0}) == 7.0
+    assert compute_tokens_per_second({"step_seconds": 2.0}) is None
 
 
 def test_a_sparkline_keeps_the_shape_in_few_signs() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline(range(800), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0], 8) == "▄▄"
-    assert (sparkline([], 8), sparkline([1.0], 0)) == ("", "")
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline(range(800), 8) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline([2.0, 2.0], 8) == "▄▄"
+    assert (draw_sparkline([], 8), draw_sparkline([1.0], 0)) == ("", "")
 
 
 class Clock:
@@ -144,21 +146,21 @@ class Clock:
 
 def test_the_time_that_is_left_counts_what_lies_between_steps() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = RunPace(clock=clock)
     pace.expect(10, 4)
     assert pace.remaining is None
     for step in (5, 6):
         clock.now += 3.0  # of which the step itself took 1
-        pace.step({"step": step, "step_seconds": 1.0, "a/loss": 1.0 / step, "epoch": 0.5})
+        pace.record_step({"step": step, "step_seconds": 1.0, "a/loss": 1.0 / step, "epoch": 0.5})
     assert pace.remaining == pytest.approx(12.0)
-    assert pace.text() == "step  6/10  epoch 0.50  loss 0.1667  1 s  ETA 12.0 s".replace(
+    assert pace.format_line() == "step  6/10  epoch 0.50  loss 0.1667  1 s  ETA 12.0 s".replace(
         "1 s  ETA", "1.0 s  ETA"
     )
 
 
 def test_a_line_says_step_epoch_reward_tokens_seconds_and_eta() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = RunPace(clock=clock)
     pace.expect(60, 0)
     clock.now += 2.0
     line = {
@@ -169,8 +171,8 @@ def test_a_line_says_step_epoch_reward_tokens_seconds_and_eta() -> None:
         "t/kl": 0.01,
         "t/num_tokens": 4000.0,
     }
-    pace.step(line | {"eval/reward": -0.5})
-    text = pace.text()
+    pace.record_step(line | {"eval/reward": -0.5})
+    text = pace.format_line()
     assert (
         text
         == "step  1/60  epoch 0.02  eval reward -0.5  reward -0.25  KL 0.01  2,000 tokens/s  2.0 s  ETA 1:58"
@@ -178,8 +180,8 @@ def test_a_line_says_step_epoch_reward_tokens_seconds_and_eta() -> None:
 
 
 def test_best_and_summary_follow_the_direction() -> None:
-    pace = Pace(clock=Clock())
+    pace = RunPace(clock=Clock())
     for step, loss in enumerate([3.0, 1.0, 2.0], 1):
-        pace.step({"step": step, "train/loss": loss})
+        pace.record_step({"step": step, "train/loss": loss})
     assert pace.best == 1.0
-    assert pace.summary("finished") == "finished after step 3 in 0.0 s, loss 3 -> 2 (-1)"
+    assert pace.format_summary("finished") == "finished after step 3 in 0.0 s, loss 3 -> 2 (-1)"

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from weft.errors import ConfigError, RunError
-from weft.observe.jsonl import listed, read_rows
-from weft.observe.observer import Observer
+from weft.observe.jsonl import format_ranges, read_rows
+from weft.observe.observer import RunObserver
 from weft.observe.progress import PlainView
 from weft.observe.sinks import RunInfo, check_sinks, make_sinks
 from weft.observe.timeline import read_spans
@@ -31,7 +31,7 @@ class Recorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.heard.append((step, dict(metrics)))
 
-    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         self.heard.append((step, [row["completion"] for row in samples]))
 
     def close(self) -> None:
@@ -44,10 +44,10 @@ def quiet() -> PlainView:
 
 def test_a_step_goes_to_file_log_and_sinks(tmp_path: Path) -> None:
     sink = Recorder()
-    observer = Observer(tmp_path, [sink], quiet(), memory=lambda: 1.25)
+    observer = RunObserver(tmp_path, [sink], quiet(), memory=lambda: 1.25)
     observer.expect(2)
-    observer.samples(1, [{"prompt": "p", "completion": "c", "reward": 1.0}])
-    observer.step({"step": 1, "train/loss": 0.5, "train/odd": math.inf})
+    observer.record_samples(1, [{"prompt": "p", "completion": "c", "reward": 1.0}])
+    observer.record_step({"step": 1, "train/loss": 0.5, "train/odd": math.inf})
     observer.close("finished", ["next: weft chat runs/e/t"])
     observer.close("finished", ["never"])
     assert list(read_rows(tmp_path / "metrics.jsonl")) == [
@@ -68,10 +68,10 @@ def test_a_step_goes_to_file_log_and_sinks(tmp_path: Path) -> None:
 
 def test_log_freq_thins_lines_and_sinks_but_not_the_file(tmp_path: Path) -> None:
     sink = Recorder()
-    observer = Observer(tmp_path, [sink], quiet(), log_freq_steps=2)
+    observer = RunObserver(tmp_path, [sink], quiet(), log_freq_steps=2)
     for step in range(1, 6):
-        observer.samples(step, [{"completion": "c"}])
-        observer.step({"step": step, "train/loss": 1.0})
+        observer.record_samples(step, [{"completion": "c"}])
+        observer.record_step({"step": step, "train/loss": 1.0})
     assert [step for step, _ in sink.heard] == [2, 2, 4, 4]
     assert len(list(read_rows(tmp_path / "samples.jsonl"))) == 5
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 5
@@ -79,15 +79,15 @@ def test_log_freq_thins_lines_and_sinks_but_not_the_file(tmp_path: Path) -> None
 
 
 def test_a_restart_cuts_the_files_and_goes_on(tmp_path: Path) -> None:
-    first = Observer(tmp_path, view=quiet())
+    first = RunObserver(tmp_path, view=quiet())
     for step in range(1, 6):
-        first.samples(step, [{"completion": str(step)}])
-        first.step({"step": step})
+        first.record_samples(step, [{"completion": str(step)}])
+        first.record_step({"step": step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "tr')
-    again = Observer(tmp_path, view=quiet())
+    again = RunObserver(tmp_path, view=quiet())
     again.truncate(3)
-    again.step({"step": 4, "new": True})
+    again.record_step({"step": 4, "new": True})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
 
@@ -96,18 +96,18 @@ def test_opening_cuts_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    observer = Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=1), {}, progress=False)
-    observer.step({"step": 2, "train/loss": 2.0, "step_seconds": 1.0})
+    observer = RunObserver.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=1), {}, progress=False)
+    observer.record_step({"step": 2, "train/loss": 2.0, "step_seconds": 1.0})
     observer.close("stopped")
     assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.jsonl")] == [None, 2.0]
     assert capsys.readouterr().out.splitlines()[0].startswith("step 2  epoch 0.00  loss 2")
 
 
 def test_spans_and_what_ran_elsewhere_share_the_timeline(tmp_path: Path) -> None:
-    observer = Observer(tmp_path, view=quiet())
-    with observer.span("save"):
+    observer = RunObserver(tmp_path, view=quiet())
+    with observer.time_span("save"):
         pass
-    observer.ran("actor_gen", "roles/actor", 1e9, 2.0, step=3)
+    observer.add_span("actor_gen", "roles/actor", 1e9, 2.0, step=3)
     spans = {span.name: span for span in read_spans(tmp_path / "timeline.json")}
     assert (spans["save"].group, spans["save"].lane) == ("run", "save")
     assert (spans["actor_gen"].group, spans["actor_gen"].seconds, spans["actor_gen"].step) == (
@@ -118,16 +118,16 @@ def test_spans_and_what_ran_elsewhere_share_the_timeline(tmp_path: Path) -> None
 
 
 def test_notes_of_several_lines_keep_their_stamp(tmp_path: Path) -> None:
-    Observer(tmp_path, view=quiet()).note("one\ntwo")
+    RunObserver(tmp_path, view=quiet()).note("one\ntwo")
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line[21:] for line in lines] == ["one", "two"]
 
 
 def test_a_file_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
-    observer = Observer(tmp_path, view=quiet())
+    observer = RunObserver(tmp_path, view=quiet())
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(RunError, match=r"metrics\.jsonl cannot be written"):
-        observer.step({"step": 1})
+        observer.record_step({"step": 1})
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -151,7 +151,7 @@ def test_tensorboard_files_read_back_and_a_resumed_run_has_one_curve(tmp_path: P
     (first,) = make_sinks({"tensorboard": {}}, RunInfo(tmp_path, "e", "t", {}))
     for step in (1, 2, 3):
         first.log(step, {"train/loss": 1.0 / step})
-    first.text(3, [{"prompt": "<b>|", "completion": "a\nb", "reward": 0.5}])
+    first.log_samples(3, [{"prompt": "<b>|", "completion": "a\nb", "reward": 0.5}])
     first.close()
     (second,) = make_sinks({"tensorboard": {}}, RunInfo(tmp_path, "e", "t", {}, resumed_step=1))
     for step in (2, 3, 4):
@@ -179,8 +179,8 @@ def test_no_framework_and_no_logger_is_loaded_unasked() -> None:
 
 def test_rows_of_the_data_are_kept_but_not_shown_as_answers(tmp_path: Path) -> None:
     sink = Recorder()
-    observer = Observer(tmp_path, [sink], quiet())
-    observer.samples(1, [{"completion": "c", "loss": 1.0}, {"completion": "d", "rank": 0}])
+    observer = RunObserver(tmp_path, [sink], quiet())
+    observer.record_samples(1, [{"completion": "c", "loss": 1.0}, {"completion": "d", "rank": 0}])
     assert sink.heard == [] and len(list(read_rows(tmp_path / "samples.jsonl"))) == 2
 
 
@@ -216,7 +216,7 @@ def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
     (tmp_path / "run.json").write_text(
         json.dumps({"starts": [{"time": 1.0, "step": 0}, {"time": 2.0, "step": 9}]})
     )
-    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=9), {}, progress=False).close(
+    RunObserver.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=9), {}, progress=False).close(
         "stopped"
     )
     said = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl" in line]
@@ -236,12 +236,12 @@ def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
     (tmp_path / "run.json").write_text(
         json.dumps({"starts": [{"time": 1.0, "step": 40}, {"time": 2.0, "step": 44}]})
     )
-    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=44), {}, progress=False).close(
+    RunObserver.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=44), {}, progress=False).close(
         "stopped"
     )
     assert "no readable line for step 43 (1 of 4 steps)" in capsys.readouterr().out
 
 
 def test_numbers_are_listed_as_ranges() -> None:
-    assert listed([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert listed(range(1, 40, 2), most=3) == "1, 3, 5 and 17 more ranges"
+    assert format_ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert format_ranges(range(1, 40, 2), most=3) == "1, 3, 5 and 17 more ranges"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.observe.plan import Plan
+from weft.observe.plan import RunPlan
 
-PLAN = Plan(
+PLAN = RunPlan(
     [
         (
             "nodes",
@@ -19,18 +19,18 @@ PLAN = Plan(
 
 
 def test_without_a_terminal_a_row_is_a_line() -> None:
-    assert PLAN.short() == [
+    assert PLAN.format_short() == [
         "nodes           actor_gen -> rew_inf, ref_inf, critic_inf -> advantages -> actor_train, "
         "critic_train",
         "data            610 prompts per epoch, batches of 64 (last: 34)",
         "a long label of roles  model, 1.34M parameters",
         "rows: 3 left out",
     ]
-    assert PLAN.whole() == [*PLAN.short(), "actor: every detail"]
+    assert PLAN.format_whole() == [*PLAN.format_short(), "actor: every detail"]
 
 
 def test_on_a_terminal_rows_are_set_in_and_no_line_ends_in_an_arrow() -> None:
-    assert PLAN.short(60) == [
+    assert PLAN.format_short(60) == [
         "nodes           actor_gen -> rew_inf, ref_inf, critic_inf",
         "                -> advantages -> actor_train, critic_train",
         "data            610 prompts per epoch, batches of 64 (last:",
@@ -41,7 +41,9 @@ def test_on_a_terminal_rows_are_set_in_and_no_line_ends_in_an_arrow() -> None:
 
 
 def test_a_row_that_needs_more_than_two_lines_is_cut_and_the_whole_plan_has_it() -> None:
-    long = Plan([("nodes", " -> ".join(f"call{at}" for at in range(40)))])
-    short = long.short(80)
+    long = RunPlan([("nodes", " -> ".join(f"call{at}" for at in range(40)))])
+    short = long.format_short(80)
     assert len(short) == 2 and short[1].endswith(" …") and all(len(line) <= 80 for line in short)
-    assert "call39" in long.whole(80)[-1] and all(len(line) <= 80 for line in long.whole(80))
+    assert "call39" in long.format_whole(80)[-1] and all(
+        len(line) <= 80 for line in long.format_whole(80)
+    )

@@ -11,7 +11,15 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from weft.observe.progress import UNREAD, LiveView, PlainView, View, elided, make_view, packed
+from weft.observe.progress import (
+    UNREAD,
+    LiveView,
+    PlainView,
+    ProgressView,
+    elide_middle,
+    make_view,
+    pack_lines,
+)
 
 LINE = {
     "step": 3,
@@ -35,7 +43,7 @@ def terminal(width: int = 100, height: int = 40) -> Console:
     )
 
 
-def drawn(view: View, console: Console) -> str:
+def drawn(view: ProgressView, console: Console) -> str:
     with console.capture() as capture:
         console.print(view)
     return capture.get()
@@ -56,9 +64,9 @@ def test_plain_lines_are_one_a_step_without_escapes_or_wraps() -> None:
     console = Console(file=io.StringIO(), width=40)
     view = PlainView(console)
     view.expect(10, 2)
-    lines = view.step(LINE | CALLS | {"eval/reward": 0.2}, shown=True)
-    assert view.step({"step": 4}, shown=False) == []
-    view.note("saved [bold]checkpoints/actor/step4")
+    lines = view.record_step(LINE | CALLS | {"eval/reward": 0.2}, shown=True)
+    assert view.record_step({"step": 4}, shown=False) == []
+    view.print_note("saved [bold]checkpoints/actor/step4")
     lines += view.close("finished")
     assert (
         told(console)
@@ -73,11 +81,11 @@ def test_the_live_view_shows_what_was_asked_for() -> None:
     assert "starting" in drawn(view, console)
     view.expect(10, 2)
     assert "step  2/10" in drawn(view, console)
-    view.step(LINE | CALLS | {"peak_memory_gb": 1.5}, shown=True)
-    view.sample(
+    view.record_step(LINE | CALLS | {"peak_memory_gb": 1.5}, shown=True)
+    view.show_sample(
         3, {"prompt": "How are you?", "completion": "[bold]Well,\n thank you", "reward": 0.5}
     )
-    with view.doing("actor_train"):
+    with view.show_activity("actor_train"):
         text = drawn(view, console)
     for part in (
         "e/t",
@@ -94,7 +102,7 @@ def test_the_live_view_shows_what_was_asked_for() -> None:
     for part in ("▸ actor_train", "step 3 · reward 0.5", "How are you? [bold]Well, thank you"):
         assert part in text
     assert "▸" not in drawn(view, console)
-    view.asked("finishing step 4, then stopping; Ctrl-C again stops now")
+    view.show_stop_request("finishing step 4, then stopping; Ctrl-C again stops now")
     assert "■ finishing step 4, then stopping; Ctrl-C again stops now" in drawn(view, console)
 
 
@@ -108,9 +116,9 @@ def test_the_live_view_fits_its_terminal(width: int, height: int) -> None:
         "actor_train/kl": 0.1,
         "eval/reward": 1.0,
     }
-    view.step(LINE | long | {f"time/call{i}": 1.0 + i for i in range(12)}, shown=True)
-    view.asked("finishing step 4, then stopping; Ctrl-C again stops now")
-    view.sample(3, {"prompt": "a long prompt " * 80, "completion": "a long completion " * 80})
+    view.record_step(LINE | long | {f"time/call{i}": 1.0 + i for i in range(12)}, shown=True)
+    view.show_stop_request("finishing step 4, then stopping; Ctrl-C again stops now")
+    view.show_sample(3, {"prompt": "a long prompt " * 80, "completion": "a long completion " * 80})
     lines = drawn(view, console).splitlines()
     assert len(lines) <= height
     assert max(len(line) for line in lines) <= width
@@ -122,7 +130,7 @@ def test_bars_use_the_room_that_there_is() -> None:
         console = terminal(width)
         view = LiveView("e/t", console)
         view.expect(10, 2)
-        view.step(LINE | CALLS, shown=True)
+        view.record_step(LINE | CALLS, shown=True)
         lines = drawn(view, console).splitlines()
         assert sum("elapsed" in line for line in lines) == 1, (
             "the times stand on a line of their own, or beside the bar"
@@ -132,8 +140,11 @@ def test_bars_use_the_room_that_there_is() -> None:
 
 
 def test_names_keep_both_ends_and_parts_stay_whole() -> None:
-    assert elided("reward", 6) == "reward" and elided("reward_of_a_long_name", 12) == "rewa…ng_name"
-    lines = packed([Text("one two"), Text("three"), Text("four")], 14, ", ", indent=2)
+    assert (
+        elide_middle("reward", 6) == "reward"
+        and elide_middle("reward_of_a_long_name", 12) == "rewa…ng_name"
+    )
+    lines = pack_lines([Text("one two"), Text("three"), Text("four")], 14, ", ", indent=2)
     assert [line.plain for line in lines] == ["one two, three", "  four"]
 
 
@@ -177,7 +188,7 @@ def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
 def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
     view = PlainView(terminal())
     view.expect(3, 2, [{"step": 1.0, "loss": 1.0}, {"step": 2.0, "loss": 0.25}])
-    view.step({"step": 3.0, "loss": 0.5}, shown=True)
+    view.record_step({"step": 3.0, "loss": 0.5}, shown=True)
     (line,) = view.close("finished")
     assert (
         line.startswith("finished after step 3 of 3 in")
@@ -185,7 +196,7 @@ def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
     )
     elsewhere = PlainView(terminal())
     elsewhere.expect(3, 2)
-    elsewhere.step({"step": 3.0, "loss": 0.5}, shown=True)
+    elsewhere.record_step({"step": 3.0, "loss": 0.5}, shown=True)
     assert elsewhere.close("finished")[0].endswith("loss 0.5 since step 2")
 
 
@@ -193,8 +204,8 @@ def test_closing_leaves_one_line_and_notes_scroll_by() -> None:
     console = terminal()
     view = LiveView("e/t", console)
     view.start()
-    view.step(LINE, shown=True)
-    view.note("a note [/bold]")
+    view.record_step(LINE, shown=True)
+    view.print_note("a note [/bold]")
     (line,) = view.close("stopped")
     last = told(console).rstrip("\n").splitlines()[-1]
     assert line.startswith("stopped after step 3") and line in last and "■ e/t" in last
@@ -205,6 +216,6 @@ def test_a_run_in_which_something_is_out_of_range_gets_no_tick() -> None:
     for flagged, sign in ((False, "✓ e/t"), (True, "! e/t")):
         console = terminal()
         view = LiveView("e/t", console)
-        view.step(LINE, shown=True)
+        view.record_step(LINE, shown=True)
         view.close("finished", flagged=flagged)
         assert told(console).startswith(f"{sign} finished after step 3")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.observe.renewal import LARGE, Renewal, main, start
+from weft.observe.renewal import LARGE, ReportRenewal, main, start
 
 
 class Clock:
@@ -43,7 +43,7 @@ class Run:
         self.built: list[str | None] = []
         self.started: list[Elsewhere] = []
         self.told: list[str] = []
-        self.renewal = Renewal(
+        self.renewal = ReportRenewal(
             folder, self.told.append, clock=self.clock, build=self.build, start=self.start
         )
 
@@ -60,7 +60,7 @@ class Run:
     def step(self, at: float) -> int:
         """Reports so far, after a step that ends at `at`."""
         self.clock.now = max(at, self.clock.now)
-        self.renewal.step()
+        self.renewal.renew_if_due()
         return len(self.built) + len(self.started)
 
 

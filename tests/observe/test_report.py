@@ -19,11 +19,11 @@ import yaml
 from weft.errors import UserError
 from weft.observe import charts, sections, timing
 from weft.observe.metrics import LARGEST
-from weft.observe.page import embedded
+from weft.observe.page import embed_json
+from weft.observe.report import build_page as report_page
 from weft.observe.report import build_report
-from weft.observe.report import page as report_page
 from weft.observe.run_files import RunFiles
-from weft.observe.timeline import Span, Timeline
+from weft.observe.timeline import Timeline, TimelineSpan
 
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'&\x00\ud800"
 VOID = {"meta", "input", "img", "br", "link", "source"}
@@ -197,7 +197,7 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
 
 
 def test_no_text_can_end_the_script_element_that_holds_it() -> None:
-    text = embedded([{"label": "</script><!--"}])
+    text = embed_json([{"label": "</script><!--"}])
     assert "<" not in text and json.loads(text) == [{"label": "</script><!--"}]
 
 
@@ -266,7 +266,7 @@ def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
     lines = [
         {"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)
     ]
-    tiles = sections.tiles(run_of(*lines))
+    tiles = sections.render_tiles(run_of(*lines))
     assert "<dt>eval loss</dt><dd>5<small>best 4</small>" in tiles
 
 
@@ -282,10 +282,10 @@ def test_training_and_evaluation_share_a_chart_with_every_source_and_no_repeats(
         {"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/b/loss": 4.0, "eval/loss": 3.5}
         for s in (1, 2)
     ]
-    (chart,) = charts.all_charts(run_of(*lines))
+    (chart,) = charts.build_charts(run_of(*lines))
     assert [item.label for item in chart.lines] == ["training", "eval", "eval a", "eval b"]
     assert len({item.hue for item in chart.lines}) == 4
-    (one,) = charts.all_charts(
+    (one,) = charts.build_charts(
         run_of(
             *({"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/loss": 3.0} for s in (1, 2))
         )
@@ -300,7 +300,7 @@ def test_chosen_and_rejected_share_a_chart() -> None:
     ]
     found = {
         chart.title: [item.label for item in chart.lines]
-        for chart in charts.all_charts(run_of(*lines))
+        for chart in charts.build_charts(run_of(*lines))
     }
     assert found == {"margins": ["t"], "rewards": ["chosen", "rejected"]} or found["rewards"] == [
         "chosen",
@@ -309,18 +309,18 @@ def test_chosen_and_rejected_share_a_chart() -> None:
 
 
 def test_gaps_are_counted_and_left_out() -> None:
-    (chart,) = charts.all_charts(
+    (chart,) = charts.build_charts(
         run_of({"step": 1, "a/loss": 1.0}, {"step": 2, "a/loss": None}, {"step": 3, "a/loss": 2.0})
     )
     assert (list(chart.lines[0].x), chart.missing) == ([1.0, 3.0], 1)
-    assert "1 not finite" in charts.html(chart, 0)
+    assert "1 not finite" in charts.render_chart(chart, 0)
 
 
 def test_thinning_keeps_ends_and_spikes() -> None:
     x = [float(i) for i in range(10_000)]
     y = [0.0] * 10_000
     y[4321], y[9000] = 5.0, -5.0
-    a, b = charts.thinned(x, y)
+    a, b = charts.thin_series(x, y)
     assert len(a) <= charts.POINTS + 2 and a == sorted(a)
     assert (a[0], a[-1], max(b), min(b)) == (0.0, 9999.0, 5.0, -5.0)
 
@@ -334,18 +334,18 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, most: int, wanted: list[float]) -> None:
-    assert charts.ticks(low, high, most) == pytest.approx(wanted)
+    assert charts.choose_ticks(low, high, most) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-12, -3e9, 5.0])
 def test_a_flat_line_or_a_single_point_can_be_drawn(value: float) -> None:
     for lines in ([{"step": 4, "a/x": value}], [{"step": s, "a/x": value} for s in (1, 2, 3)]):
-        (chart,) = charts.all_charts(run_of(*lines))
-        assert "nan" not in charts.html(chart, 0)
+        (chart,) = charts.build_charts(run_of(*lines))
+        assert "nan" not in charts.render_chart(chart, 0)
 
 
 def test_shares_of_a_step_add_up() -> None:
-    rows = timing.shares(run_of(*(line(step) for step in (1, 2, 3))))
+    rows = timing.compute_shares(run_of(*(line(step) for step in (1, 2, 3))))
     assert [name for name, _, _ in rows] == [
         "actor_gen",
         "actor_train",
@@ -357,14 +357,16 @@ def test_shares_of_a_step_add_up() -> None:
 
 
 def test_the_gantt_shows_the_last_steps(tmp_path: Path) -> None:
-    spans = timing.Spans.of(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans)
-    assert {span.step for span in spans.last()} == {7, 8, 9}
-    text = timing.gantt_html(spans)
+    spans = timing.SpansByStep.from_spans(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans)
+    assert {span.step for span in spans.get_last()} == {7, 8, 9}
+    text = timing.render_gantt(spans)
     assert "Steps 7 to 9" in text and text.count('class="lane"') == 2
 
 
 def test_any_step_can_be_chosen_on_the_timeline(tmp_path: Path) -> None:
-    data = timing.Spans.of(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans).data()
+    data = timing.SpansByStep.from_spans(
+        RunFiles.read(write_run(tmp_path / "run", steps=9)).spans
+    ).build_data()
     assert [each["step"] for each in data["steps"]] == list(range(1, 10))
     assert (data["names"], data["lanes"]) == (
         ["actor_gen", "actor_train", "reward"],
@@ -378,16 +380,16 @@ def test_a_very_long_timeline_is_thinned_but_keeps_its_longest_steps(
 ) -> None:
     monkeypatch.setattr(timing, "MOST_SPANS", 100)
     spans = [
-        Span("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s)
+        TimelineSpan("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s)
         for s in range(1, 1001)
     ]
-    kept = timing.Spans.of(spans)
+    kept = timing.SpansByStep.from_spans(spans)
     assert (
         len(kept.steps) <= 100
         and {1, 777, 999, 1000} <= set(kept.steps)
         and kept.left_out == 1000 - len(kept.steps)
     )
-    assert "left out" in timing.gantt_html(kept)
+    assert "left out" in timing.render_gantt(kept)
 
 
 def test_curves_can_be_drawn_over_tokens_and_time() -> None:
@@ -395,7 +397,7 @@ def test_curves_can_be_drawn_over_tokens_and_time() -> None:
         {"step": s, "a/num_tokens": 10.0, "b/num_tokens": 4.0, "step_seconds": 0.5}
         for s in (1, 2, 3)
     ]
-    assert charts.axes(run_of(*lines)) == {
+    assert charts.read_axes(run_of(*lines)) == {
         "step": [1, 2, 3],
         "tokens": [10, 20, 30],
         "time": [0.5, 1.0, 1.5],
@@ -411,13 +413,15 @@ def test_a_chart_explains_its_metric(tmp_path: Path) -> None:
 
 
 def test_one_is_one_and_two_are_two() -> None:
-    assert sections.lede(run_of({"step": 1, "epoch": 1.0})).startswith("1 step, 1 epoch of data")
-    assert "2 epochs" in sections.tiles(run_of({"step": 2, "epoch": 2.0}))
+    assert sections.render_lede(run_of({"step": 1, "epoch": 1.0})).startswith(
+        "1 step, 1 epoch of data"
+    )
+    assert "2 epochs" in sections.render_tiles(run_of({"step": 2, "epoch": 2.0}))
 
 
 def test_a_long_run_makes_a_page_that_opens_fast() -> None:
     lines = [{"step": s, **{f"n/m{i}": (s * i) % 97 for i in range(20)}} for s in range(1, 5001)]
-    text = report_page(run_of(*lines)).html()
+    text = report_page(run_of(*lines)).render()
     assert len(text) < 1_000_000
 
 
@@ -488,6 +492,6 @@ def test_metrics_are_read_the_same_alone_and_together() -> None:
                 for line in lines
                 if name in line and type(line[name]) in (int, float, type(None))
             ]
-            assert list(zip(*run.series(name), strict=True)) == drawn[name]
-            assert run.not_finite(name) == len(missing) - len(drawn[name])
-        assert set(run.names) == {name for name, points in drawn.items() if points}
+            assert list(zip(*run.get_series(name), strict=True)) == drawn[name]
+            assert run.count_not_finite(name) == len(missing) - len(drawn[name])
+        assert set(run.metric_names) == {name for name, points in drawn.items() if points}

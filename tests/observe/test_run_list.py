@@ -122,7 +122,7 @@ def test_the_record_of_a_run_says_its_algorithm_and_its_steps(tmp_path):
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     write_run(tmp_path / "e" / "t", step=500)
     monkeypatch.setattr(run_list, "TAIL_BYTES", 400)
-    assert len(run_list.last_lines(tmp_path / "e" / "t" / "metrics.jsonl")) < 20
+    assert len(run_list.read_last_lines(tmp_path / "e" / "t" / "metrics.jsonl")) < 20
     assert list_runs(tmp_path)[0].step == 500
 
 
@@ -183,7 +183,7 @@ def test_options_are_read_without_the_whole_of_yaml(tmp_path: Path) -> None:
         "reward": "gsm8k",
     }
     config.write_text(yaml.safe_dump(values, sort_keys=False))
-    found = run_list._scalars(config)
+    found = run_list._read_scalars(config)
     assert found["grpo"]["kl_coef"] == 1e-6 and found["grpo"]["gen"]["max_new_tokens"] == 64
     assert found["grpo"]["loss_type"] == "dapo" and found["actor"]["optimizer"]["lr"] == 3e-5
     assert (
@@ -191,4 +191,4 @@ def test_options_are_read_without_the_whole_of_yaml(tmp_path: Path) -> None:
         and found["actor"]["compile"] is True
         and found["reward"] == "gsm8k"
     )
-    assert run_list._scalars(tmp_path / "nowhere") == {}
+    assert run_list._read_scalars(tmp_path / "nowhere") == {}

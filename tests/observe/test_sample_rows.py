@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.observe.sample_rows import groups, read_samples
+from weft.observe.sample_rows import group_rows, read_samples
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -55,9 +55,9 @@ def test_other_spellings_and_torn_lines_are_understood(tmp_path: Path) -> None:
 
 def test_groups_are_of_one_id_of_one_step() -> None:
     rows = [{"step": s, "id": i, "k": k} for s in (2, 1) for k in (0, 1) for i in ("a", "b")]
-    found = groups(rows)
+    found = group_rows(rows)
     assert list(found) == [1, 2] and [(g.id, [row["k"] for row in g.rows]) for g in found[1]] == [
         ("a", [0, 1]),
         ("b", [0, 1]),
     ]
-    assert len(groups([{"step": 1}, {"step": 1}])[1]) == 2, "rows without an id stand alone"
+    assert len(group_rows([{"step": 1}, {"step": 1}])[1]) == 2, "rows without an id stand alone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.observe.short_names import served_name, short
+from weft.observe.short_names import build_served_name, shorten_path
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from weft.observe.short_names import served_name, short
     ],
 )
 def test_a_checkpoint_of_a_run_is_called_by_run_and_step(path: str, said: str) -> None:
-    assert short(path) == said
+    assert shorten_path(path) == said
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def test_a_checkpoint_of_a_run_is_called_by_run_and_step(path: str, said: str) -
     ],
 )
 def test_a_server_calls_a_checkpoint_by_its_trial(path: str, name: str) -> None:
-    assert served_name(path) == name
+    assert build_served_name(path) == name

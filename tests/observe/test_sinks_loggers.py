@@ -72,7 +72,7 @@ def test_a_resumed_wandb_run_continues_its_own_and_repeats_nothing(
     info = RunInfo(tmp_path, "exp", "trial", {"seed": 1})
     first = stand_in("wandb", Session())
     (sink,) = make_sinks({"wandb": {"mode": "online", "project": "p", "prefix": "mine"}}, info)
-    sink.text(1, [{"prompt": "a", "completion": "b"}])
+    sink.log_samples(1, [{"prompt": "a", "completion": "b"}])
     sink.log(1, {"train/loss": 0.5})
     sink.close()
     (options,) = first.started
@@ -188,7 +188,7 @@ def test_trackio_goes_on_under_the_same_name(tmp_path: Path, stand_in: Any) -> N
         RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
     )
     for step in (2, 3):
-        sink.text(step, [{"completion": "c"}])
+        sink.log_samples(step, [{"completion": "c"}])
         sink.log(step, {"x": 1.0})
     sink.close()
     options = module.started[0]

@@ -53,7 +53,7 @@ def test_events_are_complete_events_on_named_tracks_in_microseconds(tmp_path: Pa
 
 def test_a_span_that_fails_is_written_too(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
-    with pytest.raises(KeyError), timeline.span("save", "run/save"):
+    with pytest.raises(KeyError), timeline.time_span("save", "run/save"):
         raise KeyError
     assert [span.name for span in read_spans(tmp_path / "timeline.json")] == ["save"]
 

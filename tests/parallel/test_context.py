@@ -24,8 +24,8 @@ from weft.models.network import lora
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, TopIds, pack
-from weft.models.network.parameters import values
-from weft.models.network.support import Support
+from weft.models.network.parameters import find_canonical_values
+from weft.models.network.support import SamplingSupport
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context
 
@@ -93,7 +93,9 @@ def packs(case: Case) -> list[Packed]:
                 row[-(len(row) // 2) :] = case.padding
         packed = pack(drawn)
         if case.drops:
-            keys = DropoutKeys.of(3, 0, [(str(number), 0) for number in range(len(lengths))])
+            keys = DropoutKeys.from_sequences(
+                3, 0, [(str(number), 0) for number in range(len(lengths))]
+            )
             packed = replace(packed, dropout=keys)
         if case.family == "mixtral":
             packed = replace(packed, aux_loss=MoEAuxLoss(torch.tensor(lengths)))
@@ -116,7 +118,7 @@ def run(case: Case, network: Transformer, complete: Callable[[], None] = lambda:
                 if v.requires_grad
             )
             if packed.aux_loss is not None:
-                loss = loss + BALANCE * packed.aux_loss.by_sequence().sum()
+                loss = loss + BALANCE * packed.aux_loss.compute_by_sequence().sum()
             assert isinstance(loss, Tensor)
             loss.backward()
             if number == 0:
@@ -128,7 +130,11 @@ def run(case: Case, network: Transformer, complete: Callable[[], None] = lambda:
             }
         rule.step()
         rule.zero_grad()
-    return Run(outputs, gradients, {name: value.clone() for name, value in values(network).items()})
+    return Run(
+        outputs,
+        gradients,
+        {name: value.clone() for name, value in find_canonical_values(network).items()},
+    )
 
 
 def shared(case: Case) -> Run:
@@ -148,7 +154,7 @@ def shared(case: Case) -> Run:
 def on_rank(case: Case, network: Transformer, complete: Callable[[], None] = lambda: None) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         if not case.kernels:
-            patch.setattr(library, "library", lambda: None)
+            patch.setattr(library, "load_library", lambda: None)
         return run(case, network, complete)
 
 
@@ -197,7 +203,9 @@ def asked(joined: bool) -> list[dict[str, Tensor]]:
         [torch.randperm(131, generator=generator)[:4] for _ in range(len(packed.rows))]
     )
     counts = torch.arange(len(packed.rows)) % 3
-    support = Support(torch.randint(0, 131, (int(counts.sum()),), generator=generator), counts)
+    support = SamplingSupport(
+        torch.randint(0, 131, (int(counts.sum()),), generator=generator), counts
+    )
     top = network(replace(packed, ids=TopIds(3)), frozenset({"top_ids", "top_logprobs"}))
     given_ids = network(replace(packed, ids=ids), frozenset({"given_logprobs", "logprobs"}), 0.7)
     supported = network(packed, frozenset({"logprobs"}), 1.3, support)
@@ -214,7 +222,7 @@ def test_other_outputs(ranks: Ranks) -> None:
 @given(st.integers(1, 200), st.integers(2, 9))
 def test_every_token_has_one_rank_and_ranks_have_as_many(length: int, size: int) -> None:
     each = [
-        [t for run in context.runs_of(length, size, rank) for t in range(*run)]
+        [t for run in context.find_token_runs(length, size, rank) for t in range(*run)]
         for rank in range(size)
     ]
     assert sorted(t for tokens in each for t in tokens) == list(range(length))
@@ -224,7 +232,7 @@ def test_every_token_has_one_rank_and_ranks_have_as_many(length: int, size: int)
 def test_long_sequences_cost_ranks_alike() -> None:
     """(query, key) pairs of one sequence."""
     pairs = [
-        sum(t + 1 for run in context.runs_of(800, 4, rank) for t in range(*run))
+        sum(t + 1 for run in context.find_token_runs(800, 4, rank) for t in range(*run))
         for rank in range(4)
     ]
     assert max(pairs) < 1.01 * min(pairs)

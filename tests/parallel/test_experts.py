@@ -17,10 +17,10 @@ from tests.ranks import Ranks
 from weft.models.network import lora
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel import experts, shard
-from weft.topology import expert_slice, of_experts, whole
+from weft.topology import build_whole_slice, compute_expert_slice, is_expert_weight
 
 WANT = frozenset({"logprobs"})
 PACKS = ([9, 17, 5], [2], [30], [4, 4])  # tokens of each sequence, of each rank's pack
@@ -47,7 +47,10 @@ def packed(case: Case, rank: int) -> Packed:
     if not case.adapters:
         return made
     return replace(
-        made, dropout=DropoutKeys.of(1, 2, [(f"{rank}/{n}", 0) for n in range(len(PACKS[rank]))])
+        made,
+        dropout=DropoutKeys.from_sequences(
+            1, 2, [(f"{rank}/{n}", 0) for n in range(len(PACKS[rank]))]
+        ),
     )
 
 
@@ -62,10 +65,10 @@ def filled(case: Case) -> tuple[Transformer, Values]:
     network = tiny(case.family, dtype=torch.float64)
     adapt(network, case)
     generator = torch.Generator().manual_seed(4)
-    for name, part in canonical(network).items():
+    for name, part in find_canonical_parameters(network).items():
         if lora.is_adapter(name):
             part.data.normal_(std=0.2, generator=generator)
-    return network, {name: part.data for name, part in canonical(network).items()}
+    return network, {name: part.data for name, part in find_canonical_parameters(network).items()}
 
 
 def apart(case: Case) -> tuple[Values, Values, Values]:
@@ -78,17 +81,25 @@ def apart(case: Case) -> tuple[Values, Values, Values]:
     network = Transformer(known.config).double()
     experts.join(network, group)
     adapt(network, case)
-    for name, part in canonical(network).items():
-        own = expert_slice(name, whole(tuple(values[name].shape)), group.size(), group.rank())
+    for name, part in find_canonical_parameters(network).items():
+        own = compute_expert_slice(
+            name, build_whole_slice(tuple(values[name].shape)), group.size(), group.rank()
+        )
         part.data.copy_(values[name][own])
     found = network(packed(case, group.rank()), WANT)
     (torch.cos(torch.arange(len(found["logprobs"])) * 1.0) * found["logprobs"]).sum().backward()
     shard.gather(network, known, group)
     gradients = {
-        name: part.grad for name, part in canonical(network).items() if part.grad is not None
+        name: part.grad
+        for name, part in find_canonical_parameters(network).items()
+        if part.grad is not None
     }
     outputs = {"logprobs": found["logprobs"].detach()}
-    return outputs, gradients, {name: part.data for name, part in canonical(known).items()}
+    return (
+        outputs,
+        gradients,
+        {name: part.data for name, part in find_canonical_parameters(known).items()},
+    )
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -98,15 +109,17 @@ def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
     outputs = [network(packed(case, rank), WANT)["logprobs"] for rank in range(2)]
     sum((torch.cos(torch.arange(len(each)) * 1.0) * each).sum() for each in outputs).backward()  # type: ignore[union-attr]
     expected = {
-        name: part.grad for name, part in canonical(network).items() if part.grad is not None
+        name: part.grad
+        for name, part in find_canonical_parameters(network).items()
+        if part.grad is not None
     }
     found = ranks.run(apart, case)
     for rank, (own, gradients, gathered) in enumerate(found):
         assert_close(own["logprobs"], outputs[rank].detach(), rtol=1e-11, atol=1e-12)
         assert gradients.keys() == expected.keys()
         for key, value in expected.items():
-            if of_experts(key):
-                where = expert_slice(key, whole(tuple(value.shape)), 2, rank)
+            if is_expert_weight(key):
+                where = compute_expert_slice(key, build_whole_slice(tuple(value.shape)), 2, rank)
                 assert_close(
                     gradients[key],
                     value[where],

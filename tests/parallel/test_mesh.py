@@ -27,7 +27,7 @@ def totals(*meshes: Mesh) -> list[float]:
     for mesh in meshes:
         if dist.get_rank() in mesh.ranks:
             own = torch.tensor(float(dist.get_rank() + 1))
-            dist.all_reduce(own, group=RankMesh(mesh, dist.get_rank(), groups).everyone)
+            dist.all_reduce(own, group=RankMesh(mesh, dist.get_rank(), groups).all_ranks_group)
             found.append(float(own))
     return found
 

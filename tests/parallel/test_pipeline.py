@@ -22,12 +22,12 @@ from weft.models.network import lora
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import pack
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.microbatch import Microbatch
-from weft.parallel.pipeline import Outputs, Pipeline, sum_tied_gradients, tied_copies
-from weft.parallel.schedule import Kind, placement_of
-from weft.topology import stage_of, stages_of
+from weft.parallel.pipeline import Outputs, Pipeline, find_tied_copies, sum_tied_gradients
+from weft.parallel.schedule import Kind, build_placement
+from weft.topology import compute_stage, find_stages
 
 WANT = frozenset({"logprobs", "entropy", "top1"})
 STEPS, RATE = 3, 0.02
@@ -73,14 +73,14 @@ def build(case: Case) -> Transformer:
 
 
 def with_dropout(network: Transformer) -> Transformer:
-    other = Transformer.empty(network.config.with_dropout(0.2), dtype=torch.float64)
+    other = Transformer.build_empty(network.config.with_dropout(0.2), dtype=torch.float64)
     other.load_state_dict(network.state_dict())
     return other
 
 
 def adapt(network: Transformer) -> None:
     lora.attach(network, r=4, alpha=8.0, seed=3)
-    for name, part in canonical(network).items():
+    for name, part in find_canonical_parameters(network).items():
         if name.endswith("lora_b"):
             torch.nn.init.normal_(
                 part.data, std=0.1, generator=torch.Generator().manual_seed(len(name))
@@ -89,12 +89,12 @@ def adapt(network: Transformer) -> None:
 
 def stage(known: Transformer, case: Case, layers: range) -> Transformer:
     """These blocks of a network."""
-    network = Transformer.empty(known.config, dtype=case.dtype, layers=layers)
+    network = Transformer.build_empty(known.config, dtype=case.dtype, layers=layers)
     if case.form == "lora":
         adapt(network)
     network.recompute_every = known.recompute_every
-    values = {name: part.data for name, part in canonical(known).items()}
-    for name, part in canonical(network).items():
+    values = {name: part.data for name, part in find_canonical_parameters(known).items()}
+    for name, part in find_canonical_parameters(network).items():
         part.data.copy_(values[name])
     return network
 
@@ -109,7 +109,7 @@ def microbatches(case: Case, step: int) -> list[Microbatch]:
             x = replace(x, aux_loss=MoEAuxLoss(torch.tensor(lengths)))
         if case.form == "dropout":
             keys = [(f"sample {number}", k) for k in range(len(lengths))]
-            x = replace(x, dropout=DropoutKeys.of(3, step, keys, torch.device("cpu")))
+            x = replace(x, dropout=DropoutKeys.from_sequences(3, step, keys, torch.device("cpu")))
         made.append(Microbatch(x, WANT))
     return made
 
@@ -152,13 +152,17 @@ def alone(case: Case) -> Run:
             gradients = gradients_of(network)
         rule.step()
         rule.zero_grad()
-    return Run(outputs, gradients, {name: part.data for name, part in canonical(network).items()})
+    return Run(
+        outputs,
+        gradients,
+        {name: part.data for name, part in find_canonical_parameters(network).items()},
+    )
 
 
 def gradients_of(network: Transformer) -> Values:
     return {
         name: part.grad.clone()
-        for name, part in canonical(network).items()
+        for name, part in find_canonical_parameters(network).items()
         if part.grad is not None
     }
 
@@ -167,10 +171,11 @@ def staged(case: Case) -> list[Run]:
     """On each rank: its stages."""
     group = dist.group.WORLD
     assert group is not None
-    known, placement = build(case), placement_of(case.kind, group.size(), case.stages_a_rank)
+    known, placement = build(case), build_placement(case.kind, group.size(), case.stages_a_rank)
     count, layers = placement.num_stages, known.config.num_layers
     networks = {
-        s: stage(known, case, stage_of(layers, count, s)) for s in placement.stages_of(group.rank())
+        s: stage(known, case, compute_stage(layers, count, s))
+        for s in placement.list_stages(group.rank())
     }
     pipeline = Pipeline(networks, case.kind, group)
     last = placement.last_rank
@@ -187,13 +192,17 @@ def staged(case: Case) -> list[Run]:
             lambda _, number, given=given: balance(case, known, given, number),
         )
         if group.rank() in (0, last):
-            sum_tied_gradients(tied_copies(networks), ends, torch.device("cpu"))
+            sum_tied_gradients(find_tied_copies(networks), ends, torch.device("cpu"))
         if step == 0:
             gradients = [gradients_of(network) for network in networks.values()]
         rule.step()
         rule.zero_grad()
     return [
-        Run(outputs, own, {name: part.data for name, part in canonical(network).items()})
+        Run(
+            outputs,
+            own,
+            {name: part.data for name, part in find_canonical_parameters(network).items()},
+        )
         for own, network in zip(gradients, networks.values(), strict=True)
     ]
 
@@ -212,10 +221,10 @@ def same(found: Values, expected: Values, tolerance: float, name: str) -> None:
 
 def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None:
     expected = alone(case)
-    placement, known = placement_of(case.kind, size, case.stages_a_rank), build(case)
+    placement, known = build_placement(case.kind, size, case.stages_a_rank), build(case)
     count = placement.num_stages
     for rank, found in enumerate(ranks.run(staged, case)):
-        for number, run in zip(placement.stages_of(rank), found, strict=True):
+        for number, run in zip(placement.list_stages(rank), found, strict=True):
             for one, other in zip(run.outputs, expected.outputs, strict=True):
                 same(one, other, tolerance, "outputs of")
             for what in ("gradients", "parameters"):
@@ -224,7 +233,7 @@ def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None
                 own = {
                     n: v
                     for n, v in every.items()
-                    if number in stages_of(n, sizes, count, tied=tied)
+                    if number in find_stages(n, sizes, count, tied=tied)
                 }
                 same(getattr(run, what), own, tolerance, f"{what} of stage {number}")
 
@@ -355,14 +364,14 @@ def test_one_rank_holds_all_stages() -> None:
     """Without a process group: two stages, whose states go from one to the other as they are."""
     case = Case(kind="zbv", count=2, tied=True)
     known, expected = build(case), alone(case)
-    networks = {s: stage(known, case, stage_of(8, 2, s)) for s in (0, 1)}
+    networks = {s: stage(known, case, compute_stage(8, 2, s)) for s in (0, 1)}
     pipeline = Pipeline(networks, "zbv")
     found = pipeline.share_outputs(pipeline.forward(microbatches(case, 0)))
     assert len(found) == 2
     for one, other in zip(found, expected.outputs, strict=True):
         same(one, other, 1e-12, "outputs of")
     pipeline.train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
-    sum_tied_gradients(tied_copies(networks), None, torch.device("cpu"))
+    sum_tied_gradients(find_tied_copies(networks), None, torch.device("cpu"))
     same(
         gradients_of(networks[0]) | gradients_of(networks[1]),
         expected.gradients,
@@ -375,7 +384,7 @@ def test_hooks_of_parameters_see_both_halves() -> None:
     """Master weights take gradients out of what the network computes with by such hooks."""
     case = Case(kind="zbv", count=3)
     known, expected = build(case), alone(case)
-    networks = {s: stage(known, case, stage_of(8, 2, s)) for s in (0, 1)}
+    networks = {s: stage(known, case, compute_stage(8, 2, s)) for s in (0, 1)}
     taken: dict[Tensor, Tensor] = {}
 
     def take(parameter: Tensor) -> None:
@@ -390,9 +399,12 @@ def test_hooks_of_parameters_see_both_halves() -> None:
         microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs)
     )
     for network in networks.values():
-        for name, part in canonical(network).items():
+        for name, part in find_canonical_parameters(network).items():
             assert_close(
-                part.of(taken[part.parameter]), expected.gradients[name], rtol=1e-12, atol=1e-12
+                part.select_rows(taken[part.parameter]),
+                expected.gradients[name],
+                rtol=1e-12,
+                atol=1e-12,
             )
 
 

@@ -20,19 +20,19 @@ from tests.models.common import tiny
 from tests.ranks import Ranks
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.generate import BatchGenerator, open_generator
-from weft.engine.generation.scheduler import Budget
-from weft.engine.generation.turns import TurnsGenerator, open_turns
+from weft.engine.generation.interleaved import InterleavedGenerator, open_interleaved
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.pipeline_decoder import StagedDecoder
-from weft.parallel.schedule import Kind, placement_of
-from weft.topology import stage_of
+from weft.parallel.schedule import Kind, build_placement
+from weft.topology import compute_stage
 
 LAYERS, EOS = 8, 5
-LARGE = Budget(max_sequences=64, max_tokens=1 << 16, max_prefill_tokens=512)
-SMALL = Budget(max_sequences=4, max_tokens=600, max_prefill_tokens=24)
+LARGE = GenerationBudget(max_sequences=64, max_tokens=1 << 16, max_prefill_tokens=512)
+SMALL = GenerationBudget(max_sequences=4, max_tokens=600, max_prefill_tokens=24)
 Events = dict[Key, list[TokenEvent]]
 
 
@@ -43,7 +43,7 @@ class Case:
     turns: int = 0  # generators that take turns; 0: one, by itself
     kind: Kind = "1f1b"
     stages_a_rank: int | None = None
-    budget: Budget = LARGE
+    budget: GenerationBudget = LARGE
 
     @property
     def spec(self) -> GenerationSpec:
@@ -71,20 +71,23 @@ def requests() -> list[Request]:
 
 
 def decoder_of(case: Case, group: dist.ProcessGroup, host: dist.ProcessGroup) -> StagedDecoder:
-    known, placement = whole(case), placement_of(case.kind, group.size(), case.stages_a_rank)
-    runs = {s: stage_of(LAYERS, placement.num_stages, s) for s in placement.stages_of(group.rank())}
+    known, placement = whole(case), build_placement(case.kind, group.size(), case.stages_a_rank)
+    runs = {
+        s: compute_stage(LAYERS, placement.num_stages, s)
+        for s in placement.list_stages(group.rank())
+    }
     held = [layer for run in runs.values() for layer in run]
-    network = Transformer.empty(known.config, dtype=torch.float64, layers=held)
+    network = Transformer.build_empty(known.config, dtype=torch.float64, layers=held)
     stages = dict(zip(runs, network.split(list(runs.values())), strict=True))
-    values = {name: part.data for name, part in canonical(known).items()}
-    for name, part in canonical(network).items():
+    values = {name: part.data for name, part in find_canonical_parameters(known).items()}
+    for name, part in find_canonical_parameters(network).items():
         part.data.copy_(values[name])
     return StagedDecoder(network, stages, placement, group, host)
 
 
 def opened(
     case: Case, decoder: StagedDecoder
-) -> AbstractContextManager[BatchGenerator | TurnsGenerator]:
+) -> AbstractContextManager[BatchGenerator | InterleavedGenerator]:
     how: dict[str, Any] = {
         "device": CPU,
         "version": 7,
@@ -93,7 +96,7 @@ def opened(
         "settle": decoder.settle,
     }
     return (
-        open_turns(decoder, case.spec, case.turns, **how)
+        open_interleaved(decoder, case.spec, case.turns, **how)
         if case.turns
         else open_generator(decoder, case.spec, **how)
     )
@@ -105,14 +108,14 @@ def staged(case: Case) -> tuple[Events, int]:
     assert group is not None
     with decoder_of(case, group, dist.new_group()) as decoder, opened(case, decoder) as generator:
         generator.submit(requests())
-        if isinstance(generator, TurnsGenerator):
+        if isinstance(generator, InterleavedGenerator):
             events: Events = {}
             while not generator.idle:
                 for event in generator.step():
                     events.setdefault((event.id, event.k), []).append(event)
             return events, 0
         generator.step()
-        held = len(generator._kv().keys)
+        held = len(generator._get_cache().keys)
         generator.abort([f"p{i}" for i in range(6)])
         generator.submit(requests())
         return drain(generator), held
@@ -180,8 +183,8 @@ def joining(case: Case) -> list[str]:
     group, asked = dist.group.WORLD, list[str]()
     assert group is not None
     with decoder_of(case, group, dist.new_group()) as decoder, opened(case, decoder) as generator:
-        hidden, catch_up = decoder.hidden, decoder.catch_up
-        decoder.hidden = lambda x, rows=None: (
+        hidden, catch_up = decoder.compute_hidden, decoder.catch_up
+        decoder.compute_hidden = lambda x, rows=None: (
             asked.append("row" if rows is None else "prompt") or hidden(x, rows)
         )  # type: ignore[method-assign, func-returns-value]
         decoder.catch_up = lambda: asked.append("the rest") or catch_up()  # type: ignore[method-assign, func-returns-value]

@@ -19,11 +19,11 @@ from tests.models.common import tiny
 from tests.parallel.test_pipeline import Case, gradients_of, loss_of, microbatches
 from tests.ranks import Ranks
 from weft.models.network.transformer import Transformer
-from weft.parallel import halves
+from weft.parallel import backward_halves
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.parallel.pipeline import Outputs, Pipeline
 from weft.parallel.schedule import Kind
-from weft.parallel.shard import Shards, shard
+from weft.parallel.shard import LocalShards, shard
 from weft.topology import Layout, Mesh
 
 LAYERS, COUNT, WIDTH = 4, 3, torch.float64
@@ -85,7 +85,7 @@ def trained(case: Case, sums_once: bool) -> Seen:
     """
     whole_network, mesh = (
         build(case),
-        RankMesh(Mesh.first(Layout(data=2, fsdp=2)), dist.get_rank(), ProcessGroups()),
+        RankMesh(Mesh.on_first_devices(Layout(data=2, fsdp=2)), dist.get_rank(), ProcessGroups()),
     )
     networks = dict(enumerate(whole_network.split([range(2), range(2, LAYERS)])))
     shard(networks.values(), mesh, torch.device("cpu"), WIDTH)
@@ -96,7 +96,7 @@ def trained(case: Case, sums_once: bool) -> Seen:
     def whole(part: torch.nn.Module) -> int:
         return sum(not isinstance(parameter, DTensor) for parameter in part.parameters())
 
-    halve = halves._accumulate
+    halve = backward_halves._accumulate
 
     def seen(group: dict[str, Any]) -> None:
         nonlocal second, most
@@ -108,7 +108,7 @@ def trained(case: Case, sums_once: bool) -> Seen:
         halve(group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halves, "_accumulate", seen)
+        patch.setattr(backward_halves, "_accumulate", seen)
         step = dist.get_rank()
 
         def loss_here(number: int, found: Outputs) -> torch.Tensor:
@@ -121,7 +121,7 @@ def trained(case: Case, sums_once: bool) -> Seen:
         )
     parameters = list(whole_network.parameters())
     assert sums.keys() == set(parameters)
-    shards = Shards(whole_network)
+    shards = LocalShards(whole_network)
     shards.take_gradients()
     gradients = {
         name: part.grad.clone() for name, part in shards.stored.items() if part.grad is not None

@@ -21,14 +21,14 @@ from torch.testing import assert_close
 from tests.models.common import sequences, tiny
 from tests.ranks import Ranks
 from weft.kernels.cpu import library
-from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network import lora
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel import tensor
 from weft.registry import families
-from weft.topology import tensor_slice
+from weft.topology import compute_tensor_slice
 
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral")
 FORMS = ("packed", "prefixes", "lora", "recomputed")
@@ -66,7 +66,7 @@ def build(case: Case) -> Transformer:
 
 def adapt(network: Transformer) -> None:
     lora.attach(network, r=4, alpha=8.0, seed=3)
-    for name, part in canonical(network).items():
+    for name, part in find_canonical_parameters(network).items():
         if name.endswith("lora_b"):
             torch.nn.init.normal_(
                 part.data, std=0.1, generator=torch.Generator().manual_seed(len(name))
@@ -89,7 +89,9 @@ def prefixed(seed: int) -> Packed:
     positions = torch.cat(
         [torch.arange(20), torch.arange(20, 30), torch.arange(20, 34), torch.arange(13)]
     )
-    context = Prefixed(Dense(starts, 20), (Join((0, 20), (20, 44)),), torch.tensor([29, 43, 56]))
+    context = Prefixed(
+        Dense(starts, 20), (PrefixContinuation((0, 20), (20, 44)),), torch.tensor([29, 43, 56])
+    )
     rows = torch.tensor([19, *range(20, 29), 19, *range(30, 43), *range(44, 56)])
     labels = torch.tensor([20, *range(21, 30), 30, *range(31, 44), *range(45, 57)])
     return Packed(tokens, positions, context, rows, tokens[labels])
@@ -116,13 +118,15 @@ def run(
         if number == 0:
             gradients = {
                 name: whole(part.grad)
-                for name, part in canonical(network).items()
+                for name, part in find_canonical_parameters(network).items()
                 if part.grad is not None
             }
         rule.step()
         rule.zero_grad()
     return Run(
-        outputs, gradients, {name: whole(part.data) for name, part in canonical(network).items()}
+        outputs,
+        gradients,
+        {name: whole(part.data) for name, part in find_canonical_parameters(network).items()},
     )
 
 
@@ -149,14 +153,14 @@ def narrowed(case: Case) -> Run:
     """On each rank: a part of the heads, of the MLP's width and of the vocabulary."""
     known, rank, size = build(case), dist.get_rank(), dist.get_world_size()
     config = known.config
-    network = Transformer.empty(config.narrowed(size, rank))
+    network = Transformer.build_empty(config.narrow_to_rank(size, rank))
     if case.form == "lora":
         adapt(network)
     network.recompute_every = known.recompute_every
-    values = {name: part.data for name, part in canonical(known).items()}
-    for name, part in canonical(network).items():
+    values = {name: part.data for name, part in find_canonical_parameters(known).items()}
+    for name, part in find_canonical_parameters(network).items():
         part.data.copy_(
-            values[name][tensor_slice(name, tuple(values[name].shape), config, size, rank)]
+            values[name][compute_tensor_slice(name, tuple(values[name].shape), config, size, rank)]
         )
     group = dist.group.WORLD
     assert group is not None
@@ -165,7 +169,9 @@ def narrowed(case: Case) -> Run:
     return run(
         network,
         packs(case),
-        lambda: tensor.sum_gradients(canonical(network), config, group, device, shares_rows=shares),
+        lambda: tensor.sum_gradients(
+            find_canonical_parameters(network), config, group, device, shares_rows=shares
+        ),
     )
 
 
@@ -181,7 +187,7 @@ CASES = [
 def on_rank(function: Callable[[Case], Run], case: Case) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         if not case.kernels:
-            patch.setattr(library, "library", lambda: None)
+            patch.setattr(library, "load_library", lambda: None)
         return function(case)
 
 
@@ -217,7 +223,7 @@ def test_a_part_of_every_layer(case: Case, ranks: Ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["packed", "lora"])
-@pytest.mark.parametrize("family", families.names())
+@pytest.mark.parametrize("family", families.list_names())
 def test_every_family(family: str, form: str, ranks: Ranks, four_ranks: Ranks) -> None:
     """On four ranks, which are more than some have heads of keys and values."""
     case = Case(family, form, kernels=True)
@@ -235,6 +241,7 @@ def check_parts(case: Case, ranks: Ranks, size: int) -> None:
         for kind in ("gradients", "parameters"):
             every: Values = getattr(expected, kind)
             parts = {
-                n: v[tensor_slice(n, tuple(v.shape), config, size, rank)] for n, v in every.items()
+                n: v[compute_tensor_slice(n, tuple(v.shape), config, size, rank)]
+                for n, v in every.items()
             }
             same(getattr(found, kind), parts, kind)

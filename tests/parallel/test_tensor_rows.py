@@ -21,11 +21,11 @@ from tests.parallel.test_tensor import Run, Values
 from tests.ranks import Ranks
 from weft.engine.torch.step import AuxLoss
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel import tensor
-from weft.parallel.collectives import RowParts
-from weft.topology import tensor_slice
+from weft.parallel.collectives import RowAssignment
+from weft.topology import compute_tensor_slice
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 MORE = {
@@ -41,13 +41,15 @@ def part_of(whole: Transformer, shares_rows: bool) -> Transformer:
     """This rank's part of a network, joined to the others'."""
     group, config = dist.group.WORLD, whole.config
     assert group is not None
-    narrow = config.narrowed(group.size(), group.rank())
-    network = Transformer.empty(narrow, whole.kind, whole.pooling, dtype=torch.float64)
+    narrow = config.narrow_to_rank(group.size(), group.rank())
+    network = Transformer.build_empty(narrow, whole.kind, whole.pooling, dtype=torch.float64)
     network.recompute_every, network.padding = whole.recompute_every, whole.padding
-    values = {name: part.data for name, part in canonical(whole).items()}
-    for name, part in canonical(network).items():
+    values = {name: part.data for name, part in find_canonical_parameters(whole).items()}
+    for name, part in find_canonical_parameters(network).items():
         shape = tuple(values[name].shape)
-        part.data.copy_(values[name][tensor_slice(name, shape, config, group.size(), group.rank())])
+        part.data.copy_(
+            values[name][compute_tensor_slice(name, shape, config, group.size(), group.rank())]
+        )
     tensor.join(network, config, group, shares_rows=shares_rows)
     return network
 
@@ -59,7 +61,7 @@ def loss_of(network: Transformer, packed: Packed, ranks: int) -> tuple[Tensor, V
         (torch.cos(torch.arange(len(v)) + 0.1) * v).sum() for v in found.values() if v.requires_grad
     ]
     if packed.aux_loss is not None:
-        made.append(AuxLoss(BALANCE, ranks).of(packed.aux_loss.by_sequence().sum()))
+        made.append(AuxLoss(BALANCE, ranks).compute(packed.aux_loss.compute_by_sequence().sum()))
     return torch.stack(made).sum(), {str(name): value.detach() for name, value in found.items()}
 
 
@@ -78,14 +80,19 @@ def run(
         complete()
         if number == 0:
             gradients = {
-                n: p.grad.clone() for n, p in canonical(network).items() if p.grad is not None
+                n: p.grad.clone()
+                for n, p in find_canonical_parameters(network).items()
+                if p.grad is not None
             }
         rule.step()
         rule.zero_grad()
     return Run(
         outputs,
         gradients,
-        {name: part.data.detach().clone() for name, part in canonical(network).items()},
+        {
+            name: part.data.detach().clone()
+            for name, part in find_canonical_parameters(network).items()
+        },
     )
 
 
@@ -96,7 +103,11 @@ def shared(case: Case, shares_rows: bool) -> Run:
 
     def complete() -> None:
         tensor.sum_gradients(
-            canonical(network), whole.config, group, torch.device("cpu"), shares_rows=shares_rows
+            find_canonical_parameters(network),
+            whole.config,
+            group,
+            torch.device("cpu"),
+            shares_rows=shares_rows,
         )
 
     return run(case, network, complete, group.size())
@@ -110,7 +121,8 @@ def check(case: Case, ranks: Ranks, size: int, *, shares_rows: bool = True) -> N
         for kind in ("gradients", "parameters"):
             every: Values = getattr(expected, kind)
             parts = {
-                n: v[tensor_slice(n, tuple(v.shape), config, size, rank)] for n, v in every.items()
+                n: v[compute_tensor_slice(n, tuple(v.shape), config, size, rank)]
+                for n, v in every.items()
             }
             same(getattr(found, kind), parts, EXACT)
 
@@ -135,7 +147,11 @@ def short(lengths: list[int]) -> list[tuple[Tensor, Values]]:
 
     def complete() -> None:
         tensor.sum_gradients(
-            canonical(network), whole.config, group, torch.device("cpu"), shares_rows=True
+            find_canonical_parameters(network),
+            whole.config,
+            group,
+            torch.device("cpu"),
+            shares_rows=True,
         )
 
     return one_by_one(network, lengths, complete)
@@ -151,7 +167,7 @@ def one_by_one(
         complete()
         whole = {
             name: part.grad
-            for name, part in canonical(network).items()
+            for name, part in find_canonical_parameters(network).items()
             if "norm" in name or "score" in name
         }
         found.append(
@@ -275,11 +291,24 @@ def stretches(
 ) -> tuple[list[int], list[int], list[int], list[tuple[list[int], list[int], list[int]]]]:
     group = dist.group.WORLD
     assert group is not None
-    rows = RowParts.stretches(count, group, torch.device("cpu"))
+    rows = RowAssignment.from_equal_runs(count, group, torch.device("cpu"))
     most = max(1, -(-count // group.size()))
     same_rows = (
-        RowParts.of(torch.arange(count) // most, group) if count else replace(rows, filled=False)
+        RowAssignment.from_owners(torch.arange(count) // most, group)
+        if count
+        else replace(rows, is_contiguous=False)
     )
-    assert same_rows.most == rows.most and tensor.Stretches(group).count(count) == len(rows.own)
-    expected = (same_rows.number.tolist(), same_rows.places.tolist(), same_rows.own.tolist())
-    return rows.own.tolist(), rows.number.tolist(), rows.places.tolist(), [expected] * group.size()
+    assert same_rows.max_rows == rows.max_rows and tensor.ConsecutiveRowSharing(group).count(
+        count
+    ) == len(rows.own_rows)
+    expected = (
+        same_rows.local_indices.tolist(),
+        same_rows.places.tolist(),
+        same_rows.own_rows.tolist(),
+    )
+    return (
+        rows.own_rows.tolist(),
+        rows.local_indices.tolist(),
+        rows.places.tolist(),
+        [expected] * group.size(),
+    )

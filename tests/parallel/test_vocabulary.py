@@ -15,11 +15,15 @@ from torch.testing import assert_close
 
 from tests.ranks import Ranks
 from weft.algorithms.base import Output
-from weft.models.network.event_outputs import given_outputs, top_outputs
+from weft.models.network.event_outputs import compute_given_outputs, compute_top_outputs
 from weft.models.network.packed import RowGradient, TopIds
-from weft.models.network.token_outputs import Projection, Support, token_outputs
-from weft.parallel.vocabulary import GroupSplit
-from weft.topology import vocabulary_of
+from weft.models.network.token_outputs import (
+    OutputProjection,
+    SamplingSupport,
+    compute_token_outputs,
+)
+from weft.parallel.vocabulary import GroupVocabularySplit
+from weft.topology import compute_vocabulary
 
 N, H, V = 9, 5, 11
 Values = dict[str, Tensor]
@@ -72,20 +76,22 @@ def run(case: Case, rank: int, size: int) -> tuple[Values, Values]:
     weights = torch.randn(N, case.count + 1, generator=generator, dtype=case.dtype)
     if case.count == V:
         weights[:, -1] = 0.0  # there are no other ids
-    own, split = vocabulary_of(V, size, rank), None
+    own, split = compute_vocabulary(V, size, rank), None
     if size > 1:
         group = dist.group.WORLD
         assert group is not None
-        split = GroupSplit(own.start, V, group)
+        split = GroupVocabularySplit(own.start, V, group)
     leaves = {"hidden": hidden, "weight": weight[own].clone()} | (
         {"bias": bias[own].clone()} if case.bias else {}
     )
     for leaf in leaves.values():
         leaf.requires_grad_()
-    projection = Projection(leaves["weight"], leaves.get("bias"), case.softcap, split)
-    top = top_outputs(hidden, projection, TopIds(case.count, case.below), temperature=0.7, chunk=4)
+    projection = OutputProjection(leaves["weight"], leaves.get("bias"), case.softcap, split)
+    top = compute_top_outputs(
+        hidden, projection, TopIds(case.count, case.below), temperature=0.7, chunk=4
+    )
     known = row_gradient(weights, case.labelled) if case.by_row else None
-    found = given_outputs(
+    found = compute_given_outputs(
         leaves["hidden"],
         labels,
         ids,
@@ -127,16 +133,24 @@ def supported(size: int, dtype: torch.dtype) -> Values:
         torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((N, H), (V, H))
     )
     labels = torch.arange(N) % V
-    kept = Support(torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2))
+    kept = SamplingSupport(
+        torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2)
+    )
     own, split, group = slice(0, V), None, dist.group.WORLD
     if size > 1:
         assert group is not None
-        own = vocabulary_of(V, size, dist.get_rank())
-        split = GroupSplit(own.start, V, group)
+        own = compute_vocabulary(V, size, dist.get_rank())
+        split = GroupVocabularySplit(own.start, V, group)
     part = weight[own].clone().requires_grad_()
     want = frozenset[Output]({"logprobs", "entropy", "top1"})
-    found = token_outputs(
-        hidden, labels, Projection(part, split=split), want, temperature=0.7, support=kept, chunk=4
+    found = compute_token_outputs(
+        hidden,
+        labels,
+        OutputProjection(part, split=split),
+        want,
+        temperature=0.7,
+        support=kept,
+        chunk=4,
     )
     (found["logprobs"].sum() + 0.3 * found["entropy"].sum()).backward()
     assert part.grad is not None
@@ -172,5 +186,5 @@ def check(case: Case, ranks: Ranks, size: int) -> None:
         for key, value in outputs.items():
             assert_close(made[key], value, **exact, msg=lambda m, key=key: f"{key}: {m}")
         for key in grads.keys() - {"hidden"}:
-            assert_close(grads[key], gradients[key][vocabulary_of(V, size, rank)], **exact)
+            assert_close(grads[key], gradients[key][compute_vocabulary(V, size, rank)], **exact)
     assert_close(sum(grads["hidden"] for _, grads in every), gradients["hidden"], **exact)

@@ -18,10 +18,10 @@ def test_tritonclient_reads_what_is_written() -> None:
     for name in messages.MESSAGES:
         if "." in name:
             continue
-        own, other = messages.message(name).DESCRIPTOR, getattr(theirs, name).DESCRIPTOR
+        own, other = messages.get_message_class(name).DESCRIPTOR, getattr(theirs, name).DESCRIPTOR
         fields = {field.name: (field.number, field.type) for field in other.fields}
         assert {field.name: (field.number, field.type) for field in own.fields} == fields, name
-    request = messages.message("ModelInferRequest")(model_name="m", id="1")
+    request = messages.get_message_class("ModelInferRequest")(model_name="m", id="1")
     messages.write_tensors(
         {"x": np.arange(6, dtype="<i4").reshape(2, 3)}, request.inputs, request.raw_input_contents
     )
@@ -34,7 +34,7 @@ def test_tritonclient_reads_what_is_written() -> None:
         "INT32",
     )
     assert np.frombuffer(read.raw_input_contents[0], "<i4").tolist() == [0, 1, 2, 3, 4, 5]
-    again = messages.message("ModelInferRequest").FromString(read.SerializeToString())
+    again = messages.get_message_class("ModelInferRequest").FromString(read.SerializeToString())
     assert messages.read_parameters(again.parameters) == values
     assert messages.read_tensors(again.inputs, again.raw_input_contents)["x"].tolist() == [
         [0, 1, 2],
@@ -43,7 +43,7 @@ def test_tritonclient_reads_what_is_written() -> None:
 
 
 def test_contents_that_are_no_bytes() -> None:
-    request = messages.message("ModelInferRequest")()
+    request = messages.get_message_class("ModelInferRequest")()
     request.inputs.add(name="x", datatype="INT64", shape=[2]).contents.int64_contents.extend([5, 6])
     assert messages.read_tensors(request.inputs, [])["x"].tolist() == [5, 6]
     request.inputs.add(name="y", datatype="INT8", shape=[1]).contents.int_contents.append(1000)
@@ -52,6 +52,6 @@ def test_contents_that_are_no_bytes() -> None:
     with pytest.raises(DataError, match="raw contents"):
         messages.read_tensors(request.inputs, [b""])
     with pytest.raises(DataError, match="shape"):
-        bad = messages.message("ModelInferRequest")()
+        bad = messages.get_message_class("ModelInferRequest")()
         bad.inputs.add(name="x", datatype="INT64", shape=[-1])
         messages.read_tensors(bad.inputs, [])

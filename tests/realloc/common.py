@@ -88,7 +88,7 @@ def layouts(most: int, sizes: Sizes) -> list[Layout]:
 
 def fits(layout: Layout, sizes: Sizes) -> bool:
     try:
-        holdings_of(shapes(sizes), sizes, Mesh.first(layout))
+        holdings_of(shapes(sizes), sizes, Mesh.on_first_devices(layout))
     except ConfigError:
         return False
     return True

@@ -9,8 +9,8 @@ import pytest
 
 from tests.realloc.common import Sizes, layouts, on, shapes
 from weft.errors import ConfigError
-from weft.realloc.buckets import SMALLEST, Message, Part, cut, rounds
-from weft.realloc.plan import Transfer, plan
+from weft.realloc.buckets import SMALLEST, BucketMessage, MessagePiece, plan_rounds, split_piece
+from weft.realloc.plan import ParameterTransfer, plan
 from weft.topology import Layout
 
 
@@ -21,7 +21,7 @@ def one_node(rank: int) -> int:
 @pytest.mark.parametrize("limit", [1, 3, 4, 7, 24, 1000])
 def test_a_piece_is_cut_into_parts_that_are_the_whole(limit: int) -> None:
     times = np.zeros((5, 6, 7), int)
-    for part in cut((slice(1, 3), slice(2, 6), slice(0, 7)), limit):
+    for part in split_piece((slice(1, 3), slice(2, 6), slice(0, 7)), limit):
         times[part] += 1
         assert times[part].size <= limit
     assert times.sum() == times[1:3, 2:6].sum() == 2 * 4 * 7 and times.max() == 1
@@ -36,7 +36,7 @@ def test_all_that_is_sent_is_in_the_rounds_once_and_within_the_bucket(bucket: in
         for b in (Layout(tensor=4), Layout(data=4, fsdp=4), Layout(data=2, pipeline=2)):
             transfers = plan(on(a, sizes), on(b, sizes, start=1), node_of=one_node)
             arrived = Counter[tuple[str, int]]()
-            for messages in rounds(transfers, itemsize, bucket):
+            for messages in plan_rounds(transfers, itemsize, bucket):
                 sends, receives = Counter[int](), Counter[int]()
                 for message in messages:
                     sends[message.source] += message.num_bytes
@@ -49,18 +49,18 @@ def test_all_that_is_sent_is_in_the_rounds_once_and_within_the_bucket(bucket: in
                 assert len({(m.source, m.target) for m in messages}) == len(messages)
             asked = Counter[tuple[str, int]]()
             for each in transfers:
-                asked[each.name, each.target] += 0 if each.stays else each.num_elements
+                asked[each.name, each.target] += 0 if each.is_local else each.num_elements
             assert arrived == +asked
 
 
 def test_parts_of_a_message_do_not_overlap() -> None:
-    message = Message(0, 1)
+    message = BucketMessage(0, 1)
     for at, num_bytes in enumerate((6, 16, 2, 40)):
-        size = message.room_for(num_bytes)
-        message.parts.append(Part(f"w{at}", (), message.seal, num_bytes))
+        size = message.compute_size_with(num_bytes)
+        message.parts.append(MessagePiece(f"w{at}", (), message.seal_offset, num_bytes))
         assert message.num_bytes == size
     assert [part.offset for part in message.parts] == [0, 16, 32, 48]
-    assert message.seal == 96 and message.num_bytes == 128
+    assert message.seal_offset == 96 and message.num_bytes == 128
 
 
 def test_ranks_work_at_the_same_time() -> None:
@@ -69,20 +69,23 @@ def test_ranks_work_at_the_same_time() -> None:
     """
     piece = (slice(0, 64), slice(0, 16))
     transfers = [
-        Transfer(f"w{g}{t}{n}", piece, g, t) for g in (0, 1) for t in (2, 3) for n in range(8)
+        ParameterTransfer(f"w{g}{t}{n}", piece, g, t)
+        for g in (0, 1)
+        for t in (2, 3)
+        for n in range(8)
     ]
     sizes = {each.name: 1 for each in transfers}
-    made = rounds(transfers, sizes, 4 * 1024 + 64)
+    made = plan_rounds(transfers, sizes, 4 * 1024 + 64)
     assert len(made) <= 6
     assert all(len({m.source for m in messages}) == 2 for messages in made[:4])
 
 
 def test_what_stays_needs_no_message() -> None:
-    assert rounds([Transfer("w", (slice(0, 9),), 3, 3)], {"w": 4}, SMALLEST) == []
+    assert plan_rounds([ParameterTransfer("w", (slice(0, 9),), 3, 3)], {"w": 4}, SMALLEST) == []
 
 
 def test_a_bucket_that_is_too_small() -> None:
     with pytest.raises(
         ConfigError, match=f"bucket_bytes=100: a bucket has at least {SMALLEST} bytes"
     ):
-        rounds([], {}, 100)
+        plan_rounds([], {}, 100)

@@ -23,9 +23,9 @@ from tests.ranks import Ranks
 from tests.realloc.common import Sizes, on, shapes
 from weft.errors import RunError
 from weft.realloc import link
-from weft.realloc.execute import Moved, Reallocation, move
-from weft.realloc.plan import Holdings, Transfer, plan
-from weft.realloc.traffic import least, traffic
+from weft.realloc.execute import Reallocation, ReallocationStatistics, move
+from weft.realloc.plan import Holdings, ParameterTransfer, plan
+from weft.realloc.traffic import count_least_bytes, count_traffic
 from weft.topology import Layout, Slice
 
 SIZES = Sizes(head_dim=16)
@@ -53,7 +53,7 @@ class Case:
         )
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[ParameterTransfer]:
         return plan(*self.ends, node_of=lambda rank: 0)
 
     def wholes(self, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -112,22 +112,22 @@ def expected(case: Case, name: str, part: Slice) -> Tensor:
 @contextmanager
 def ways(case: Case) -> Iterator[None]:
     """Ranks of one host always see each other's memory: without shelves they are kept from it."""
-    laid_out = link.laid_out
+    laid_out = link.create_buffer
     if not case.shelves:
-        link.laid_out = lambda size: None
+        link.create_buffer = lambda size: None
     try:
         yield
     finally:
-        link.laid_out = laid_out
+        link.create_buffer = laid_out
 
 
-def run(case: Case) -> Moved:
+def run(case: Case) -> ReallocationStatistics:
     """On one rank: move, and look at what is there then."""
     with ways(case):
         return run_so(case)
 
 
-def run_so(case: Case) -> Moved:
+def run_so(case: Case) -> ReallocationStatistics:
     rank = dist.get_rank()
     source, target = engines(case, rank)
     before = {name: values.clone() for name, values in source.values.items()} if source else {}
@@ -178,10 +178,10 @@ def test_targets_hold_what_they_should(case: Case, shelves: bool, ranks: Ranks) 
     moved = ranks.run(run, case)
     source, target = case.ends
     itemsize = dict.fromkeys(shapes(SIZES, tied=case.tied, form=case.form), 8)
-    cost = traffic(case.transfers, source, target, itemsize=itemsize, node_of=lambda rank: 0)
+    cost = count_traffic(case.transfers, source, target, itemsize=itemsize, node_of=lambda rank: 0)
     assert [each.sent for each in moved] == [cost.sent[rank] for rank in ALL]
     assert [each.received for each in moved] == [cost.received[rank] for rank in ALL]
-    assert sum(each.sent for each in moved) == least(source, target, itemsize=itemsize)
+    assert sum(each.sent for each in moved) == count_least_bytes(source, target, itemsize=itemsize)
     assert [each.copied for each in moved] == [cost.kept[rank] + cost.copied[rank] for rank in ALL]
 
 
@@ -249,7 +249,7 @@ def test_the_smaller_dtype_travels_where_it_loses_nothing(
     dtypes: tuple[torch.dtype, torch.dtype], eta: float, itemsize: int, ranks: Ranks
 ) -> None:
     case = Case("d4f4", "t4", dtypes=dtypes, eta=eta)
-    elements = sum(each.num_elements for each in case.transfers if not each.stays)
+    elements = sum(each.num_elements for each in case.transfers if not each.is_local)
     assert sum(each.sent for each in ranks.run(run, case)) == itemsize * elements
 
 
@@ -264,7 +264,7 @@ def told(
     """
     rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=timeout))
     source, target = engines(case, rank)
-    batch, laid_out = dist.batch_isend_irecv, link.laid_out
+    batch, laid_out = dist.batch_isend_irecv, link.create_buffer
     changed = change(rank, source, case)
     try:
         if changed is not None:
@@ -280,7 +280,7 @@ def told(
     except RunError as error:
         return str(error)
     finally:
-        dist.batch_isend_irecv, link.laid_out = batch, laid_out
+        dist.batch_isend_irecv, link.create_buffer = batch, laid_out
         dist.barrier()  # nobody leaves while another still waits for it
     return ""
 
@@ -291,7 +291,7 @@ def same(rank: int, source: Engine | None, case: Case) -> Case:
 
 def damage(rank: int, source: Engine | None, case: Case) -> Case:
     """Rank 0 gives one bit that is not the one it packed."""
-    post, lay = dist.batch_isend_irecv, link.laid_out
+    post, lay = dist.batch_isend_irecv, link.create_buffer
     laid = []
 
     def kept(size: int) -> Any:
@@ -306,7 +306,7 @@ def damage(rank: int, source: Engine | None, case: Case) -> Case:
                 laid[0].memory[int(op.tensor) + 5] ^= 16
         return post(ops)
 
-    link.laid_out = kept
+    link.create_buffer = kept
     if rank == 0:
         dist.batch_isend_irecv = flip
     return case

@@ -14,8 +14,8 @@ import pytest
 from tests.realloc.common import Shapes, Sizes, layouts, on, shapes
 from tests.work import calls_of
 from weft.errors import ConfigError
-from weft.realloc.plan import Holdings, Transfer, plan
-from weft.topology import Layout, Slice, whole
+from weft.realloc.plan import Holdings, ParameterTransfer, plan
+from weft.topology import Layout, Slice, build_whole_slice
 
 TINY, DEEP = Sizes(), Sizes(num_layers=8)
 KINDS = [("plain", False), ("plain", True), ("adapters", False), ("experts", False)]
@@ -41,7 +41,9 @@ def mask(shape: tuple[int, ...], piece: Slice) -> np.ndarray:
     return held(shape, *((each.start, each.stop) for each in piece))
 
 
-def check(every: Shapes, source: Holdings, target: Holdings, transfers: list[Transfer]) -> None:
+def check(
+    every: Shapes, source: Holdings, target: Holdings, transfers: list[ParameterTransfer]
+) -> None:
     """Carry the plan out on arrays of different numbers above 0, adding what arrives, so that twice
     is wrong; count what is sent.
     """
@@ -65,7 +67,7 @@ def check(every: Shapes, source: Holdings, target: Holdings, transfers: list[Tra
             )
             own = source.get(rank, {}).get(name)
             least += int(asked.sum() if own is None else (asked > mask(every[name], own)).sum())
-    assert sum(each.num_elements for each in transfers if not each.stays) == least
+    assert sum(each.num_elements for each in transfers if not each.is_local) == least
 
 
 def inside(piece: Slice, part: Slice) -> bool:
@@ -220,17 +222,19 @@ def test_a_plan_written_by_hand() -> None:
     rows = {r: {"w": (slice(2 * r, 2 * r + 2), slice(0, 4))} for r in (0, 1)}
     columns = {r: {"w": (slice(0, 4), slice(2 * r - 2, 2 * r))} for r in (1, 2)}
     assert set(map(str, plan(rows, columns, node_of=one_node))) == {
-        str(Transfer("w", (slice(0, 2), slice(0, 2)), 0, 1)),
-        str(Transfer("w", (slice(2, 4), slice(0, 2)), 1, 1)),
-        str(Transfer("w", (slice(0, 2), slice(2, 4)), 0, 2)),
-        str(Transfer("w", (slice(2, 4), slice(2, 4)), 1, 2)),
+        str(ParameterTransfer("w", (slice(0, 2), slice(0, 2)), 0, 1)),
+        str(ParameterTransfer("w", (slice(2, 4), slice(0, 2)), 1, 1)),
+        str(ParameterTransfer("w", (slice(0, 2), slice(2, 4)), 0, 2)),
+        str(ParameterTransfer("w", (slice(2, 4), slice(2, 4)), 1, 2)),
     }
 
 
 def test_a_rank_of_the_same_node_gives_first() -> None:
     """Four whole copies on ranks 0 to 3, two nodes; ranks 4 and 5 are of the second one's node."""
     every = {"w": (4, 4), "v": (4, 4), "u": (4,)}
-    source = {rank: {name: whole(shape) for name, shape in every.items()} for rank in range(4)}
+    source = {
+        rank: {name: build_whole_slice(shape) for name, shape in every.items()} for rank in range(4)
+    }
     target = dict.fromkeys((4, 5), source[0])
     node = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
     transfers = plan(source, target, node_of=node.__getitem__)
@@ -243,7 +247,9 @@ def test_a_rank_of_the_same_node_gives_first() -> None:
 def test_the_least_loaded_gives() -> None:
     """16 equal parameters on 4 ranks go to 4 others that lie elsewhere: each rank sends as much."""
     every = {f"w{n}": (4, 4) for n in range(16)}
-    source = {rank: {name: whole(shape) for name, shape in every.items()} for rank in range(4)}
+    source = {
+        rank: {name: build_whole_slice(shape) for name, shape in every.items()} for rank in range(4)
+    }
     target = dict.fromkeys(range(4, 8), source[0])
     loads = Counter(each.source for each in plan(source, target, node_of=nodes_of(4)))
     assert loads == {0: 16, 1: 16, 2: 16, 3: 16}
@@ -259,14 +265,14 @@ def test_neighbouring_pieces_of_one_rank_are_one_transfer() -> None:
     }
     transfers = plan(source, {1: {"w": (slice(0, 8), slice(0, 8))}}, node_of=one_node)
     own = [each for each in transfers if each.source == 1]
-    assert own == [Transfer("w", (slice(0, 8), slice(4, 8)), 1, 1)]
+    assert own == [ParameterTransfer("w", (slice(0, 8), slice(4, 8)), 1, 1)]
     check({"w": (8, 8)}, source, {1: {"w": (slice(0, 8), slice(0, 8))}}, transfers)
 
 
 def test_a_scalar_and_an_empty_part() -> None:
     source: Mapping[int, Mapping[str, Slice]] = {0: {"s": (), "w": (slice(0, 2),)}}
     target: Mapping[int, Mapping[str, Slice]] = {1: {"s": (), "w": (slice(2, 2),)}}
-    assert plan(source, target, node_of=one_node) == [Transfer("s", (), 0, 1)]
+    assert plan(source, target, node_of=one_node) == [ParameterTransfer("s", (), 0, 1)]
 
 
 @pytest.mark.parametrize("have", [{}, {0: {"w": (slice(0, 3), slice(0, 4))}}])

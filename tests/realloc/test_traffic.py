@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.realloc.common import Sizes, layouts, on, shapes
 from weft.realloc.plan import plan
-from weft.realloc.traffic import least, traffic
-from weft.topology import Slice, whole
+from weft.realloc.traffic import count_least_bytes, count_traffic
+from weft.topology import Slice, build_whole_slice
 
 
 def node_of(rank: int) -> int:
@@ -18,10 +18,13 @@ def test_by_hand() -> None:
     """
     source: dict[int, dict[str, Slice]] = {
         0: {"w": (slice(0, 2), slice(0, 4))},
-        1: {"w": (slice(2, 4), slice(0, 4)), "v": whole((2,))},
+        1: {"w": (slice(2, 4), slice(0, 4)), "v": build_whole_slice((2,))},
     }
-    target = {1: {"w": whole((4, 4)), "v": whole((2,))}, 2: {"w": whole((4, 4))}}
-    found = traffic(
+    target = {
+        1: {"w": build_whole_slice((4, 4)), "v": build_whole_slice((2,))},
+        2: {"w": build_whole_slice((4, 4))},
+    }
+    found = count_traffic(
         plan(source, target, node_of=node_of),
         source,
         target,
@@ -29,9 +32,11 @@ def test_by_hand() -> None:
         node_of=node_of,
     )
     assert found.sent == {0: 32, 1: 16} and found.received == {1: 16, 2: 32}
-    assert found.kept == {1: 8} and found.copied == {1: 16} and found.stayed == 24
-    assert (found.inside, found.across, found.moved) == (16, 32, 48) and found.names == {"w": 48}
-    assert least(source, target, itemsize={"w": 2, "v": 4}) == 48
+    assert found.kept == {1: 8} and found.copied == {1: 16} and found.local_bytes == 24
+    assert (found.inside, found.across, found.moved_bytes) == (16, 32, 48) and found.names == {
+        "w": 48
+    }
+    assert count_least_bytes(source, target, itemsize={"w": 2, "v": 4}) == 48
 
 
 def test_every_plan_sends_the_least() -> None:
@@ -40,12 +45,12 @@ def test_every_plan_sends_the_least() -> None:
     for a in layouts(4, sizes):
         for b in layouts(4, sizes):
             source, target = on(a, sizes), on(b, sizes, start=2)
-            found = traffic(
+            found = count_traffic(
                 plan(source, target, node_of=node_of),
                 source,
                 target,
                 itemsize=itemsize,
                 node_of=node_of,
             )
-            assert found.moved == least(source, target, itemsize=itemsize)
-            assert found.sent.total() == found.received.total() == found.moved
+            assert found.moved_bytes == count_least_bytes(source, target, itemsize=itemsize)
+            assert found.sent.total() == found.received.total() == found.moved_bytes

@@ -25,8 +25,15 @@ import torch
 from tests.processes import fork_server
 from weft.errors import DevicesLost
 from weft.experiment import Experiment
-from weft.runtime.device_process import Activity, Command, DeviceProcess, Report, Want, Where
-from weft.runtime.dispatch import Given, Lost
+from weft.runtime.device_process import (
+    CommandReport,
+    DeviceActivity,
+    DeviceCommand,
+    DeviceProcess,
+    ProcessAddress,
+    TensorRequest,
+)
+from weft.runtime.dispatch import CommandTensors, DeviceLoss
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
@@ -58,7 +65,7 @@ class _Line:
         self._connection.close()
 
 
-def _export(folder: Path, want: Want) -> bytes:
+def _export(folder: Path, want: TensorRequest) -> bytes:
     try:
         line = _Line(folder, want.rank)
     except OSError as error:
@@ -71,12 +78,12 @@ def _export(folder: Path, want: Want) -> bytes:
 
 
 class _Peers:
-    """Implements `weft.runtime.device_process.Peers`."""
+    """Implements `weft.runtime.device_process.PeerTransport`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._pool = folder, ThreadPoolExecutor(4)
 
-    def ask(self, want: Want) -> Future[bytes]:
+    def request(self, want: TensorRequest) -> Future[bytes]:
         return self._pool.submit(_export, self._folder, want)
 
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
@@ -94,7 +101,7 @@ def _serve(rank: int, folder: Path, environment: Mapping[str, str], ready: Conne
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     process = DeviceProcess(rank, _Peers(folder))
     with Listener(str(folder / str(rank)), "AF_UNIX", backlog=16) as listener:
-        ready.send(process.where("127.0.0.1"))
+        ready.send(process.describe_address("127.0.0.1"))
         while True:
             connection = listener.accept()
             threading.Thread(target=_answer, args=(process, connection), daemon=True).start()
@@ -112,7 +119,7 @@ def _answer(process: DeviceProcess, connection: Connection) -> None:
 
 
 class ForkedDevices:
-    """Implements `weft.runtime.dispatch.Devices`.
+    """Implements `weft.runtime.dispatch.DeviceTransport`.
 
     The devices have the environment of this process, and `environment`.
     """
@@ -130,14 +137,16 @@ class ForkedDevices:
             process.start()
             self._processes.append(process)
             pipes.append(ours)
-        self.where: list[Where] = []
+        self.addresses: list[ProcessAddress] = []
         for pipe in pipes:
             assert pipe.poll(START_SECONDS), "a device does not start"
-            self.where.append(pipe.recv())
+            self.addresses.append(pipe.recv())
         self._lines = [_Line(self._folder, rank) for rank in range(world)]
         port = self._lines[0].ask("open_store", "127.0.0.1", world)
         self._each(lambda line: line.ask("join", "127.0.0.1", port, world, "cpu"))
-        self._told: queue.SimpleQueue[tuple[int, list[Report] | Lost]] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[tuple[int, list[CommandReport] | DeviceLoss]] = (
+            queue.SimpleQueue()
+        )
         for rank in range(world):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
@@ -146,16 +155,16 @@ class ForkedDevices:
         rank: int,
         place: int,
         number: int,
-        command: Command,
+        command: DeviceCommand,
         ranks: Sequence[int],
-        given: Given,
+        given: CommandTensors,
     ) -> None:
         with suppress(DevicesLost):  # a device that ended is reported by `receive`
             self._lines[rank].ask(
                 "receive", place, number, command, ranks, given.wants, given.shared
             )
 
-    def receive(self) -> list[tuple[int, list[Report] | Lost]]:
+    def receive(self) -> list[tuple[int, list[CommandReport] | DeviceLoss]]:
         try:
             return [self._told.get(timeout=POLL_SECONDS)]
         except queue.Empty:
@@ -164,13 +173,13 @@ class ForkedDevices:
     def share(self, raw: bytes) -> bytes:
         return raw
 
-    def export(self, wants: Sequence[Want]) -> list[bytes]:
+    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
         return [_export(self._folder, want) for want in wants]
 
     def peak_memory_gb(self) -> float:
         return max(self._each(lambda line: line.ask("peak_memory_gb")))
 
-    def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
+    def describe_activities(self, ranks: Sequence[int]) -> dict[int, DeviceActivity]:
         with ThreadPoolExecutor(len(ranks)) as pool:
             asked = {pool.submit(_Line(self._folder, rank).ask, "activity"): rank for rank in ranks}
             ready, _ = wait(asked, timeout=ACTIVITY_SECONDS)
@@ -196,11 +205,11 @@ class ForkedDevices:
                 if reports:
                     self._told.put((rank, reports))
         except (DevicesLost, OSError):
-            self._told.put((rank, Lost("its process ended")))
+            self._told.put((rank, DeviceLoss("its process ended")))
 
 
 class ForkedLaunch:
-    """Starts a forked process per device in the place of `weft.runtime.ray.Launch`; it is its own
+    """Starts a forked process per device in the place of `weft.runtime.ray.DeviceLaunch`; it is its own
     cluster, too.
     """
 
@@ -218,5 +227,5 @@ class ForkedLaunch:
 def fork_devices(set_attribute: Callable[[str, Any], object]) -> None:
     """Let runs in this process start forked devices; `set_attribute` is `MonkeyPatch.setattr`."""
     set_attribute("weft.launch.assemble.launch_devices", ForkedLaunch)
-    set_attribute("weft.launch.assemble.launch_devices_anew", ForkedLaunch)
-    set_attribute("weft.launch.cluster.starts_early", lambda experiment, mode: False)
+    set_attribute("weft.launch.assemble.relaunch_devices", ForkedLaunch)
+    set_attribute("weft.launch.cluster.can_start_early", lambda experiment, mode: False)

@@ -217,4 +217,4 @@ def _fork_devices() -> None:
 
     patch = pytest.MonkeyPatch()  # for as long as the process lives
     fork_devices(patch.setattr)
-    patch.setattr("weft.launch.supervise.uses_ray", lambda experiment, mode: False)
+    patch.setattr("weft.launch.supervisor.needs_ray", lambda experiment, mode: False)

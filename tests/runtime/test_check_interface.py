@@ -7,21 +7,21 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult
-from weft.interfaces.generate import Generate
-from weft.interfaces.infer import Infer
-from weft.interfaces.train import Train
+from weft.interfaces.generate import GenerateInterface
+from weft.interfaces.infer import InferInterface
+from weft.interfaces.train import TrainInterface
 from weft.testing import check_interface
 
 
 @pytest.mark.parametrize(
     ("cls", "head", "args"),
     [
-        (Generate, "lm", {"max_new_tokens": 4, "samples_per_prompt": 2}),
-        (Infer, "lm", {"outputs": ["logprobs", "entropy"]}),
-        (Infer, "score", {"outputs": ["scores"]}),
-        (Infer, "value", {"outputs": ["values"]}),
-        (Train, "lm", {"loss": "sft"}),
-        (Train, "lm", {"loss": "dpo", "loss_args": {"beta": 0.1}}),
+        (GenerateInterface, "lm", {"max_new_tokens": 4, "samples_per_prompt": 2}),
+        (InferInterface, "lm", {"outputs": ["logprobs", "entropy"]}),
+        (InferInterface, "score", {"outputs": ["scores"]}),
+        (InferInterface, "value", {"outputs": ["values"]}),
+        (TrainInterface, "lm", {"loss": "sft"}),
+        (TrainInterface, "lm", {"loss": "dpo", "loss_args": {"beta": 0.1}}),
     ],
 )
 def test_what_weft_ships_passes(cls, head, args):

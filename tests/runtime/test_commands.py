@@ -22,11 +22,11 @@ from tests.ranks import Ranks
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.interfaces.base import MFCResult, Model
-from weft.interfaces.generate import Generate
+from weft.interfaces.generate import GenerateInterface
 from weft.parallel.mesh import ProcessGroups
-from weft.runtime.commands import Call, Discard, Meanwhile
+from weft.runtime.commands import DiscardSamples, PendingCommands, RunCall
 from weft.runtime.device_process import DeviceProcess
-from weft.runtime.split import over_ranks
+from weft.runtime.split import split_over_ranks
 from weft.runtime.store import TensorStore
 from weft.topology import Layout, Mesh
 
@@ -77,7 +77,7 @@ class Sampling:
             seed=5,
             updates=sent,
         )
-        found = Generate(max_new_tokens=12, samples_per_prompt=K, stop_ids=STOPS).generate(
+        found = GenerateInterface(max_new_tokens=12, samples_per_prompt=K, stop_ids=STOPS).generate(
             handle, self.prompts
         )
         while sent.sent < len(self.after):
@@ -86,14 +86,14 @@ class Sampling:
 
 
 class Sent:
-    """`Meanwhile`, with what the driver sends at moments of this test: to the first rank after so
+    """`PendingCommands`, with what the driver sends at moments of this test: to the first rank after so
     many steps, to the second one first too late, then too early.
     """
 
-    def __init__(self, updates: Meanwhile, after: list[int]) -> None:
+    def __init__(self, updates: PendingCommands, after: list[int]) -> None:
         self.updates, self.after, self.asked, self.sent, self.fresh = updates, after, 0, 0, False
         self.process = updates._process
-        self.ranks = self.process.worker.mesh_of("gen").ranks
+        self.ranks = self.process.worker.get_mesh("gen").ranks
         self.late = self.ranks.index(self.process.rank) % 2
 
     def are_waiting(self) -> bool:
@@ -118,7 +118,9 @@ class Sent:
         )
 
     def _send(self, number: int) -> None:
-        self.process.receive(2 * number - 1, 90 + number, Discard(()), [self.process.rank], (), ())
+        self.process.receive(
+            2 * number - 1, 90 + number, DiscardSamples(()), [self.process.rank], (), ()
+        )
         self.process.receive(2 * number, number, Train(), self.ranks, (), ())
 
 
@@ -156,13 +158,13 @@ def sampled(
             {"prompt": [[len(layouts.PROMPTS[n])] for n in mine]},
             {"prompt": np.array([token for n in mine for token in layouts.PROMPTS[n]])},
         )
-        part = over_ranks(layouts.batch(0), parsed.data, "sequence")[index]
+        part = split_over_ranks(layouts.batch(0), parsed.data, "sequence")[index]
         tokenizer = Tokenizer.load(made._spec.tokenizer, str(path))
-        worker = Sampling(made, part, Mesh.first(made.layout), after, prompts, tokenizer)
+        worker = Sampling(made, part, Mesh.on_first_devices(made.layout), after, prompts, tokenizer)
         process.worker = worker  # type: ignore[assignment]
         nothing = SequenceSample((), {}, {}, {}, {})
         process.receive(
-            0, 0, Call("gen", 0, (), nothing, announces=False), worker.mesh.ranks, (), ()
+            0, 0, RunCall("gen", 0, (), nothing, announces=False), worker.mesh.ranks, (), ()
         )
         outputs = ended(process, set(range(len(after) + 1)))[0].outputs
     keys = [(id, k) for id in outputs.ids for k in range(K)]

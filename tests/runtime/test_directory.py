@@ -12,7 +12,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.experiment import Control
-from weft.runtime.directory import RunDirectory, RunLock, admit, differences, owner
+from weft.runtime.directory import RunDirectory, RunLock, admit, find_owner, list_differences
 
 CONFIG = {"seed": 1, "model": {"path": "m", "optimizer": {"lr": 1e-5}}, "recover_mode": "auto"}
 
@@ -23,14 +23,14 @@ def control(tmp_path) -> Control:
 
 
 def begun(control: Control) -> RunDirectory:
-    directory = RunDirectory.of(control)
+    directory = RunDirectory.from_control(control)
     directory.write_config(CONFIG)
     directory.set_status("running", 0)
     return directory
 
 
 def test_an_empty_place_begins_a_run_and_an_unfinished_one_goes_on(control):
-    assert admit(RunDirectory.of(control), control, CONFIG) is False
+    assert admit(RunDirectory.from_control(control), control, CONFIG) is False
     directory = begun(control)
     assert admit(directory, control, CONFIG) is True
     assert admit(directory, control, CONFIG | {"recover_mode": "resume"}) is True, (
@@ -61,14 +61,14 @@ def test_a_finished_run_is_refused(control):
 def test_recover_modes_demand_or_refuse_a_run(control, tmp_path):
     resume = Control("e", "t", fileroot=str(tmp_path), recover_mode="resume")
     with pytest.raises(ConfigError, match="recover_mode=resume: there is no run"):
-        admit(RunDirectory.of(resume), resume, CONFIG)
+        admit(RunDirectory.from_control(resume), resume, CONFIG)
     directory = begun(control)
     with pytest.raises(ConfigError, match="recover_mode=disabled"):
         admit(directory, Control("e", "t", fileroot=str(tmp_path), recover_mode="disabled"), CONFIG)
 
 
 def test_files_that_are_no_runs_are_left_alone(control):
-    directory = RunDirectory.of(control)
+    directory = RunDirectory.from_control(control)
     directory.path.mkdir(parents=True)
     (directory.path / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
@@ -77,12 +77,12 @@ def test_files_that_are_no_runs_are_left_alone(control):
 
 def test_differences_survive_the_way_through_yaml(control):
     directory = begun(control)
-    assert differences(directory.read_config(), CONFIG) == []
-    assert differences({"a": {"b": 1}}, {"a": {"c": 1}}) == [
+    assert list_differences(directory.read_config(), CONFIG) == []
+    assert list_differences({"a": {"b": 1}}, {"a": {"c": 1}}) == [
         "a.b: 1 there, null here",
         "a.c: null there, 1 here",
     ]
-    assert differences({"a": {"b": True}}, {"a": None}) == ["a: set there, null here"]
+    assert list_differences({"a": {"b": True}}, {"a": None}) == ["a: set there, null here"]
 
 
 def test_an_option_that_an_older_weft_did_not_have_is_at_its_default(control):
@@ -114,12 +114,12 @@ def test_a_second_process_is_kept_out_and_a_dead_one_is_not_waited_for(tmp_path)
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert f"written by process {os.getpid()}" in second.stderr
-    assert owner(run) == os.getpid()
+    assert find_owner(run) == os.getpid()
     lock.release()
-    assert owner(run) is None and not run.exists(), "nothing is left of a run that never began"
+    assert find_owner(run) is None and not run.exists(), "nothing is left of a run that never began"
     killed = code + "; import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], check=False)
-    assert (run / "run.lock").is_file() and owner(run) is None
+    assert (run / "run.lock").is_file() and find_owner(run) is None
     lock.take()
     assert json.loads((run / "run.lock").read_text())["pid"] == os.getpid()
     lock.release()

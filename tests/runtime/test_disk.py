@@ -10,7 +10,7 @@ import pytest
 
 from weft.errors import CheckpointError, RunError
 from weft.runtime import disk
-from weft.runtime.recovery import RecoveryPoints, damage, named_point
+from weft.runtime.recovery_points import RecoveryPointStore, find_damage, find_named_point
 
 
 def fill(text: str):
@@ -52,7 +52,7 @@ def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypa
             caught.value
         ) and "what was saved before it is intact" in str(caught.value)
     monkeypatch.undo()
-    disk.mend(tmp_path)
+    disk.clean_up(tmp_path)
     assert (target / "a.txt").read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["step1"]
 
@@ -79,7 +79,7 @@ def test_what_another_process_still_writes_hides_no_error(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match="device 1 died"):
         disk.write_directory(tmp_path / "step1", die)
     monkeypatch.undo()
-    disk.mend(tmp_path)
+    disk.clean_up(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,10 +93,10 @@ def test_a_directory_is_removed_although_another_process_still_writes_into_it(
 
 
 def test_the_last_two_cuts_are_kept(tmp_path):
-    points = RecoveryPoints(tmp_path / "recover")
+    points = RecoveryPointStore(tmp_path / "recover")
     for step in (1, 2, 5):
         points.write(step, fill(str(step)))
-    assert [point.step for point in points.found()] == [5, 2]
+    assert [point.step for point in points.list_points()] == [5, 2]
     assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == [
         "step2",
         "step2.json",
@@ -106,52 +106,52 @@ def test_the_last_two_cuts_are_kept(tmp_path):
 
 
 def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path):
-    points, notes = RecoveryPoints(tmp_path), []
+    points, notes = RecoveryPointStore(tmp_path), []
     for step in (1, 2):
         points.write(step, fill(str(step)))
-    assert points.newest(notes.append).step == 2 and notes == []
+    assert points.find_newest(notes.append).step == 2 and notes == []
     (tmp_path / "step2" / "a.txt").write_text("x")
-    assert points.newest(notes.append).step == 1
+    assert points.find_newest(notes.append).step == 1
     assert "step 2 is damaged (a.txt differs from what was written" in notes[0]
     (tmp_path / "step1" / "a.txt").unlink()
-    assert points.newest(notes.append) is None
+    assert points.find_newest(notes.append) is None
     (tmp_path / "step1.json").write_text("{")
-    assert damage(points.found()[-1]) == "step1.json cannot be read"
+    assert find_damage(points.list_points()[-1]) == "step1.json cannot be read"
 
 
 def test_a_cut_without_its_manifest_never_was_one(tmp_path, monkeypatch):
-    points = RecoveryPoints(tmp_path)
+    points = RecoveryPointStore(tmp_path)
     points.write(1, fill("1"))
     monkeypatch.setattr(disk, "write_text", full_disk)
     with pytest.raises(OSError):
         points.write(2, fill("2"))
-    assert points.newest(print).step == 1
-    points.mend()
+    assert points.find_newest(print).step == 1
+    points.remove_partial()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step1", "step1.json"]
 
 
 def test_going_back_drops_the_cuts_beyond(tmp_path):
-    points = RecoveryPoints(tmp_path)
+    points = RecoveryPointStore(tmp_path)
     for step in (1, 2):
         points.write(step, fill(str(step)))
     points.drop_after(1)
-    assert [point.step for point in points.found()] == [1]
+    assert [point.step for point in points.list_points()] == [1]
 
 
 def test_resume_from_names_a_recovery_point_a_checkpoint_or_a_run(tmp_path):
     run = tmp_path / "run"
-    points = RecoveryPoints(run / "recover")
+    points = RecoveryPointStore(run / "recover")
     with pytest.raises(CheckpointError, match="no such directory"):
-        named_point(run / "x")
+        find_named_point(run / "x")
     for step in (1, 2):
         points.write(step, fill(str(step)))
     with pytest.raises(CheckpointError, match="model's path"):
-        named_point(run)
+        find_named_point(run)
     (run / "config.yaml").write_text("a: 1\n")
     (run / "checkpoints" / "actor" / "step1").mkdir(parents=True)
     (run / "checkpoints" / "actor" / "step9").mkdir(parents=True)
-    assert named_point(run).step == 2
-    assert named_point(run / "recover" / "step1").step == 1
-    assert named_point(run / "checkpoints" / "actor" / "step1").step == 1
+    assert find_named_point(run).step == 2
+    assert find_named_point(run / "recover" / "step1").step == 1
+    assert find_named_point(run / "checkpoints" / "actor" / "step1").step == 1
     with pytest.raises(CheckpointError, match="there are: step2, step1"):
-        named_point(run / "checkpoints" / "actor" / "step9")
+        find_named_point(run / "checkpoints" / "actor" / "step9")

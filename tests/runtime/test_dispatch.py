@@ -16,8 +16,14 @@ import torch.distributed as dist
 
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime import dispatch
-from weft.runtime.device_process import Activity, DeviceProcess, Report, Where, portable
-from weft.runtime.dispatch import Dispatch, Given, Job, Lost
+from weft.runtime.device_process import (
+    CommandReport,
+    DeviceActivity,
+    DeviceProcess,
+    ProcessAddress,
+    to_picklable_error,
+)
+from weft.runtime.dispatch import CommandTensors, DeviceJob, DeviceLoss, JobDispatcher
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,11 @@ class Played:
     world: int
     sent: list[tuple[int, int, int, str]] = field(default_factory=list)  # rank, place, number, word
     said: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    doing: dict[int, Activity] = field(default_factory=dict)
+    doing: dict[int, DeviceActivity] = field(default_factory=dict)
 
     @property
     def where(self):
-        return [Where(rank, "host", 100 + rank, "127.0.0.1") for rank in range(self.world)]
+        return [ProcessAddress(rank, "host", 100 + rank, "127.0.0.1") for rank in range(self.world)]
 
     def send(self, rank, place, number, command, ranks, given) -> None:
         self.sent.append((rank, place, number, command.word))
@@ -58,21 +64,25 @@ class Played:
         return {rank: self.doing[rank] for rank in ranks if rank in self.doing}
 
     def end(self, rank: int, number: int, value: Any = None) -> None:
-        self.said.put((rank, [Report(number, "started"), Report(number, "finished", value)]))
+        self.said.put(
+            (rank, [CommandReport(number, "started"), CommandReport(number, "finished", value)])
+        )
 
     @property
     def words(self):
         return [(rank, word) for rank, _, _, word in self.sent]
 
 
-def job(word: str, ranks, roles=(), after=(), **more: Any) -> tuple[Job, Future]:
+def job(word: str, ranks, roles=(), after=(), **more: Any) -> tuple[DeviceJob, Future]:
     over: Future[Any] = Future()
-    made = Job(
+    made = DeviceJob(
         f"job {word}",
         ranks,
-        lambda rank: (Say(word), Given()),
-        done=lambda ends: over.set_result({rank: report.value for rank, report in ends.items()}),
-        failed=over.set_exception,
+        lambda rank: (Say(word), CommandTensors()),
+        on_finished=lambda ends: over.set_result(
+            {rank: report.value for rank, report in ends.items()}
+        ),
+        on_failed=over.set_exception,
         roles=frozenset(roles),
         after=after,
         **more,
@@ -82,7 +92,7 @@ def job(word: str, ranks, roles=(), after=(), **more: Any) -> tuple[Job, Future]
 
 def test_a_job_ends_when_all_its_ranks_have_ended():
     devices, one = Played(2), job("x", [0, 1])
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     jobs.submit(one[0])
     devices.end(0, one[0].number, "a")
     with pytest.raises(TimeoutError):
@@ -94,7 +104,7 @@ def test_a_job_ends_when_all_its_ranks_have_ended():
 
 def test_a_job_that_waits_holds_back_what_shares_a_role_with_it_and_nothing_else():
     devices = Played(3)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     give, _ = job("give", [0], ["actor"])
     take, _ = job("take", [1], ["ref"], after=[give])
     read, _ = job("read", [1], ["ref"])
@@ -117,14 +127,16 @@ def test_a_job_that_waits_holds_back_what_shares_a_role_with_it_and_nothing_else
 
 def test_a_failure_on_one_rank_is_told_once_and_takes_along_what_waits_for_it():
     devices = Played(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     first, over = job("first", [0, 1])
     second, after = job("second", [0], after=[first])
     free, unharmed = job("free", [0])
     jobs.submit(first, second)
     jobs.submit(free)
     for rank in (0, 1):
-        devices.said.put((rank, [Report(first.number, "failed", RunError(f"bad on {rank}"))]))
+        devices.said.put(
+            (rank, [CommandReport(first.number, "failed", RunError(f"bad on {rank}"))])
+        )
     for waiting in (over, after):
         with pytest.raises(RunError, match="bad on 0"):
             waiting.result(5)
@@ -135,13 +147,13 @@ def test_a_failure_on_one_rank_is_told_once_and_takes_along_what_waits_for_it():
 
 def test_a_device_that_dies_ends_every_wait_and_names_the_job_it_was_in():
     devices = Played(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, first = job("x", [0])
     two, second = job("y", [1])
     held, third = job("z", [0], after=[two])
     jobs.submit(one)
     jobs.submit(two, held)
-    devices.said.put((1, Lost("killed")))
+    devices.said.put((1, DeviceLoss("killed")))
     for waiting in (first, second, third):
         with pytest.raises(RunError, match=r"device 1 \(host, process 101\) died in job y: killed"):
             waiting.result(5)
@@ -154,7 +166,7 @@ def test_a_device_that_dies_ends_every_wait_and_names_the_job_it_was_in():
 
 def test_a_wait_that_takes_too_long_says_who_waits_for_whom():
     devices = Played(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, over = job("x", [0, 1], seconds=0.05)
     jobs.submit(one)
     devices.end(0, one.number)
@@ -168,17 +180,17 @@ def test_a_wait_that_takes_too_long_says_who_waits_for_whom():
 
 def test_a_death_explains_the_broken_connection_that_was_told_before_it():
     devices = Played(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, over = job("x", [0, 1])
     jobs.submit(one)
-    broken = portable(
+    broken = to_picklable_error(
         RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection reset by peer"),
         devices.where[0],
     )
-    devices.said.put((0, [Report(one.number, "failed", broken)]))
+    devices.said.put((0, [CommandReport(one.number, "failed", broken)]))
     with pytest.raises(TimeoutError):
         over.result(0.2)
-    devices.said.put((1, Lost("killed")))
+    devices.said.put((1, DeviceLoss("killed")))
     with pytest.raises(DevicesLost, match=r"device 1 \(host, process 101\) died in job x: killed"):
         over.result(5)
 
@@ -186,13 +198,13 @@ def test_a_death_explains_the_broken_connection_that_was_told_before_it():
 def test_a_broken_connection_that_no_death_explains_is_told_with_its_job(monkeypatch):
     monkeypatch.setattr(dispatch, "DOUBT_SECONDS", 0.1)
     devices = Played(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, over = job("x", [0, 1])
     jobs.submit(one)
-    late = portable(
+    late = to_picklable_error(
         RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), devices.where[1]
     )
-    devices.said.put((1, [Report(one.number, "failed", late)]))
+    devices.said.put((1, [CommandReport(one.number, "failed", late)]))
     with pytest.raises(
         DevicesLost, match=r"device 1 \(host, process 101\): RuntimeError: .*Timed out \(in job x\)"
     ):
@@ -201,29 +213,30 @@ def test_a_broken_connection_that_no_death_explains_is_told_with_its_job(monkeyp
 
 
 def test_only_what_others_did_counts_as_devices_lost():
-    where = Where(0, "host", 1, "")
+    where = ProcessAddress(0, "host", 1, "")
     wrapped = RunError("node 'x': bad")
     wrapped.__cause__ = DevicesLost("tensors are lost")
-    assert isinstance(portable(wrapped, where), DevicesLost)
-    assert isinstance(portable(ConnectionResetError("gone"), where), DevicesLost)
+    assert isinstance(to_picklable_error(wrapped, where), DevicesLost)
+    assert isinstance(to_picklable_error(ConnectionResetError("gone"), where), DevicesLost)
     for own in (
         ValueError("x"),
         RunError("the loss is not finite"),
         RuntimeError("shape mismatch"),
     ):
-        assert not isinstance(portable(own, where), DevicesLost)
+        assert not isinstance(to_picklable_error(own, where), DevicesLost)
 
 
 def test_a_call_that_is_overdue_names_the_ranks_it_waits_for():
     devices = Played(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, _ = job("x", [0, 1], task=("train", 3))
     jobs.submit(one)
-    devices.said.put((0, [Report(one.number, "finished")]))
-    while len(one.waits_for) > 1:
+    devices.said.put((0, [CommandReport(one.number, "finished")]))
+    while len(one.unfinished_ranks) > 1:
         pass
     assert (
-        str(jobs.overdue(("train", 3), "late")) == "late; it waits for device 1 (host, process 101)"
+        str(jobs.build_overdue_error(("train", 3), "late"))
+        == "late; it waits for device 1 (host, process 101)"
     )
     jobs.close()
 
@@ -232,15 +245,18 @@ def test_a_call_that_is_overdue_names_the_ranks_it_waits_for():
     ("doing", "named"),
     [
         (
-            {0: Activity(True, "all_reduce (c.py:1)"), 1: Activity(False, "nap (hooks.py:7)")},
+            {
+                0: DeviceActivity(True, "all_reduce (c.py:1)"),
+                1: DeviceActivity(False, "nap (hooks.py:7)"),
+            },
             "device 1 (host, process 101), which is in nap (hooks.py:7)",
         ),
         (
-            {0: Activity(True, "all_reduce (c.py:1)")},
+            {0: DeviceActivity(True, "all_reduce (c.py:1)")},
             "device 1 (host, process 101), which does not answer",
         ),
         (
-            {rank: Activity(True, "all_reduce (c.py:1)") for rank in (0, 1)},
+            {rank: DeviceActivity(True, "all_reduce (c.py:1)") for rank in (0, 1)},
             "device 0 (host, process 100), device 1 (host, process 101)",
         ),
         ({}, "device 0 (host, process 100), device 1 (host, process 101)"),
@@ -248,10 +264,10 @@ def test_a_call_that_is_overdue_names_the_ranks_it_waits_for():
 )
 def test_of_devices_that_are_late_the_one_that_holds_up_the_others_is_named(doing, named):
     devices = Played(2, doing=doing)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, _ = job("x", [0, 1], task=("train", 3))
     jobs.submit(one)
-    assert str(jobs.overdue(("train", 3), "late")) == f"late; it waits for {named}"
+    assert str(jobs.build_overdue_error(("train", 3), "late")) == f"late; it waits for {named}"
     jobs.close()
 
 
@@ -279,22 +295,22 @@ def test_a_real_device_says_whether_it_waits_for_another(tmp_path):
     from tests.runtime.forked_devices import ForkedDevices
 
     devices = ForkedDevices(2)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     over: Future[Any] = Future()
-    meet = lambda rank: (MeetLate(tmp_path / "go"), Given())  # noqa: E731
-    jobs.submit(Job("meeting", [0, 1], meet, over.set_result, over.set_exception))
+    meet = lambda rank: (MeetLate(tmp_path / "go"), CommandTensors())  # noqa: E731
+    jobs.submit(DeviceJob("meeting", [0, 1], meet, over.set_result, over.set_exception))
     wait_for_file(tmp_path / "go.waits")
-    while not devices.activities([0]) or not devices.activities([0])[0].place.startswith(
-        "run (test_dispatch.py"
-    ):
+    while not devices.describe_activities([0]) or not devices.describe_activities([0])[
+        0
+    ].place.startswith("run (test_dispatch.py"):
         time.sleep(0.01)  # rank 0 comes to the collective in a moment
-    found = devices.activities([0, 1])
+    found = devices.describe_activities([0, 1])
     (tmp_path / "go").touch()
-    assert [found[rank].waits for rank in (0, 1)] == [True, False]
+    assert [found[rank].is_waiting for rank in (0, 1)] == [True, False]
     assert found[1].place.startswith("wait_for_file (test_dispatch.py:")
     assert over.result(30)[0].value == 2.0
-    idle = devices.activities([0])[0]
-    assert idle.waits and idle.place.startswith("run_next (device_process.py:")
+    idle = devices.describe_activities([0])[0]
+    assert idle.is_waiting and idle.place.startswith("run_next (device_process.py:")
     jobs.close()
     devices.close(0.0)
 
@@ -305,18 +321,18 @@ def test_devices_that_are_gone_altogether_end_every_wait():
     def gone():
         raise DevicesLost("Ray's head is gone")
 
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, over = job("x", [0])
     jobs.submit(one)
     devices.receive = gone
     with pytest.raises(DevicesLost, match="Ray's head is gone in job x"):
         over.result(5)
-    assert jobs.explained(DevicesLost("tensors")) is over.exception()
+    assert jobs.find_cause(DevicesLost("tensors")) is over.exception()
 
 
 def test_trouble_in_hearing_ends_every_wait(monkeypatch):
     devices = Played(1)
-    jobs = Dispatch(devices)
+    jobs = JobDispatcher(devices)
     one, over = job("x", [0])
     jobs.submit(one)
     monkeypatch.setattr(devices, "said", None)
@@ -328,7 +344,7 @@ def test_commands_run_in_the_order_of_their_places_whatever_order_they_come_in()
     process = DeviceProcess(3, peers=None)  # type: ignore[arg-type]
     for place in (2, 0, 1):
         process.receive(place, 10 + place, Say("bad" if place == 1 else str(place)), (3,), (), ())
-    reports: list[Report] = []
+    reports: list[CommandReport] = []
     while len(reports) < 6:
         reports += process.next_reports(5.0)
     ends = [report for report in reports if report.kind != "started"]
@@ -346,11 +362,11 @@ def test_commands_run_in_the_order_of_their_places_whatever_order_they_come_in()
 
 def test_an_error_that_is_the_users_stays_so():
     error = ConfigError("x=1: wrong")
-    assert portable(error, Where(0, "host", 1, "")) is error
+    assert to_picklable_error(error, ProcessAddress(0, "host", 1, "")) is error
 
 
 def test_the_thread_that_hears_is_no_reason_to_go_on_living():
-    jobs = Dispatch(Played(1))
+    jobs = JobDispatcher(Played(1))
     hearing = [thread for thread in threading.enumerate() if thread.name == "weft-devices"]
     assert hearing and all(thread.daemon for thread in hearing)
     jobs.close()

@@ -18,8 +18,8 @@ from weft import register_function, register_interface
 from weft.errors import DataError
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction
-from weft.host.base import Stateless
-from weft.runtime.prefetch import Prefetched
+from weft.host.base import StatelessHostFunction
+from weft.runtime.prefetch import PrefetchingLoader
 
 SECONDS = 20.0  # until a thread that waits for another one gives up, and the test with it
 
@@ -89,7 +89,7 @@ def test_the_next_batch_is_made_while_the_device_works(tmp_path, monkeypatch):
     assert len(lines(toy.path)) == 4
 
 
-class ToyReward(Stateless):
+class ToyReward(StatelessHostFunction):
     """Remembers what it was told before the whole batch came."""
 
     begins_with = ("answer",)
@@ -169,10 +169,10 @@ def read(loader: Any, count: int) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("at", range(11))
 def test_a_position_is_that_of_what_was_given_out(at):
-    plain, ahead = ToyLoader(18), Prefetched(ToyLoader(18), 2)
+    plain, ahead = ToyLoader(18), PrefetchingLoader(ToyLoader(18), 2)
     assert read(plain, at) == read(ahead, at)
     assert ahead.state_dict() == plain.state_dict() and ahead.epoch_done == plain.epoch_done
-    other = Prefetched(ToyLoader(18), 2)
+    other = PrefetchingLoader(ToyLoader(18), 2)
     read(other, 3)
     other.load_state_dict(json.loads(json.dumps(ahead.state_dict())))
     assert other.epoch_done == plain.epoch_done
@@ -182,7 +182,7 @@ def test_a_position_is_that_of_what_was_given_out(at):
 
 def test_nothing_is_made_after_the_last_epoch():
     loader = ToyLoader(8)
-    read(Prefetched(loader, 1), 2)
+    read(PrefetchingLoader(loader, 1), 2)
     assert (loader.epoch, loader.at) == (1, 0)
 
 
@@ -195,7 +195,7 @@ def test_an_error_of_the_loader_is_raised_where_the_batch_is_asked_for(monkeypat
         return next_batch(self)
 
     monkeypatch.setattr(ToyLoader, "next_batch", broken)
-    loader = Prefetched(ToyLoader(18), 2)
+    loader = PrefetchingLoader(ToyLoader(18), 2)
     assert len(loader.next_batch().ids) == 4
     with pytest.raises(DataError, match="row 5"):
         loader.next_batch()

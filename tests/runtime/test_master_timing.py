@@ -23,8 +23,8 @@ from weft import register_function
 from weft.engine.spec import ModelSpec
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, ParamSync
-from weft.host.base import Stateless
-from weft.runtime.events import Announced, Event, Failed, Finished, Started
+from weft.host.base import StatelessHostFunction
+from weft.runtime.events import Event, OutputsAnnounced, TaskFailed, TaskFinished, TaskStarted
 
 SPENT = random.Random()  # how long host functions take
 SLOW = [0.0]
@@ -55,7 +55,7 @@ class DelayedGroup:
     def _pass_on(self) -> None:
         while True:
             event = self._group.events.get()
-            late = self._slow * self._random.random() if isinstance(event, Finished) else 0.0
+            late = self._slow * self._random.random() if isinstance(event, TaskFinished) else 0.0
             threading.Timer(late, self.events.put, [event]).start() if late else self.events.put(
                 event
             )
@@ -230,7 +230,7 @@ def test_a_node_does_not_wait_for_others_than_it_reads_from(tmp_path, monkeypatc
     infer = ToyInfer.inference
 
     @register_function(f"timing_slow_{reads}")
-    class Slow(Stateless):
+    class Slow(StatelessHostFunction):
         keeps_all = True
 
         def __call__(self, batch, context):
@@ -284,7 +284,7 @@ def test_a_call_begins_while_another_call_beside_it_goes_on(tmp_path, monkeypatc
         def _pass_on(self) -> None:
             while True:
                 event = self._group.events.get()
-                if isinstance(event, Finished) and event.task[0] == "rew":
+                if isinstance(event, TaskFinished) and event.task[0] == "rew":
                     held.append(event)
                 else:
                     self.events.put(event)
@@ -347,20 +347,20 @@ def test_a_group_tells_what_happens_as_data(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ToyInfer, "inference", announce)
     group = Toy(tmp_path).session()._group
-    group.listen("rew")
+    group.announce_outputs("rew")
     for step, id in enumerate("ab"):
         meta = group.put(one_each([id], "completion", [1.0]))
         group.submit("rew", step, [[meta]])
     told = [group.events.get(timeout=SECONDS) for _ in range(6)]
     assert [type(event) for event in told] == [
-        Started,
-        Announced,
-        Finished,
-        Started,
-        Announced,
-        Failed,
+        TaskStarted,
+        OutputsAnnounced,
+        TaskFinished,
+        TaskStarted,
+        OutputsAnnounced,
+        TaskFailed,
     ]
-    assert [event.task for event in told if not isinstance(event, Announced)] == [
+    assert [event.task for event in told if not isinstance(event, OutputsAnnounced)] == [
         ("rew", 0)
     ] * 2 + [("rew", 1)] * 2
     for event in told[:3]:

@@ -7,7 +7,7 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult
-from weft.runtime.merge import merged, merged_metrics, merged_seen
+from weft.runtime.merge import merge_metrics, merge_results, merge_seen
 
 
 def test_metrics_are_means_over_ids_unless_they_say_otherwise():
@@ -30,7 +30,7 @@ def test_metrics_are_means_over_ids_unless_they_say_otherwise():
             "own": 7.0,
         },
     ]
-    assert merged_metrics(parts, [2, 1]) == {
+    assert merge_metrics(parts, [2, 1]) == {
         "loss": 2.0,
         "length_max": 5.0,
         "length_min": 1.0,
@@ -43,12 +43,12 @@ def test_metrics_are_means_over_ids_unless_they_say_otherwise():
 
 def test_one_part_stays_as_it_is_to_the_last_bit():
     part = {"loss": 0.1 + 0.2, "started": 1e9 + 1 / 3, "seconds": 1 / 3}
-    found = merged_metrics([part], [3])
+    found = merge_metrics([part], [3])
     assert found["loss"] == part["loss"] and found["seconds"] == pytest.approx(1 / 3, abs=1e-6)
 
 
 def test_a_part_without_ids_has_no_say():
-    assert merged_metrics([{"loss": 1.0}, {"loss": 9.0}], [4, 0])["loss"] == 1.0
+    assert merge_metrics([{"loss": 1.0}, {"loss": 9.0}], [4, 0])["loss"] == 1.0
 
 
 def test_outputs_come_in_the_order_of_the_batch():
@@ -58,9 +58,9 @@ def test_outputs_come_in_the_order_of_the_batch():
     ]
     empty = parts[0].select(ids=[])
     results = [MFCResult(part.meta()) for part in (*parts, empty)]
-    whole = merged(results, [2, 1, 0], ["a", "b", "c"]).outputs
+    whole = merge_results(results, [2, 1, 0], ["a", "b", "c"]).outputs
     assert whole is not None and whole.ids == ("a", "b", "c") and whole.keys == ("x",)
-    assert merged([MFCResult(), MFCResult()], [1, 1], ["a", "b"]).outputs is None
+    assert merge_results([MFCResult(), MFCResult()], [1, 1], ["a", "b"]).outputs is None
 
 
 def test_what_ranks_saw_is_told_once():
@@ -68,6 +68,6 @@ def test_what_ranks_saw_is_told_once():
         SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.ones(len(ids))})
         for ids in ("ab", "bc")
     )
-    found = merged_seen([MFCResult(seen=one), MFCResult(), MFCResult(seen=two)])
+    found = merge_seen([MFCResult(seen=one), MFCResult(), MFCResult(seen=two)])
     assert found is not None and found.ids == ("a", "b", "c")
-    assert merged_seen([MFCResult()]) is None
+    assert merge_seen([MFCResult()]) is None

@@ -12,10 +12,10 @@ import pytest
 
 from tests.launch.cases import options, prepare
 from weft.errors import ConfigError, DevicesLost, RunError
-from weft.experiment import step_range
+from weft.experiment import parse_step_range
 from weft.experiments import SFTConfig
 from weft.launch import run
-from weft.runtime.profiling import Profiling, check_steps
+from weft.runtime.profiling import StepProfiler, check_steps
 
 
 class Devices:
@@ -31,10 +31,10 @@ def traced(
 ) -> tuple[list[str | None], list[str]]:
     """What the devices are asked, and what people are told."""
     devices, notes = Devices(), []
-    profiling = Profiling(steps, devices, Path("/run"), notes.append)  # type: ignore[arg-type]
+    profiling = StepProfiler(steps, devices, Path("/run"), notes.append)  # type: ignore[arg-type]
     for step in told:
-        profiling.before(step)
-        profiling.after(step, over=step == over)
+        profiling.start_before(step)
+        profiling.write_after(step, over=step == over)
     return devices.asked, notes
 
 
@@ -65,10 +65,13 @@ def test_what_was_traced_is_kept_where_the_run_ends_or_fails(
     error: BaseException | None, path: str | None
 ) -> None:
     devices, notes = Devices(), list[str]()
-    profiling = Profiling("2:9", devices, Path("/run"), notes.append)  # type: ignore[arg-type]
-    with contextlib.suppress(RunError, KeyboardInterrupt), profiling.kept(lambda: 3, lambda: 4):
-        profiling.before(2)
-        profiling.after(2)
+    profiling = StepProfiler("2:9", devices, Path("/run"), notes.append)  # type: ignore[arg-type]
+    with (
+        contextlib.suppress(RunError, KeyboardInterrupt),
+        profiling.write_on_exit(lambda: 3, lambda: 4),
+    ):
+        profiling.start_before(2)
+        profiling.write_after(2)
         if error is not None:
             raise error
     assert devices.asked == ([None] if path is None else [None, path])
@@ -80,9 +83,12 @@ def test_trouble_with_the_trace_never_hides_what_failed() -> None:
             if path is not None:
                 raise RunError("the disk is full")
 
-    profiling = Profiling("1", Broken(), Path("/run"), [].append)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="oops") as caught, profiling.kept(lambda: 0, lambda: 1):
-        profiling.before(1)
+    profiling = StepProfiler("1", Broken(), Path("/run"), [].append)  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match="oops") as caught,
+        profiling.write_on_exit(lambda: 0, lambda: 1),
+    ):
+        profiling.start_before(1)
         raise ValueError("oops")
     assert caught.value.__notes__ == ["the trace of its steps is lost: the disk is full"]
 
@@ -90,7 +96,7 @@ def test_trouble_with_the_trace_never_hides_what_failed() -> None:
 @pytest.mark.parametrize("steps", ["", "x", "3:2", "0:4", "0", "-1:2", "1:2:3", "1.5"])
 def test_ranges_that_are_none(steps: str) -> None:
     with pytest.raises(ConfigError, match="5:8"):
-        step_range(steps)
+        parse_step_range(steps)
 
 
 def test_steps_that_the_run_does_not_have() -> None:

@@ -66,7 +66,9 @@ def three(root) -> Path:
 def test_the_numbers_are_those_of_one_process(one, three):
     assert timeless(three) == timeless(one)
     assert (three / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
-    assert disk.checksums(three / "checkpoints") == disk.checksums(one / "checkpoints")
+    assert disk.compute_checksums(three / "checkpoints") == disk.compute_checksums(
+        one / "checkpoints"
+    )
 
 
 def test_calls_on_different_devices_overlap(three):
@@ -174,17 +176,17 @@ def test_roles_whose_parameters_differ_are_refused_before_the_first_step(root):
 
 
 def test_a_run_error_names_the_device() -> None:
-    from weft.runtime.device_process import Where, portable
+    from weft.runtime.device_process import ProcessAddress, to_picklable_error
 
-    where = Where(1, "host", 7, "127.0.0.1")
-    assert str(portable(RunError("bad"), where)) == "device 1 (host, process 7): bad"
+    where = ProcessAddress(1, "host", 7, "127.0.0.1")
+    assert str(to_picklable_error(RunError("bad"), where)) == "device 1 (host, process 7): bad"
 
 
 def test_what_is_left_of_a_failed_connection_never_stands_in_the_way_of_the_next_one(monkeypatch):
     """Ray refuses to connect twice with an assertion; a connection that failed halfway counts as
     one.
     """
-    from weft.runtime.ray import Cluster
+    from weft.runtime.ray import RayCluster
 
     calls: list[str] = []
 
@@ -197,7 +199,7 @@ def test_what_is_left_of_a_failed_connection_never_stands_in_the_way_of_the_next
     monkeypatch.setattr("ray.shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr("ray.init", fail)
     with pytest.raises(ConfigError, match="no Ray cluster answers there"):
-        Cluster.join("127.0.0.1:6379")
+        RayCluster.join("127.0.0.1:6379")
     assert calls == ["shutdown", "init", "shutdown"]
 
 
@@ -211,7 +213,7 @@ def test_what_is_left_of_a_failed_connection_never_stands_in_the_way_of_the_next
 def test_a_node_that_is_lost_while_devices_start_is_named(monkeypatch, lost, reason):
     from ray.exceptions import RayActorError
 
-    from weft.runtime.ray import _ask
+    from weft.runtime.ray import _collect_answers
 
     def fail(promise):
         raise RayActorError
@@ -225,5 +227,5 @@ def test_a_node_that_is_lost_while_devices_start_is_named(monkeypatch, lost, rea
     )
     monkeypatch.setattr("ray.get", fail)
     with pytest.raises(DevicesLost, match=reason):
-        _ask(cluster, ["promise"], "its process", 1.0, ["node of rank 0"])
+        _collect_answers(cluster, ["promise"], "its process", 1.0, ["node of rank 0"])
     assert asked == ["node of rank 0"]

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.toy import Toy
 from weft.observe.run_list import list_runs
 from weft.observe.run_record import RunRecord
-from weft.runtime.record import command_of, commit_of, quickstart_of, record_start
+from weft.runtime.record import build_command, parse_quickstart, read_commit, record_process
 
 
 def test_a_run_records_how_it_was_started(tmp_path, monkeypatch):
@@ -32,13 +32,13 @@ def test_a_run_records_how_it_was_started(tmp_path, monkeypatch):
 
 def test_a_restart_is_added_and_a_torn_file_begins_anew(tmp_path):
     for step in (0, 7):
-        record_start(tmp_path, step=step, total_steps=20, hardware="a CPU")
+        record_process(tmp_path, step=step, total_steps=20, hardware="a CPU")
     assert [(start.step, start.hardware) for start in RunRecord.read(tmp_path).starts] == [
         (0, "a CPU"),
         (7, "a CPU"),
     ]
     (tmp_path / "run.json").write_text('{"starts": [{"time"')
-    record_start(tmp_path, step=9, total_steps=None, hardware="")
+    record_process(tmp_path, step=9, total_steps=None, hardware="")
     assert [start.step for start in RunRecord.read(tmp_path).starts] == [9]
     (tmp_path / "run.json").write_text(
         '{"starts": [3, {"step": 1}, {"time": 5, "step": 2, "new": 1}], "total_steps": "x"}'
@@ -72,17 +72,17 @@ def test_a_restart_is_added_and_a_torn_file_begins_anew(tmp_path):
     ],
 )
 def test_the_command_is_what_a_user_would_type(words, original, shown, name):
-    assert command_of(words, original) == shown
-    assert quickstart_of(shown) == name
+    assert build_command(words, original) == shown
+    assert parse_quickstart(shown) == name
 
 
 def test_the_commit_of_a_checkout_says_whether_it_was_changed(tmp_path):
-    assert commit_of(tmp_path) == ""
+    assert read_commit(tmp_path) == ""
     (tmp_path / "a").write_text("1")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x"]
     for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    clean = commit_of(tmp_path)
+    clean = read_commit(tmp_path)
     assert len(clean) == 12
     (tmp_path / "a").write_text("2")
-    assert commit_of(tmp_path) == f"{clean}+"
+    assert read_commit(tmp_path) == f"{clean}+"

@@ -15,7 +15,7 @@ from weft.data.tokenizer import Tokenizer, TokenizerSpec
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef
 from weft.runtime import samples
-from weft.runtime.samples import Samples, detailed
+from weft.runtime.samples import SampleReader, is_detailed_step
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def sampled(
 
 def test_a_detailed_step_has_whole_groups_with_values_by_token(tokenizer: Tokenizer) -> None:
     batch = sampled(tokenizer)
-    rows = Samples(GENERATES, Shelf(batch), tokenizer).rows(batch.ids, 1)  # type: ignore[arg-type]
+    rows = SampleReader(GENERATES, Shelf(batch), tokenizer).read_rows(batch.ids, 1)  # type: ignore[arg-type]
     assert [(row["id"], row["k"]) for row in rows] == [
         (str(i), k) for i in range(3) for k in range(8)
     ]
@@ -116,15 +116,15 @@ def test_a_detailed_step_has_whole_groups_with_values_by_token(tokenizer: Tokeni
 
 def test_advantages_that_differ_are_told_by_token(tokenizer: Tokenizer) -> None:
     batch = sampled(tokenizer, 1, 2, differ=True)
-    row = Samples(GENERATES, Shelf(batch), tokenizer).rows(batch.ids, 1)[0]  # type: ignore[arg-type]
+    row = SampleReader(GENERATES, Shelf(batch), tokenizer).read_rows(batch.ids, 1)[0]  # type: ignore[arg-type]
     assert row["advantages"] == list(range(len(row["tokens"])))
     assert row["advantage"] == pytest.approx(sum(row["advantages"]) / len(row["tokens"]))
 
 
 def test_between_detailed_steps_the_first_completions_are_enough(tokenizer: Tokenizer) -> None:
     batch = sampled(tokenizer, 6, 2)
-    assert not detailed(101)
-    rows = Samples(GENERATES, Shelf(batch), tokenizer).rows(batch.ids, 101)  # type: ignore[arg-type]
+    assert not is_detailed_step(101)
+    rows = SampleReader(GENERATES, Shelf(batch), tokenizer).read_rows(batch.ids, 101)  # type: ignore[arg-type]
     assert [(row["id"], row["k"]) for row in rows] == [(str(i), 0) for i in range(4)]
     assert "tokens" not in rows[0] and rows[0]["reward"] == 0.0
 
@@ -135,7 +135,7 @@ def test_long_completions_and_texts_are_cut(
     monkeypatch.setattr(samples, "TOKENS", 3)
     monkeypatch.setattr(samples, "TEXT", 8)
     batch = sampled(tokenizer, 1, 2)
-    row = Samples(GENERATES, Shelf(batch), tokenizer).rows(batch.ids, 1)[0]  # type: ignore[arg-type]
+    row = SampleReader(GENERATES, Shelf(batch), tokenizer).read_rows(batch.ids, 1)[0]  # type: ignore[arg-type]
     assert len(row["tokens"]) == len(row["logprobs"]) == 3
     assert row["prompt"] == "What [...] two?"
 
@@ -161,8 +161,8 @@ def test_pairs_have_their_scores_or_their_log_ratios(tokenizer: Tokenizer) -> No
     scores = SequenceSample.from_groups(
         ["7"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -0.25])}
     )
-    reader = Samples(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
-    rows = reader.rows(["1", "7"], 1, scores)
+    reader = SampleReader(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
+    rows = reader.read_rows(["1", "7"], 1, scores)
     assert [(row["completion"], row["rank"], row["score"]) for row in rows] == [
         ("Four.", 0, 0.5),
         ("Five, or so.", 1, -0.25),
@@ -188,7 +188,7 @@ def test_pairs_have_their_scores_or_their_log_ratios(tokenizer: Tokenizer) -> No
         ["prompt", "completion"],
         [],
     )
-    rows = Samples(dpo, Shelf(batch), tokenizer).rows(["7"], 1, logprobs)  # type: ignore[arg-type]
+    rows = SampleReader(dpo, Shelf(batch), tokenizer).read_rows(["7"], 1, logprobs)  # type: ignore[arg-type]
     assert [row["log_ratio"] for row in rows] == [float(size) for size in sizes[0]]
 
 
@@ -206,13 +206,13 @@ def test_rows_that_were_trained_on_tell_their_loss_and_which_tokens_count(
     seen = SequenceSample.from_groups(
         ["a"], {"logprobs": [[count]]}, {"logprobs": -torch.arange(float(count)).clamp(min=0.0)}
     )
-    reader = Samples(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
-    (row,) = reader.rows(["a", "b"], 5, seen)
+    reader = SampleReader(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
+    (row,) = reader.read_rows(["a", "b"], 5, seen)
     assert row["trained"] == [0] + [1] * (count - 1) and "".join(row["tokens"]) == "Lily plays."
     assert row["loss"] == pytest.approx(sum(range(1, count)) / (count - 1)) and row["prompt"] == ""
-    assert reader.rows(["a"], 101, seen) == [], "between two steps that are shown"
-    ends = Samples(TRAINS, Shelf(batch), tokenizer, last=101)  # type: ignore[arg-type]
-    assert len(ends.rows(["a"], 101, seen)) == 1, "the run's last step is always shown"
+    assert reader.read_rows(["a"], 101, seen) == [], "between two steps that are shown"
+    ends = SampleReader(TRAINS, Shelf(batch), tokenizer, last=101)  # type: ignore[arg-type]
+    assert len(ends.read_rows(["a"], 101, seen)) == 1, "the run's last step is always shown"
 
 
 def test_rows_of_which_training_told_nothing_are_shown_without_values(tokenizer: Tokenizer) -> None:
@@ -221,12 +221,12 @@ def test_rows_of_which_training_told_nothing_are_shown_without_values(tokenizer:
         ["a"], {"completion": [[len(text)]]}, {"completion": torch.tensor(text)}
     )
     other = SequenceSample.from_groups(["b"], {"logprobs": [[1]]}, {"logprobs": torch.zeros(1)})
-    reader = Samples(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
+    reader = SampleReader(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
     for seen in (None, other):
-        (row,) = reader.rows(["a"], 5, seen)
+        (row,) = reader.read_rows(["a"], 5, seen)
         assert row["completion"] == "Lily plays." and not {"logprobs", "loss"} & row.keys()
     without = batch.remap_keys({"completion": "prompt"})
-    assert Samples(TRAINS, Shelf(without), tokenizer).rows(["a"], 5) == []  # type: ignore[arg-type]
+    assert SampleReader(TRAINS, Shelf(without), tokenizer).read_rows(["a"], 5) == []  # type: ignore[arg-type]
 
 
 def test_a_completion_that_a_graph_renames_is_shown_in_place_of_the_rows_own(
@@ -261,11 +261,11 @@ def test_a_completion_that_a_graph_renames_is_shown_in_place_of_the_rows_own(
         },
     )
     for step in (5, 101):
-        (row,) = Samples(graph, Shelf(batch), tokenizer).rows(["a"], step)  # type: ignore[arg-type]
+        (row,) = SampleReader(graph, Shelf(batch), tokenizer).read_rows(["a"], step)  # type: ignore[arg-type]
         assert (row["completion"], row["sampled"]) == ("Lily plays.", 1.0)
 
 
 def test_few_steps_are_detailed_in_a_long_run() -> None:
-    found = [step for step in range(1, 10_001) if detailed(step)]
+    found = [step for step in range(1, 10_001) if is_detailed_step(step)]
     assert found[:12] == [*range(1, 11), 12, 14] and 100 < len(found) < 160
     assert all(step in found for step in (30, 100, 500, 1000, 10_000))

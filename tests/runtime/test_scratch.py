@@ -10,9 +10,9 @@ import tempfile
 
 import pytest
 
-from weft.runtime.scratch import Scratch, remove_leftovers
+from weft.runtime.scratch import ScratchFolder, remove_leftovers
 
-MAKE = "from weft.runtime.scratch import Scratch; s = Scratch(); print(s.path, flush=True); input()"
+MAKE = "from weft.runtime.scratch import ScratchFolder; s = ScratchFolder(); print(s.path, flush=True); input()"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_what_a_killed_process_left_is_removed_and_what_is_in_use_stays(folder):
     (folder / "weft-1-other").mkdir()  # nobody knows whose it is
-    mine = Scratch()
+    mine = ScratchFolder()
     assert mine.path.name.startswith(f"weft-{os.getpid()}-")
     line = [sys.executable, "-c", MAKE]
     other = subprocess.Popen(

@@ -29,7 +29,7 @@ from weft.errors import ConfigError, Interrupted, RunError
 from weft.graph.mfc import Call
 from weft.runtime import disk, node_runner
 from weft.runtime.directory import RunDirectory
-from weft.topology import whole
+from weft.topology import build_whole_slice
 
 
 @register_function("toy_sleep")
@@ -66,7 +66,9 @@ def test_a_step_is_one_line_with_what_every_node_measured(tmp_path):
     assert [p.name for p in (toy.path / "checkpoints" / "actor").iterdir()] == ["step10"], (
         "the last step is saved"
     )
-    assert RunDirectory(toy.path).status() == "finished" and (toy.path / "config.yaml").is_file()
+    assert (
+        RunDirectory(toy.path).read_status() == "finished" and (toy.path / "config.yaml").is_file()
+    )
 
 
 def mean_weight_after(toy: Toy, step: int) -> float:
@@ -96,7 +98,7 @@ def test_a_row_shows_its_prompt_without_the_tokenizers_bos(tmp_path, monkeypatch
 
 def test_tensors_of_consumed_ids_are_let_go(tmp_path):
     session = Toy(tmp_path, drop=0.3, staleness=1).run()
-    assert len(session._group._worker.store) == 0 and len(session._master._metas) == 0
+    assert len(session._group._worker.store) == 0 and len(session._master._descriptions) == 0
     assert not session._master._buffer.entries
 
 
@@ -147,7 +149,9 @@ def test_the_moving_average_follows_after_each_training_step(tmp_path):
 def test_a_sync_between_networks_of_two_shapes_is_refused_before_the_first_step(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ToyEngine, "slices", lambda self: {"w": whole((SIZE + self.spec.trained,))})
+    monkeypatch.setattr(
+        ToyEngine, "slices", lambda self: {"w": build_whole_slice((SIZE + self.spec.trained,))}
+    )
     with pytest.raises(
         ConfigError, match=r"actor -> ref: parameters differ between the two roles \(w\)"
     ):
@@ -187,7 +191,7 @@ def test_an_error_names_node_role_and_ids(tmp_path):
     with pytest.raises(ValueError, match="out of luck") as caught:
         Toy(tmp_path, train_args={"fail_at": 1}).run()
     assert "node 'train' (role 'actor', 4 ids:" in caught.value.__notes__[0]
-    assert RunDirectory(Toy(tmp_path).path).status() == "failed"
+    assert RunDirectory(Toy(tmp_path).path).read_status() == "failed"
     assert "out of luck" in (Toy(tmp_path).path / "log.txt").read_text()
 
 
@@ -208,7 +212,7 @@ def test_a_deadline_names_who_waited_for_whom(tmp_path, monkeypatch):
 
 
 def test_a_call_that_names_no_deadline_has_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_runner, "LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(node_runner, "DEFAULT_DEADLINE_SECONDS", 0.2)
     toy = Toy(tmp_path)
     with_node(toy, monkeypatch, "gen", pre_hooks=[Call("toy_sleep")])
     with pytest.raises(

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from weft.errors import DevicesLost
-from weft.runtime.signals import Signals
+from weft.runtime.signals import SignalHandlers
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from weft.runtime.signals import Signals
     ],
 )
 def test_the_second_signal_ends_at_once(number: signal.Signals, again: str, name: str) -> None:
-    signals, told = Signals(), list[str]()
+    signals, told = SignalHandlers(), list[str]()
     before = signal.getsignal(number)
-    assert signals.at_once(1, "") is None, "nobody has asked for anything"
-    with signals.heard(lambda: 7, told.append):
+    assert signals.build_immediate_interruption(1, "") is None, "nobody has asked for anything"
+    with signals.handle_signals(lambda: 7, told.append):
         os.kill(os.getpid(), number)
         assert (
             told == [f"finishing step 7, then stopping; {again} stops now"]
@@ -31,13 +31,16 @@ def test_the_second_signal_ends_at_once(number: signal.Signals, again: str, name
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert len(told) == 1 and signal.getsignal(number) is before
-    ended = signals.between(7, "rerun it")
+    ended = signals.build_interruption(7, "rerun it")
     assert (
         str(ended) == f"stopped by {name} after step 7; rerun it"
         and ended.exit_code == 128 + number
     )
-    lost = signals.between(7, "rerun it", DevicesLost("device 1 is gone"))
+    lost = signals.build_interruption(7, "rerun it", DevicesLost("device 1 is gone"))
     assert (
         str(lost) == f"stopped by {name} after step 7; in the next one device 1 is gone; rerun it"
     )
-    assert str(signals.at_once(8, "rerun it")) == "stopped at once in step 8; rerun it"
+    assert (
+        str(signals.build_immediate_interruption(8, "rerun it"))
+        == "stopped at once in step 8; rerun it"
+    )

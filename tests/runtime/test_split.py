@@ -14,16 +14,16 @@ from tests.interfaces.test_train import batch_of
 from tests.runtime.toy import Toy, ToyTrain
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult, Minibatches
-from weft.interfaces.train import Train
-from weft.runtime.events import Finished
+from weft.interfaces.train import TrainInterface
+from weft.runtime.events import TaskFinished
 from weft.runtime.split import (
-    join,
-    minibatches,
-    over_ranks,
-    owners,
-    single_completions,
+    collect_owners,
+    join_outputs,
     split,
-    take,
+    split_completions,
+    split_minibatches,
+    split_over_ranks,
+    take_samples,
 )
 
 
@@ -37,18 +37,18 @@ def one_rank(batch: SequenceSample, wanted: Minibatches, step: int = 0) -> list[
 
 def test_minibatches_keep_groups_whole_where_they_divide() -> None:
     batch = batch_of([[1, 2], [3, 4], [5, 6], [7, 8]])
-    assert ids_of(minibatches(batch, 2, "sequence")) == [["a", "b"], ["c", "d"]]
-    assert ids_of(minibatches(batch, 1, "sequence")) == [["a", "b", "c", "d"]]
+    assert ids_of(split_minibatches(batch, 2, "sequence")) == [["a", "b"], ["c", "d"]]
+    assert ids_of(split_minibatches(batch, 1, "sequence")) == [["a", "b", "c", "d"]]
 
 
 def test_completions_are_dealt_singly_where_groups_do_not_divide() -> None:
-    parts = minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "sequence")
+    parts = split_minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "sequence")
     assert ids_of(parts) == [["a[0]", "a[1]", "b[0]"], ["b[1]", "c[0]", "c[1]"]]
     assert [p.lengths["completion"].tolist() for p in parts] == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_groups_that_a_loss_needs_whole_stay_whole() -> None:
-    parts = minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "group")
+    parts = split_minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "group")
     assert ids_of(parts) == [["a", "b"], ["c"]]
 
 
@@ -56,7 +56,7 @@ def test_single_completions_hold_the_same_tokens_with_their_prompt_and_columns()
     batch = batch_of(
         [[1, 2], [3]], advantages=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], rewards=[7.0, 8.0, 9.0]
     )
-    single = single_completions(batch)
+    single = split_completions(batch)
     assert single.ids == ("a[0]", "a[1]", "b[0]")
     assert [s.tolist() for s in single.sequences("prompt")] == [[0, 1], [0, 1], [2, 3]]
     assert [s.tolist() for s in single.sequences("completion")] == [[0], [1, 2], [3, 4, 5]]
@@ -82,7 +82,7 @@ def test_every_epoch_sees_every_completion_once_in_an_order_of_its_own() -> None
 
 
 def test_mini_batch_size_counts_completions() -> None:
-    wanted = Train("sft", mini_batch_size=4).minibatches()
+    wanted = TrainInterface("sft", mini_batch_size=4).minibatches()
     assert wanted.unit == "sequence"
     counts = [
         [p.num_sequences() for p in one_rank(batch_of([[1, 1]] * ids), wanted)] for ids in (8, 3)
@@ -114,14 +114,14 @@ def test_ranks_share_every_minibatch(
     parts = split(batch.meta(), wanted, ranks, seed=1, role="actor", step=3)
     whole = split(batch.meta(), wanted, 1, seed=1, role="actor", step=3)
     assert [len(each) for each in parts] == [ranks] * len(whole)
-    assert owners([part for each in parts[: len(whole) // epochs] for part in each]) == list(
-        batch.ids
-    )
+    assert collect_owners(
+        [part for each in parts[: len(whole) // epochs] for part in each]
+    ) == list(batch.ids)
     for shares, (minibatch,) in zip(parts, whole, strict=True):
         costs = [int(share.token_costs().sum()) for share in shares]
         assert sum(costs) == minibatch.token_costs().sum(), "every token is on one rank"
         largest = max(
-            int(single_completions(share).token_costs().max(initial=0)) for share in shares
+            int(split_completions(share).token_costs().max(initial=0)) for share in shares
         )
         if unit == "group" or minibatch.num_ids >= ranks:
             assert [id for share in shares for id in share.ids] == list(minibatch.ids), (
@@ -129,9 +129,9 @@ def test_ranks_share_every_minibatch(
             )
             largest = int(minibatch.token_costs().max())
         assert max(costs) <= sum(costs) / ranks + largest, "as even as the largest thing allows"
-        given = take(batch, [share for share in shares if share.num_ids])
-        back = single_completions(join(given, [id for part in given for id in part.ids]))
-        same = single_completions(take(batch, [minibatch])[0])
+        given = take_samples(batch, [share for share in shares if share.num_ids])
+        back = split_completions(join_outputs(given, [id for part in given for id in part.ids]))
+        same = split_completions(take_samples(batch, [minibatch])[0])
         for key in ("prompt", "completion", "rewards"):
             assert torch.equal(back.data[key], same.data[key]), (
                 "what ranks hold together is the minibatch"
@@ -143,16 +143,16 @@ def test_results_come_back_in_the_order_of_the_batch() -> None:
     (shares,) = split(batch, Minibatches(), 3, seed=0, role="ref", step=0)
     assert [int(share.token_costs().sum()) for share in shares] == [14, 11, 9]
     shuffled = [share.select(ids=share.ids[::-1], keys=["completion"]) for share in shares][::-1]
-    joined = join([None, *shuffled], batch.ids)
+    joined = join_outputs([None, *shuffled], batch.ids)
     assert joined is not None and joined.ids == batch.ids
     assert torch.equal(joined.data["completion"], batch.data["completion"])
-    assert join([None, None], batch.ids) is None
+    assert join_outputs([None, None], batch.ids) is None
 
 
 def test_ranks_without_anything_get_an_empty_part() -> None:
-    shares = over_ranks(batch_of([[3, 4]]), 3, "sequence")
+    shares = split_over_ranks(batch_of([[3, 4]]), 3, "sequence")
     assert ids_of(shares) == [["a[0]"], ["a[1]"], []]
-    assert ids_of(over_ranks(batch_of([[3, 4]]), 2, "group")) == [["a"], []]
+    assert ids_of(split_over_ranks(batch_of([[3, 4]]), 2, "group")) == [["a"], []]
 
 
 def test_a_worker_gets_single_completions_with_their_data(
@@ -180,6 +180,6 @@ def test_a_worker_gets_single_completions_with_their_data(
         split(batch.meta(), Minibatches(2, unit="sequence"), 1, seed=0, role="actor", step=0),
     )
     events = [group.events.get(timeout=20.0) for _ in range(2)]
-    assert isinstance(events[1], Finished)
+    assert isinstance(events[1], TaskFinished)
     assert ids_of(given) == [["a[0]", "a[1]", "b[0]"], ["b[1]", "c[0]", "c[1]"]]
     assert [each.data["completion"].tolist() for each in given] == [[*range(6)], [*range(6, 21)]]

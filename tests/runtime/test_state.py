@@ -16,10 +16,10 @@ from weft.errors import ConfigError, DataError, RunError
 from weft.experiment import Control, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.launch.plan import _node_counts
-from weft.runtime.schedule import Every, Horizon
+from weft.launch.plan import _iterate_node_counts
+from weft.runtime.schedule import ActionFrequency, RunLength
 from weft.runtime.state import read_state, write_state
-from weft.runtime.step_metrics import Measured, StepMetrics, join
+from weft.runtime.step_metrics import FiringMetrics, StepMetrics, join_metrics
 from weft.runtime.store import TensorStore
 
 
@@ -69,12 +69,12 @@ def test_the_store_joins_batches_and_forgets_ids():
     assert store.fetch(["c"], ["x"], ["y"]).keys == ("x",), "c has no y, which is optional"
     with pytest.raises(DataError, match="'c' has no key 'y'"):
         store.fetch(["a", "c"], ["y"])
-    kept = {id: store.fetch([id], store.keys(id)) for id in "abcd"}
+    kept = {id: store.fetch([id], store.list_keys(id)) for id in "abcd"}
     restored = TensorStore()
-    for batch in store.batches():
+    for batch in store.iterate_batches():
         restored.put(SequenceSample.from_bytes(batch.to_bytes()))
     for id, one in kept.items():
-        again = restored.fetch([id], store.keys(id))
+        again = restored.fetch([id], store.list_keys(id))
         assert again.metadata == one.metadata and all(
             torch.equal(again.data[k], one.data[k]) for k in one.keys
         )
@@ -102,21 +102,28 @@ def test_a_step_of_several_firings_is_one_line():
     metrics = StepMetrics()
     metrics.add(
         "gen",
-        Measured({"reward": 1.0, "num_tokens": 10, "ratio_max": 2.0, "learning_rate": 0.1}, 3, 1.5),
+        FiringMetrics(
+            {"reward": 1.0, "num_tokens": 10, "ratio_max": 2.0, "learning_rate": 0.1}, 3, 1.5
+        ),
     )
     metrics.add(
         "gen",
-        Measured({"reward": 5.0, "num_tokens": 4, "ratio_max": 1.0, "learning_rate": 0.2}, 1, 0.5),
+        FiringMetrics(
+            {"reward": 5.0, "num_tokens": 4, "ratio_max": 1.0, "learning_rate": 0.2}, 1, 0.5
+        ),
     )
-    assert metrics.close() == {
+    assert metrics.compute_metrics() == {
         "time/gen": 2.0,
         "gen/reward": 2.0,
         "gen/num_tokens": 14,
         "gen/ratio_max": 2.0,
         "gen/learning_rate": 0.2,
     }
-    assert metrics.close() == {}
-    assert join([Measured({"a": 1.0}, 2, 0), Measured({"b": 3.0}, 2, 0)]) == {"a": 1.0, "b": 3.0}
+    assert metrics.compute_metrics() == {}
+    assert join_metrics([FiringMetrics({"a": 1.0}, 2, 0), FiringMetrics({"b": 3.0}, 2, 0)]) == {
+        "a": 1.0,
+        "b": 3.0,
+    }
 
 
 @dataclass
@@ -147,25 +154,32 @@ def training(batch_size: int, max_steps: int | None = None) -> Experiment:
 
 
 def test_schedules_count_the_optimizer_steps_of_the_real_run():
-    horizon = Horizon.of(training(128), Length(5000, 40))
+    horizon = RunLength.from_experiment(training(128), Length(5000, 40))
     assert (horizon.steps_per_epoch, horizon.steps) == (40, 120), (
         "5,000 rows, batch 128, 3 epochs: 120 steps, not 354"
     )
-    schedule = horizon.specs(training(128))["actor"].schedule
+    schedule = horizon.build_specs(training(128))["actor"].schedule
     assert (schedule.total_steps, schedule.warmup_steps) == (480, 48)
     limited = training(128, max_steps=50)
-    assert Horizon.of(limited, Length(5000, 40)).specs(limited)["actor"].schedule.total_steps == 200
+    assert (
+        RunLength.from_experiment(limited, Length(5000, 40))
+        .build_specs(limited)["actor"]
+        .schedule.total_steps
+        == 200
+    )
 
 
 def test_a_run_of_so_many_steps_has_as_many_epochs_as_it_takes():
     longer = training(128, max_steps=500)
-    horizon = Horizon.of(longer, Length(5000, 40))
-    assert horizon.steps == 500 and horizon.specs(longer)["actor"].schedule.total_steps == 2000
+    horizon = RunLength.from_experiment(longer, Length(5000, 40))
+    assert (
+        horizon.steps == 500 and horizon.build_specs(longer)["actor"].schedule.total_steps == 2000
+    )
     assert longer.most_epochs == math.inf and training(128).most_epochs == 3
     node = MFCDef("sample", "actor", "generate", "generate", 128, ["prompt"], ["completion"])
     sampled = replace(longer, graph=DataflowGraph([node], ["prompt"]), steps_follow="sample")
     assert sampled.most_epochs == 3, "completions of prompts are not made again"
-    assert Horizon.of(sampled, Length(5000, 40)).steps == 120
+    assert RunLength.from_experiment(sampled, Length(5000, 40)).steps == 120
 
 
 def test_steps_of_frozen_epochs_are_not_among_those_trained():
@@ -174,30 +188,32 @@ def test_steps_of_frozen_epochs_are_not_among_those_trained():
     frozen = replace(
         made, roles={"actor": replace(role, optimizer=replace(role.optimizer, frozen_epochs=1))}
     )
-    horizon = Horizon.of(frozen, Length(5000, 40))
+    horizon = RunLength.from_experiment(frozen, Length(5000, 40))
     assert (
         horizon.updates(frozen, "train") == (160, 480)
-        and horizon.trained_updates(frozen, "train") == 320
+        and horizon.count_trained_updates(frozen, "train") == 320
     )
-    assert list(_node_counts(frozen, horizon)) == ["train: no optimizer step in the first epoch"]
+    assert list(_iterate_node_counts(frozen, horizon)) == [
+        "train: no optimizer step in the first epoch"
+    ]
 
 
 def test_batches_by_tokens_are_counted_by_the_loader():
-    assert Horizon.of(training(0), Length(5000, 17)).steps == 51
+    assert RunLength.from_experiment(training(0), Length(5000, 17)).steps == 51
 
 
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ConfigError, match="no steps"):
-        Horizon.of(training(8), Length(0, 0))
+        RunLength.from_experiment(training(8), Length(0, 0))
 
 
 def test_frequencies():
-    every = Every(steps=3, epochs=2)
-    due = [step for step in range(1, 13) if every.due(step, epochs_done=step // 4)]
+    every = ActionFrequency(steps=3, epochs=2)
+    due = [step for step in range(1, 13) if every.check_due(step, epochs_done=step // 4)]
     assert due == [3, 6, 8, 9, 12], "each third step, and the end of the second epoch"
-    timed = Every(secs=0.0)
-    assert timed.due(1, 0)
-    slow = Every(secs=1000.0)
-    assert not slow.due(1, 0)
+    timed = ActionFrequency(secs=0.0)
+    assert timed.check_due(1, 0)
+    slow = ActionFrequency(secs=1000.0)
+    assert not slow.check_due(1, 0)
     slow.load_state_dict({"last_epochs": 0, "elapsed": 1001.0})
-    assert slow.due(2, 0) and not slow.due(3, 0)
+    assert slow.check_due(2, 0) and not slow.check_due(3, 0)

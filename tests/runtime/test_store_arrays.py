@@ -17,9 +17,9 @@ from tests.runtime.toy import (
     ToyTrain,
     timeless,
 )
-from weft.interfaces.infer import Infer
-from weft.interfaces.train import Train
-from weft.testing.interfaces import Bench, small_batch
+from weft.interfaces.infer import InferInterface
+from weft.interfaces.train import TrainInterface
+from weft.testing.interfaces import InterfaceBench, build_small_batch
 
 
 def as_numpy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -76,15 +76,15 @@ def test_a_run_in_numpy_is_the_run_in_torch(tmp_path, monkeypatch, changed):
 @pytest.mark.parametrize(
     ("cls", "method", "args", "head"),
     [
-        (Infer, "inference", {"outputs": ["logprobs", "entropy"]}, "lm"),
-        (Train, "train_step", {"loss": "sft"}, "lm"),
-        (Train, "train_step", {"loss": "rw"}, "score"),
-        (Train, "evaluate", {"loss": "sft"}, "lm"),
+        (InferInterface, "inference", {"outputs": ["logprobs", "entropy"]}, "lm"),
+        (TrainInterface, "train_step", {"loss": "sft"}, "lm"),
+        (TrainInterface, "train_step", {"loss": "rw"}, "score"),
+        (TrainInterface, "evaluate", {"loss": "sft"}, "lm"),
     ],
 )
 def test_an_engine_takes_numpy_arrays(tmp_path, cls, method, args, head):
-    batch = small_batch()
-    bench = Bench(cls, args, batch, head, tmp_path)
+    batch = build_small_batch()
+    bench = InterfaceBench(cls, args, batch, head, tmp_path)
     plain, other = bench.call(method), bench.call(method, batch.numpy())
     clocks = {"seconds", "tokens_per_second", "mfu"}
     assert {k: v for k, v in plain.metrics.items() if k not in clocks} == {

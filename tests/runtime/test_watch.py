@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from weft.runtime.watch import Watch, check_listens
+from weft.runtime.watch import AddressWatch, check_listens
 
 
 def listener() -> tuple[socket.socket, tuple[str, int]]:
@@ -18,27 +18,27 @@ def listener() -> tuple[socket.socket, tuple[str, int]]:
 
 
 def test_who_stops_listening_is_gone(monkeypatch):
-    monkeypatch.setattr("weft.runtime.watch.EVERY_SECONDS", 0.02)
+    monkeypatch.setattr("weft.runtime.watch.INTERVAL_SECONDS", 0.02)
     (one, here), (two, there) = listener(), listener()
-    watch = Watch({"the head": here, "the other": there}, 0.1)
+    watch = AddressWatch({"the head": here, "the other": there}, 0.1)
     time.sleep(0.3)
-    assert watch.gone is None
+    assert watch.lost_part is None
     one.close()
     end = time.monotonic() + 5
-    while watch.gone is None and time.monotonic() < end:
+    while watch.lost_part is None and time.monotonic() < end:
         time.sleep(0.01)
-    assert watch.gone == f"the head ({here[0]}:{here[1]}) does not respond"
+    assert watch.lost_part == f"the head ({here[0]}:{here[1]}) does not respond"
     two.close()
 
 
 def test_a_look_now_does_not_wait(monkeypatch):
     (one, here), (two, there) = listener(), listener()
-    watch = Watch({"the head": here, "the other": there}, 1e9)
+    watch = AddressWatch({"the head": here, "the other": there}, 1e9)
     one.close()
     watch.check("the other")
-    assert watch.gone is None
+    assert watch.lost_part is None
     watch.check()
-    assert watch.gone is not None and watch.gone.startswith("the head")
+    assert watch.lost_part is not None and watch.lost_part.startswith("the head")
     watch.close()
     two.close()
 

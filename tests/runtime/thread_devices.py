@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.realloc.plan import Transfer
-from weft.runtime.commands import Prepare
-from weft.runtime.device_process import Activity, Command, DeviceProcess, Report, Want, Where
-from weft.runtime.dispatch import Given, Lost
+from weft.realloc.plan import ParameterTransfer
+from weft.runtime.commands import PrepareReallocation
+from weft.runtime.device_process import (
+    CommandReport,
+    DeviceActivity,
+    DeviceCommand,
+    DeviceProcess,
+    ProcessAddress,
+    TensorRequest,
+)
+from weft.runtime.dispatch import CommandTensors, DeviceLoss
 
 SECONDS = 30.0  # until a device gives another one up, and the test with it
 
@@ -21,7 +28,7 @@ SECONDS = 30.0  # until a device gives another one up, and the test with it
 class Peers:
     processes: list[DeviceProcess]
 
-    def ask(self, want: Want) -> bytes:
+    def request(self, want: TensorRequest) -> bytes:
         return self.processes[want.rank].export(want.ids, want.keys)
 
     def take(self, promises: Sequence[bytes], seconds: float) -> list[bytes]:
@@ -41,7 +48,7 @@ class HandedOver:
     others, which meet for it.
     """
 
-    def __init__(self, way: Way, transfers: Sequence[Transfer], rank: int) -> None:
+    def __init__(self, way: Way, transfers: Sequence[ParameterTransfer], rank: int) -> None:
         self.way, self.rank = way, rank
         self.gives = list(dict.fromkeys(each.name for each in transfers if each.source == rank))
 
@@ -60,9 +67,9 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class PrepareHere:
-    """`Prepare` without a process group."""
+    """`PrepareReallocation` without a process group."""
 
-    asked: Prepare
+    asked: PrepareReallocation
     way: Way
 
     def run(self, process: DeviceProcess, number: int) -> None:
@@ -71,7 +78,7 @@ class PrepareHere:
 
 
 class ThreadDevices:
-    """Implements `weft.runtime.dispatch.Devices`."""
+    """Implements `weft.runtime.dispatch.DeviceTransport`."""
 
     def __init__(self, world: int) -> None:
         self.processes: list[DeviceProcess] = []
@@ -79,36 +86,36 @@ class ThreadDevices:
         self._ways: dict[str, Way] = {}
 
     @property
-    def where(self) -> list[Where]:
-        return [Where(process.rank, "here", 0, "127.0.0.1") for process in self.processes]
+    def addresses(self) -> list[ProcessAddress]:
+        return [ProcessAddress(process.rank, "here", 0, "127.0.0.1") for process in self.processes]
 
     def send(
         self,
         rank: int,
         place: int,
         number: int,
-        command: Command,
+        command: DeviceCommand,
         ranks: Sequence[int],
-        given: Given,
+        given: CommandTensors,
     ) -> None:
-        if isinstance(command, Prepare):
+        if isinstance(command, PrepareReallocation):
             command = PrepareHere(command, self._ways.setdefault(command.key, Way(ranks)))
         self.processes[rank].receive(place, number, command, ranks, given.wants, given.shared)
 
-    def receive(self) -> list[tuple[int, list[Report] | Lost]]:
+    def receive(self) -> list[tuple[int, list[CommandReport] | DeviceLoss]]:
         found = [(process.rank, process.next_reports(0.001)) for process in self.processes]
         return [each for each in found if each[1]]
 
     def share(self, raw: bytes) -> bytes:
         return raw
 
-    def export(self, wants: Sequence[Want]) -> list[bytes]:
+    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
         return [self.processes[want.rank].export(want.ids, want.keys) for want in wants]
 
     def peak_memory_gb(self) -> float:
         return 0.0
 
-    def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
+    def describe_activities(self, ranks: Sequence[int]) -> dict[int, DeviceActivity]:
         return {rank: self.processes[rank].activity() for rank in ranks}
 
     def close(self, deadline_s: float) -> None:

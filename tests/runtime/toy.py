@@ -22,17 +22,17 @@ from weft.experiment import Control, Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import Call, HostFunction, MFCDef, Offload, ParamSync
 from weft.interfaces.base import MFCResult
-from weft.runtime.commands import Build
+from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import RunDirectory, admit
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
-from weft.runtime.samples import Samples
-from weft.runtime.schedule import Horizon
-from weft.runtime.session import Parts, Session
+from weft.runtime.samples import SampleReader
+from weft.runtime.schedule import RunLength
+from weft.runtime.session import Session, SessionParts
 from weft.runtime.worker import Worker
-from weft.topology import Layout, whole
+from weft.topology import Layout, build_whole_slice
 
 SIZE = 4
 
@@ -56,10 +56,10 @@ class ToyEngine:
         return float(gradient.square().sum())
 
     def slices(self):
-        return {"w": whole((SIZE,))}
+        return {"w": build_whole_slice((SIZE,))}
 
     def read(self, names) -> Iterator[Any]:
-        yield from ((name, whole((SIZE,)), self.w) for name in names)
+        yield from ((name, build_whole_slice((SIZE,)), self.w) for name in names)
 
     def write(self, parts, *, version: int, eta: float = 1.0) -> None:
         for _, _, values in parts:
@@ -101,7 +101,9 @@ class ToyGenerate:
     """Completions of 1 to 3 tokens that depend on seed, step, id and weights."""
 
     def generate(self, model, batch) -> MFCResult:
-        draws = [randomness.uniform(model.seed, "toy", model.step, id, 0, 0) for id in batch.ids]
+        draws = [
+            randomness.draw_uniform(model.seed, "toy", model.step, id, 0, 0) for id in batch.ids
+        ]
         lengths = [1 + int(3 * u) for u in draws]
         bias = int(1000 * float(model.engine.w.sum())) % 50
         data = torch.cat([torch.full((n,), 100 + bias + i) for i, n in enumerate(lengths)])
@@ -178,7 +180,7 @@ class ToyAdvantages:
 @register_function("toy_filter")
 def toy_filter(batch, context, drop: float = 0.0) -> SequenceSample:
     """Drops a share of the ids, at random but repeatably."""
-    kept = [id for id in batch.ids if randomness.uniform(1, "filter", 0, id, 0, 0) >= drop]
+    kept = [id for id in batch.ids if randomness.draw_uniform(1, "filter", 0, id, 0, 0) >= drop]
     return one_each(kept, "kept", [1.0] * len(kept))
 
 
@@ -219,7 +221,7 @@ class ToyLoader:
         return epochs * self.batches_per_epoch
 
     def next_batch(self) -> SequenceSample:
-        order = randomness.permutation(self.num_ids, 7, "order", self.epoch)
+        order = randomness.draw_permutation(self.num_ids, 7, "order", self.epoch)
         chosen = order[self.at : self.at + self.batch]
         self.at += len(chosen)
         self.epoch_done = self.at >= self.num_ids
@@ -373,15 +375,15 @@ class Toy:
         experiment = self.experiment()
         experiment.check()
         loader = ToyLoader(self.num_ids, self.size)
-        directory = RunDirectory.of(experiment.control)
-        horizon = Horizon.of(experiment, loader)
+        directory = RunDirectory.from_control(experiment.control)
+        horizon = RunLength.from_experiment(experiment, loader)
         specs, tokenizers = (
-            horizon.specs(experiment),
+            horizon.build_specs(experiment),
             dict.fromkeys(experiment.roles, ToyTokenizer()),
         )
         group: Any
         if experiment.num_devices > 1:
-            build = Build(experiment, specs, tokenizers, directory.path / "cache", "cpu")
+            build = BuildWorker(experiment, specs, tokenizers, directory.path / "cache", "cpu")
             group = DeviceGroup(ThreadDevices(experiment.num_devices), experiment, build)
         else:
             make = lambda: Worker(experiment, specs, tokenizers, "cpu", directory.path / "cache")  # noqa: E731
@@ -390,13 +392,13 @@ class Toy:
             experiment, experiment.evaluation, group, sources or {"held": ToyRows()}, tokenizers
         )
         return Session(
-            Parts(
+            SessionParts(
                 experiment=experiment,
                 directory=directory,
                 group=group,
                 master=Master(experiment, group, loader, tokenizers),
                 evaluator=evaluator,
-                samples=Samples(experiment.graph, group, ToyTokenizer()),
+                samples=SampleReader(experiment.graph, group, ToyTokenizer()),
                 horizon=horizon,
             )
         )
@@ -405,8 +407,8 @@ class Toy:
         """Begin, or go on with, the run, as `launch.run` does."""
         session = self.session()
         experiment = self.experiment()
-        directory = RunDirectory.of(experiment.control)
-        session.open(goes_on=admit(directory, experiment.control, experiment.resolved()))
+        directory = RunDirectory.from_control(experiment.control)
+        session.open(goes_on=admit(directory, experiment.control, experiment.resolve()))
         try:
             session.run()
         except BaseException as error:
@@ -417,7 +419,7 @@ class Toy:
 
     @property
     def path(self) -> Path:
-        return RunDirectory.of(self.experiment().control).path
+        return RunDirectory.from_control(self.experiment().control).path
 
     def weights(self) -> list[float]:
         steps = sorted(

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from tests.tiny import make_llama
 from weft.cli import serve
-from weft.serve.limits import Limits
-from weft.serve.server import Ports, Server
+from weft.serve.limits import ServerLimits
+from weft.serve.server import Server, ServerPorts
 
 TOKEN = "token-of-the-tests"
 
@@ -38,6 +38,8 @@ def serving(
     given = serve.parser().parse_args([*words, "--device", "cpu"])
     with patch("weft.cli.serve.os.urandom", bytes):
         models = serve.models(given)
-    ports = Ports(http=0, grpc=0 if grpc else None, metrics=0)
-    with Server(models, ports, Limits(most_new=given.max_new_tokens, **limits), token) as server:
+    ports = ServerPorts(http=0, grpc=0 if grpc else None, metrics=0)
+    with Server(
+        models, ports, ServerLimits(most_new=given.max_new_tokens, **limits), token
+    ) as server:
         yield server

@@ -22,11 +22,11 @@ from tests.tiny import make_llama
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.serve import openai_api
-from weft.serve.asgi import Refused
+from weft.serve.asgi import RequestRefused
 from weft.serve.background import LARGE, BackgroundWork
-from weft.serve.openai_api import Completions
-from weft.serve.openai_fields import read_asked
-from weft.serve.served import Served
+from weft.serve.openai_api import CompletionEndpoints
+from weft.serve.openai_fields import read_settings
+from weft.serve.served_model import ServedModel
 from weft.serve.server import Server
 
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
@@ -191,9 +191,12 @@ def test_health_answers_while_a_request_is_prepared(
         serving(str(root / "policy")) as server,
         httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
     ):
-        owner = {"encode": Tokenizer, "render": Tokenizer, "rows": Served, "json": BackgroundWork}[
-            slow
-        ]
+        owner = {
+            "encode": Tokenizer,
+            "render": Tokenizer,
+            "rows": ServedModel,
+            "json": BackgroundWork,
+        }[slow]
         name = "_read" if slow == "json" else slow
         monkeypatch.setattr(owner, name, waits(getattr(owner, name)))
         bodies = {
@@ -242,9 +245,11 @@ def test_a_prompt_of_too_many_tokens_is_not_looked_at_on_the_event_loop(root: Pa
             raise AssertionError("all tokens are looked at")
 
     with serving(str(root / "policy"), grpc=False) as server:
-        app = Completions(server.models[0], server.metrics, server.limits, server.background)
-        with pytest.raises(Refused, match="the prompt has 1000000 tokens; the limit is"):
-            app.limit(Long([1]), read_asked({"max_tokens": 1}, 1, (), chat=False))
+        app = CompletionEndpoints(
+            server.models[0], server.metrics, server.limits, server.background
+        )
+        with pytest.raises(RequestRefused, match="the prompt has 1000000 tokens; the limit is"):
+            app.compute_limit(Long([1]), read_settings({"max_tokens": 1}, 1, (), chat=False))
 
 
 @pytest.mark.parametrize(("letters", "most"), [(LARGE + 1, 1), (10, 4)])

@@ -21,9 +21,9 @@ from weft.engine.generation.generate import BatchGenerator
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.registry import backends
-from weft.serve.limits import Limits
-from weft.serve.server import Ports, Server
-from weft.serve.worker import as_sample
+from weft.serve.limits import ServerLimits
+from weft.serve.server import Server, ServerPorts
+from weft.serve.worker import build_sample
 from weft.topology import Layout
 
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
@@ -83,7 +83,7 @@ def continued(engine: Any, prompt: list[int], count: int) -> tuple[list[int], li
         ids = [*prompt, *tokens]
         every = [[*ids, token] for token in range(320)]
         scored = (
-            engine.forward(as_sample(every, [len(ids)] * 320), frozenset({"logprobs"}))
+            engine.forward(build_sample(every, [len(ids)] * 320), frozenset({"logprobs"}))
             .data["logprobs"]
             .tolist()
         )
@@ -131,7 +131,7 @@ def test_the_likeliest_tokens_are_those_of_the_softmax(
     engine = backends.get("torch")(ModelSpec(path=str(root / "policy"), device="cpu"), Layout())
     every = [[*prompt, id] for id in range(320)]
     scored = (
-        engine.forward(as_sample(every, [4] * 320), frozenset({"logprobs"}))
+        engine.forward(build_sample(every, [4] * 320), frozenset({"logprobs"}))
         .data["logprobs"]
         .tolist()
     )
@@ -552,7 +552,7 @@ def test_rows_are_scored_as_the_engine_scores_them(
         ModelSpec(path=str(root / "reward"), head="score", device="cpu"), Layout()
     )
     own = (
-        engine.forward(as_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"}))
+        engine.forward(build_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"}))
         .data["scores"]
         .tolist()
     )
@@ -712,11 +712,11 @@ def test_a_port_that_is_taken_and_a_clean_end(root: Path, server: Server) -> Non
     port = int(server.urls["http"].rsplit(":", 1)[1])
     with (
         pytest.raises(ConfigError, match=f"--port={port}"),
-        Server([], Ports(http=port), Limits(), None),
+        Server([], ServerPorts(http=port), ServerLimits(), None),
     ):
         pass
     with serving(str(root / "policy"), grpc=True) as own:
         urls = dict(own.urls)
-    assert set(urls) == {"http", "grpc", "metrics"} and not own.models[0].worker.alive
+    assert set(urls) == {"http", "grpc", "metrics"} and not own.models[0].worker.is_alive
     with pytest.raises(httpx.ConnectError):
         httpx.get(urls["http"] + "/v2/health/live")

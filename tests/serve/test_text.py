@@ -10,12 +10,12 @@ import pytest
 
 from weft.engine.base import TokenEvent
 from weft.serve.text import GrowingText
-from weft.testing.datasets import small_tokenizer
+from weft.testing.datasets import build_small_tokenizer
 
 
 def grown(text: str, *stops: str, cut: int | None = None) -> tuple[list[str], GrowingText]:
     """(parts shown, the text) of a completion a token at a time, the last with an end."""
-    tokenizer = small_tokenizer()
+    tokenizer = build_small_tokenizer()
     ids = tokenizer.encode(text, bos=False)[:cut]
     growing = GrowingText(tokenizer, [], stops)
     ends = [None] * (len(ids) - 1) + ["stop"]
@@ -30,8 +30,8 @@ def grown(text: str, *stops: str, cut: int | None = None) -> tuple[list[str], Gr
 def test_nothing_of_a_stop_text_is_shown(stop: str) -> None:
     text = "before EN EEND after"
     parts, growing = grown(text, stop, "never there")
-    assert "".join(parts) == text.partition(stop)[0] == growing.text
-    assert len(growing.take()) == len(growing.text) and growing.take() == []
+    assert "".join(parts) == text.partition(stop)[0] == growing.final_text
+    assert len(growing.take()) == len(growing.final_text) and growing.take() == []
 
 
 def test_characters_of_several_bytes_come_whole() -> None:

@@ -17,17 +17,17 @@ from weft.algorithms.base import (
     RowBatch,
     Sample,
     Stat,
+    compute_masked_sum,
+    count_trained_rows,
     masked_mean,
-    masked_sum,
-    trained_rows,
 )
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error
 
 OUTPUTS: tuple[Output, ...] = get_args(Output)
 PER = ("token", "completion")
 
 
-def loss(
+def make_loss_constructor(
     function: Callable[..., Any], name: str, *, per: str, by_row: bool = False
 ) -> Callable[..., FunctionLoss]:
     """Return a constructor that takes the options of `function` and builds its `Loss`.
@@ -45,7 +45,7 @@ def loss(
     positional-only parameters.
     """
     if per not in PER:
-        raise unknown_name(f"per of loss {name!r}", per, PER)
+        raise build_unknown_name_error(f"per of loss {name!r}", per, PER)
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
         raise ConfigError(
@@ -63,7 +63,7 @@ def loss(
     def build(**options: Any) -> FunctionLoss:
         for option in options:
             if option not in takes:
-                raise unknown_name(f"option of loss {name!r}:", option, takes)
+                raise build_unknown_name_error(f"option of loss {name!r}:", option, takes)
         return FunctionLoss(function, name, reads, outputs, per, options, by_row)
 
     build.__module__ = function.__module__
@@ -78,7 +78,7 @@ class FunctionLoss(Loss):
 
     function: Callable[..., Any]
     name: str
-    reads: tuple[str, ...]
+    input_names: tuple[str, ...]
     outputs: frozenset[Output]
     per: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class FunctionLoss(Loss):
 
         Completions without trained tokens are counted only if the loss reads `scores`.
         """
-        rows = trained_rows(minibatch)
+        rows = count_trained_rows(minibatch)
         if self.per == "token":
             return {"tokens": float(rows.sum())}
         return {
@@ -102,7 +102,8 @@ class FunctionLoss(Loss):
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
         made = self.function(
-            **{name: self._given(name, out, batch) for name in self.reads}, **self.options
+            **{name: self._find_argument(name, out, batch) for name in self.input_names},
+            **self.options,
         )
         losses, named = made if isinstance(made, tuple) else (made, {})
         if self.per == "token":
@@ -121,11 +122,11 @@ class FunctionLoss(Loss):
                     f"{tuple(getattr(values, 'shape', ()))}; it is one value a "
                     f"{self.per}, {tuple(weights.shape)} here (per={self.per!r})"
                 )
-        return masked_sum(losses, weights) / max(total[f"{self.per}s"], 1.0), {
+        return compute_masked_sum(losses, weights) / max(total[f"{self.per}s"], 1.0), {
             name: masked_mean(values, weights) for name, values in named.items()
         }
 
-    def _given(self, name: str, out: Mapping[str, Array], batch: RowBatch) -> Any:
+    def _find_argument(self, name: str, out: Mapping[str, Array], batch: RowBatch) -> Any:
         if name == "batch":
             return batch
         return out[name] if name in self.outputs else batch[name]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
 
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error
 
 Vector = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -19,18 +19,18 @@ BASELINES = ("group", "leave_one_out", "opo", "given", "none")
 SCALES = ("group", "batch", "none")
 
 
-def starts_of(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
+def compute_starts(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
     """Return the index of the first row of each completion, [S]."""
     return np.cumsum(lengths) - lengths
 
 
-def segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> Float[Vector, "S"]:
+def compute_segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> Float[Vector, "S"]:
     """Return the sum of each completion's rows, [S]; 0 for an empty completion."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return np.bincount(owner, weights=rows, minlength=len(lengths)).astype(np.float64)
 
 
-def reversed_discounted_sums(
+def compute_discounted_sums(
     rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
 ) -> Float[Vector, "T"]:
     """Return y_t = x_t + factor * y_{t+1} within each completion, with y = 0 after its last row.
@@ -40,7 +40,7 @@ def reversed_discounted_sums(
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
-    last = (starts_of(lengths) + lengths - 1)[order]
+    last = (compute_starts(lengths) + lengths - 1)[order]
     long_enough = lengths[order]
     for back in range(1, int(lengths.max(initial=0))):
         # completions of more than `back` rows
@@ -50,7 +50,7 @@ def reversed_discounted_sums(
     return sums
 
 
-def gae(
+def compute_gae(
     rewards: Float[Vector, "T"],
     values: Float[Vector, "T"],
     last_values: Float[Vector, "S"],
@@ -72,8 +72,8 @@ def gae(
     following = np.empty_like(values)
     following[:-1] = values[1:]
     held = lengths > 0
-    following[(starts_of(lengths) + lengths - 1)[held]] = last_values[held]
-    advantages = reversed_discounted_sums(
+    following[(compute_starts(lengths) + lengths - 1)[held]] = last_values[held]
+    advantages = compute_discounted_sums(
         rewards + discount * following - values, lengths, discount * lam
     )
     return advantages, advantages + values
@@ -100,7 +100,7 @@ def whiten(
     return ((values - mean) / np.sqrt(variance + eps) + (0.0 if shift_mean else mean)) * mask
 
 
-def group_means(
+def compute_group_means(
     rewards: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
     """Return (mean reward, size) of each completion's group; `group` indices start at 0."""
@@ -109,7 +109,7 @@ def group_means(
     return (sums / np.maximum(size, 1))[group], size[group].astype(np.int64)
 
 
-def weighted_means(
+def compute_weighted_means(
     values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> Float[Vector, "S"]:
     """Return the weighted mean of each completion's group, [S]; 0 if its weights sum to 0."""
@@ -118,17 +118,17 @@ def weighted_means(
     return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
 
 
-def group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
+def compute_group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
     """Return the standard deviation of rewards in each completion's group, [S].
 
     The variance divides by K - 1, as in torch, TRL and verl.
     """
-    mean, size = group_means(rewards, group)
+    mean, size = compute_group_means(rewards, group)
     squares = np.bincount(group, weights=np.square(rewards - mean))
     return np.sqrt(squares[group] / np.maximum(size - 1, 1))
 
 
-def baselined(
+def subtract_baseline(
     rewards: Float[Vector, "S"],
     group: Int[Index, "S"],
     baseline: str,
@@ -151,7 +151,7 @@ def baselined(
     `given` without values.
     """
     if baseline in ("group", "leave_one_out", "opo"):
-        mean, size = group_means(rewards, group)
+        mean, size = compute_group_means(rewards, group)
         if (size < 2).any():
             raise ConfigError(
                 f"baseline={baseline!r} compares the completions of one prompt, and a prompt has "
@@ -160,7 +160,7 @@ def baselined(
             )
         if baseline == "opo":
             assert lengths is not None, "opo weighs rewards by lengths"
-            return rewards - weighted_means(rewards, lengths, group)
+            return rewards - compute_weighted_means(rewards, lengths, group)
         if baseline == "leave_one_out":
             scale = size / (size - 1)
         else:
@@ -175,10 +175,10 @@ def baselined(
         return rewards - given
     if baseline == "none":
         return rewards.copy()
-    raise unknown_name("baseline", baseline, BASELINES)
+    raise build_unknown_name_error("baseline", baseline, BASELINES)
 
 
-def scaled(
+def scale_advantages(
     advantages: Float[Vector, "S"],
     rewards: Float[Vector, "S"],
     group: Int[Index, "S"],
@@ -197,19 +197,21 @@ def scaled(
     if scale == "none":
         return advantages
     if scale == "group":
-        if (group_means(rewards, group)[1] < 2).any():
+        if (compute_group_means(rewards, group)[1] < 2).any():
             raise ConfigError(
                 "scale='group' divides by the deviation among the completions of one prompt, and "
                 "a prompt has only one here; "
                 "set group_size (samples_per_prompt) to 2 or more, or scale to batch or none"
             )
-        return advantages / (group_stds(rewards, group) + eps)
+        return advantages / (compute_group_stds(rewards, group) + eps)
     if scale == "batch":
         return advantages / (rewards.std(ddof=1 if len(rewards) > 1 else 0) + eps)
-    raise unknown_name("scale", scale, SCALES)
+    raise build_unknown_name_error("scale", scale, SCALES)
 
 
-def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.NDArray[np.bool_]:
+def find_zero_variance(
+    rewards: Float[Vector, "S"], group: Int[Index, "S"]
+) -> npt.NDArray[np.bool_]:
     """Return the groups whose rewards are all equal, bool [G].
 
     Their advantages under a group baseline are 0.
@@ -222,7 +224,9 @@ def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.ND
     return high == low
 
 
-def soft_overlong(lengths: Int[Index, "S"], max_length: int, buffer: int) -> Float[Vector, "S"]:
+def compute_overlong_penalty(
+    lengths: Int[Index, "S"], max_length: int, buffer: int
+) -> Float[Vector, "S"]:
     """Return the length penalty added to each reward, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
 
     0 up to max_length - buffer tokens, then decreasing linearly to -1 at max_length and beyond.
@@ -231,7 +235,9 @@ def soft_overlong(lengths: Int[Index, "S"], max_length: int, buffer: int) -> Flo
     return -np.clip(over, 0.0, 1.0)
 
 
-def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Float[Vector, "S"]:
+def compute_pass_at_k(
+    passed: Float[Vector, "S"], group: Int[Index, "S"], k: int
+) -> Float[Vector, "S"]:
     """Return the probability that k completions drawn from the group include one that passed, [S].
 
         1 - C(N - c, k) / C(N, k)         Chen et al. 2021 (Codex), eq. 1
@@ -249,7 +255,7 @@ def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Flo
     return (1.0 - _choose_ratio(wrong, size, k))[group]
 
 
-def pass_at_k_advantages(
+def compute_pass_at_k_advantages(
     passed: Float[Vector, "S"], group: Int[Index, "S"], k: int
 ) -> Float[Vector, "S"]:
     """Return advantages for the reward "one of k completions passes", [S].
@@ -261,7 +267,7 @@ def pass_at_k_advantages(
     that failed. 0 in a group that always or never passes. k = 1 is GRPO's advantage for rewards 0
     and 1 (with the population's standard deviation).
     """
-    rate = pass_at_k(passed, group, k)
+    rate = compute_pass_at_k(passed, group, k)
     size: Vector = np.bincount(group).astype(np.float64)[group]
     wrong = np.bincount(group, weights=1.0 - passed)[group]
     missed = np.where(
@@ -280,17 +286,17 @@ def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
     return ratio
 
 
-def informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
+def compute_informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
     """Return groups / groups with differing rewards; 1 if all groups have equal rewards.
 
     Compensates for groups whose advantages are all 0 (GPG, Chu et al. 2025, arXiv:2504.02546).
     (verl's `gpg` divides by the number of nonzero rewards.)
     """
-    same = zero_variance(rewards, group)
+    same = find_zero_variance(rewards, group)
     return len(same) / max(int((~same).sum()), 1) if (~same).any() else 1.0
 
 
-def decoupled(
+def compute_decoupled_advantages(
     parts: Float[Vector, "S P"],
     weights: Float[Vector, "P"],
     group: Int[Index, "S"],
@@ -307,7 +313,7 @@ def decoupled(
     for column, weight in zip(parts.T, weights, strict=True):
         held = (~np.isnan(column)).astype(np.float64)
         values = np.nan_to_num(column)
-        mean = weighted_means(values, held, group)
+        mean = compute_weighted_means(values, held, group)
         count = np.bincount(group, weights=held)[group]
         squares = np.bincount(group, weights=np.square(values - mean) * held)[group]
         deviation = np.sqrt(squares / np.maximum(count - 1.0, 1.0))
@@ -316,7 +322,7 @@ def decoupled(
     return (total - total.mean()) / (deviation_of_all + eps)
 
 
-def step_advantages(
+def compute_step_advantages(
     rewards: Float[Vector, "T"],
     lengths: Int[Index, "S"],
     group: Int[Index, "S"],
@@ -334,12 +340,12 @@ def step_advantages(
     steps = np.flatnonzero(~np.isnan(rewards))
     found = rewards[steps]
     of = group[owner[steps]]
-    mean, size = group_means(found, of) if len(found) else (found, np.zeros(0, np.int64))
+    mean, size = compute_group_means(found, of) if len(found) else (found, np.zeros(0, np.int64))
     centred = found - mean
     if scale == "group" and len(found):
-        centred = centred / (group_stds(found, of) + eps)
+        centred = centred / (compute_group_stds(found, of) + eps)
     elif scale == "batch" and len(found) > 1:
         centred = centred / (found.std(ddof=1) + eps)
     rows = np.zeros(len(rewards))
     rows[steps] = np.where(size > 1, centred, 0.0)
-    return reversed_discounted_sums(rows, lengths, 1.0)
+    return compute_discounted_sums(rows, lengths, 1.0)

@@ -217,7 +217,7 @@ def log_sigmoid(x: Array) -> Array:
     return -xp.logaddexp(xp.zeros_like(x), -x)
 
 
-def masked_sum(values: Array, mask: Array) -> Array:
+def compute_masked_sum(values: Array, mask: Array) -> Array:
     """Return the sum of `values` [N] * `mask` [N].
 
     Values at rows with mask 0 are ignored, even if infinite or NaN.
@@ -229,15 +229,15 @@ def masked_sum(values: Array, mask: Array) -> Array:
 def masked_mean(values: Array, mask: Array) -> Sum:
     """Return the mean of `values` [N] over trained rows as a statistic, without a gradient."""
     xp = array_api_compat.array_namespace(values, mask)
-    return Sum(masked_sum(fixed(values), mask), xp.sum(mask))
+    return Sum(compute_masked_sum(fixed(values), mask), xp.sum(mask))
 
 
-def host_array(array: Array) -> npt.NDArray[Any]:
+def to_host_array(array: Array) -> npt.NDArray[Any]:
     """Copy an array to host memory as a numpy array, without a gradient."""
     return np.asarray(array_api_compat.to_device(fixed(array), "cpu"))
 
 
-def trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
+def count_trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
     """Return the number of trained rows of each completion, float64 [S].
 
     Computes the same counts as `RowBatch.lengths`, from data alone: the sum of the completion's
@@ -248,7 +248,7 @@ def trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
     starts = np.cumsum(lengths) - lengths
     mask = np.ones(int(lengths.sum()))
     if "loss_mask" in minibatch.data:
-        mask = host_array(minibatch.data["loss_mask"]).astype(np.float64)
+        mask = to_host_array(minibatch.data["loss_mask"]).astype(np.float64)
     prompts = np.zeros(minibatch.num_ids, dtype=np.int64)
     if "prompt" in minibatch.lengths:
         prompts = minibatch.lengths["prompt"].astype(np.int64)

@@ -20,7 +20,7 @@ Flags = npt.NDArray[np.bool_]
 METHODS = ("none", "clip", "kl")
 
 
-def covariances(
+def compute_covariances(
     logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
 ) -> Float[Vector, "T"]:
     """Return (log pi - mean) * (advantage - mean) of each token with mask 1, -inf elsewhere."""
@@ -29,7 +29,7 @@ def covariances(
     return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
 
 
-def clip_cov_rows(
+def select_clip_cov_rows(
     covariance: Float[Vector, "T"], share: float, low: float, high: float, order: Float[Vector, "T"]
 ) -> Bool[Flags, "T"]:
     """Return the tokens that Clip-Cov removes from the loss, bool [T].
@@ -44,7 +44,7 @@ def clip_cov_rows(
     return chosen
 
 
-def kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
+def select_kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
     """Return the tokens that KL-Cov penalises, bool [T].
 
     Selects the `share` of all trained tokens, at least one, with the largest covariance.

@@ -22,10 +22,10 @@ from weft.algorithms.base import (
     RowBatch,
     Sample,
     Stat,
+    compute_masked_sum,
+    count_trained_rows,
     fixed,
     masked_mean,
-    masked_sum,
-    trained_rows,
 )
 from weft.errors import ConfigError
 from weft.registry import register_loss
@@ -34,13 +34,15 @@ from weft.registry import register_loss
 LEAST_LOGPROB = -1e4
 
 
-def kl_divergence(one: Float[Array, "N E"], other: Float[Array, "N E"]) -> Float[Array, "N"]:
+def compute_kl_divergence(
+    one: Float[Array, "N E"], other: Float[Array, "N E"]
+) -> Float[Array, "N"]:
     """Return KL(one || other) of each row in nats, [N], from the log-probs of E events."""
     xp = array_api_compat.array_namespace(one, other)
     return xp.sum(xp.exp(one) * (one - other), axis=-1)
 
 
-def generalised_jsd(
+def compute_generalised_jsd(
     student: Float[Array, "N E"], teacher: Float[Array, "N E"], beta: float
 ) -> Float[Array, "N"]:
     """Return the generalised Jensen-Shannon divergence of each row in nats, [N].
@@ -55,17 +57,19 @@ def generalised_jsd(
     """
     xp = array_api_compat.array_namespace(student, teacher)
     if beta == 0.0:
-        return kl_divergence(teacher, student)
+        return compute_kl_divergence(teacher, student)
     if beta == 1.0:
-        return kl_divergence(student, teacher)
+        return compute_kl_divergence(student, teacher)
     mixture = xp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-    return beta * kl_divergence(teacher, mixture) + (1.0 - beta) * kl_divergence(student, mixture)
+    return beta * compute_kl_divergence(teacher, mixture) + (1.0 - beta) * compute_kl_divergence(
+        student, mixture
+    )
 
 
 @register_loss("gkd")
 @dataclass(frozen=True)
 class GKDLoss(Loss):
-    """Mean over trained tokens of `generalised_jsd` + `sft_coef` * -log p(token) of data tokens.
+    """Mean over trained tokens of `compute_generalised_jsd` + `sft_coef` * -log p(token) of data tokens.
 
     Keys: `given_ids` [N, K], the teacher's most likely ids, most likely first; `teacher_logprobs`
     [N, K + 1], their log-probs and that of any other id; `sampled` [S], 1 if the student wrote the
@@ -107,7 +111,7 @@ class GKDLoss(Loss):
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `tokens`, the number of trained tokens."""
-        return {"tokens": float(trained_rows(minibatch).sum())}
+        return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
@@ -117,8 +121,8 @@ class GKDLoss(Loss):
             xp.clip(each, LEAST_LOGPROB, None)
             for each in (out["given_logprobs"], batch["teacher_logprobs"])
         )
-        each = generalised_jsd(student, teacher, self.divergence_beta)
-        stats = self._stats(fixed(student), teacher, batch)
+        each = compute_generalised_jsd(student, teacher, self.divergence_beta)
+        stats = self._compute_stats(fixed(student), teacher, batch)
         if self.sft_coef:
             written = batch.mask
             if "sampled" in batch:
@@ -127,16 +131,16 @@ class GKDLoss(Loss):
             each = each - self.sft_coef * xp.where(
                 written != 0, out["logprobs"], xp.zeros_like(each)
             )
-        return masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
+        return compute_masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
 
-    def _stats(
+    def _compute_stats(
         self, student: Float[Array, "N E"], teacher: Float[Array, "N E"], batch: RowBatch
     ) -> dict[str, Stat]:
         xp = array_api_compat.array_namespace(student, teacher)
         agrees = batch["completion"] == batch["given_ids"][:, 0]
         each = {
-            "kl_exact": kl_divergence(student, teacher),
-            "forward_kl": kl_divergence(teacher, student),
+            "kl_exact": compute_kl_divergence(student, teacher),
+            "forward_kl": compute_kl_divergence(teacher, student),
             "entropy_bound": -xp.sum(xp.exp(student) * student, axis=-1),
             "teacher_entropy_bound": -xp.sum(xp.exp(teacher) * teacher, axis=-1),
             "teacher_mass": 1.0 - xp.exp(teacher[:, -1]),

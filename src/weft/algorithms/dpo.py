@@ -14,11 +14,11 @@ import array_api_compat
 
 from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed
 from weft.algorithms.labelled import LABELLED, LabelledLoss
-from weft.algorithms.preferences import DIVERGENCES, KINDS, divergence_score
-from weft.algorithms.reward import num_pairs
-from weft.algorithms.scores import completion_scores, pair_stats, per_token
+from weft.algorithms.preferences import DIVERGENCES, KINDS, compute_divergence_score
+from weft.algorithms.reward import count_pairs
+from weft.algorithms.scores import compute_completion_scores, compute_pair_stats, divide_by_tokens
 from weft.algorithms.transport import TRANSPORTED, TransportLoss
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error
 from weft.registry import register_loss
 
 LOSS_TYPES = (*KINDS, *TRANSPORTED, *LABELLED)
@@ -55,7 +55,7 @@ class PairwiseLoss(Loss):
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `pairs`, the number of pairs of all ids."""
-        return {"pairs": float(num_pairs(minibatch).sum())}
+        return {"pairs": float(count_pairs(minibatch).sum())}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
@@ -63,12 +63,12 @@ class PairwiseLoss(Loss):
         kind = KINDS[self.loss_type]
         logprobs = out["logprobs"]
         xp = array_api_compat.array_namespace(logprobs)
-        sums, logps = completion_scores(
+        sums, logps = compute_completion_scores(
             logprobs, None if kind.score == "free" else batch["ref_logprobs"], batch
         )
-        shown = per_token(sums, batch) if kind.score == "free" else sums
-        scores = divergence_score(sums, self.f_divergence, self.f_alpha)
-        scores = scores if kind.score == "sum" else per_token(scores, batch)
+        shown = divide_by_tokens(sums, batch) if kind.score == "free" else sums
+        scores = compute_divergence_score(sums, self.f_divergence, self.f_alpha)
+        scores = scores if kind.score == "sum" else divide_by_tokens(scores, batch)
         better, worse = batch.pairs()
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
         rewards = (
@@ -80,9 +80,11 @@ class PairwiseLoss(Loss):
             terms = rewards
         else:
             terms = (self.beta * both[0], self.beta * both[1])
-        stats = pair_stats(rewards, both, terms)
+        stats = compute_pair_stats(rewards, both, terms)
         if self.rpo_alpha:
-            nll = -xp.take(per_token(completion_scores(logprobs, None, batch)[0], batch), better)
+            nll = -xp.take(
+                divide_by_tokens(compute_completion_scores(logprobs, None, batch)[0], batch), better
+            )
             each = each + self.rpo_alpha * nll
             stats["nll"] = Sum(xp.sum(fixed(nll)), float(nll.shape[0]))
         return xp.sum(each) / max(total["pairs"], 1.0), stats
@@ -101,14 +103,14 @@ DEFAULTS: Mapping[str, Any] = {
 BETA = 0.1
 
 
-def default_beta(loss_type: str) -> float:
+def find_default_beta(loss_type: str) -> float:
     """Return the default beta of a loss type; simpo's is in other units than the rest."""
     if loss_type in KINDS:
         return KINDS[loss_type].defaults.get("beta", BETA)
     return BETA
 
 
-def options_of(loss_type: str) -> set[str]:
+def list_options(loss_type: str) -> set[str]:
     """Return the names of the options that a loss type reads in addition to beta."""
     if loss_type in LABELLED:
         return {"desirable_weight", "undesirable_weight"}
@@ -119,7 +121,7 @@ def options_of(loss_type: str) -> set[str]:
 
 
 @register_loss("dpo")
-def dpo_loss(
+def build_preference_loss(
     loss_type: str = "sigmoid", beta: float | None = None, **options: Any
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
     """Return the preference loss `loss_type`, one of `LOSS_TYPES`.
@@ -128,11 +130,11 @@ def dpo_loss(
     read differs from its default, or if a value is out of range.
     """
     if loss_type not in LOSS_TYPES:
-        raise unknown_name("dpo.loss_type", loss_type, LOSS_TYPES)
-    read = options_of(loss_type)
+        raise build_unknown_name_error("dpo.loss_type", loss_type, LOSS_TYPES)
+    read = list_options(loss_type)
     for name, value in options.items():
         if name not in DEFAULTS:
-            raise unknown_name("option of dpo", name, DEFAULTS)
+            raise build_unknown_name_error("option of dpo", name, DEFAULTS)
         if name not in read and value != DEFAULTS[name]:
             raise ConfigError(
                 f"dpo.{name}={value} has no meaning for dpo.loss_type={loss_type}; leave it out"
@@ -143,7 +145,7 @@ def dpo_loss(
         name: own.get(name, value) if value == DEFAULTS[name] else value
         for name, value in given.items()
     }
-    beta = default_beta(loss_type) if beta is None else beta
+    beta = find_default_beta(loss_type) if beta is None else beta
     _check_values(beta, chosen)
     if loss_type in LABELLED:
         return LabelledLoss(loss_type=loss_type, beta=beta, **chosen)
@@ -160,7 +162,7 @@ def _check_values(beta: float, options: Mapping[str, Any]) -> None:
             f"dpo.label_smoothing={options['label_smoothing']} must be at least 0 and below 0.5"
         )
     if options.get("f_divergence", "reverse_kl") not in DIVERGENCES:
-        raise unknown_name("dpo.f_divergence", options["f_divergence"], DIVERGENCES)
+        raise build_unknown_name_error("dpo.f_divergence", options["f_divergence"], DIVERGENCES)
     if not options.get("discopop_tau", 1.0) > 0:
         raise ConfigError(f"dpo.discopop_tau={options['discopop_tau']} must be above 0")
     if not options.get("rpo_alpha", 0.0) >= 0:

@@ -18,25 +18,25 @@ from weft.algorithms.base import (
     RowBatch,
     Sample,
     Stat,
+    compute_masked_sum,
+    count_trained_rows,
     exp_ratio,
     fixed,
     log_sigmoid,
     masked_mean,
-    masked_sum,
-    trained_rows,
 )
-from weft.algorithms.kl import ESTIMATORS, kl_estimate
+from weft.algorithms.kl import ESTIMATORS, estimate_kl
 from weft.algorithms.ppo import (
-    Clip,
-    Control,
+    CovarianceControl,
     EarlyStop,
-    clipped_surrogate,
-    old_logprobs,
-    policy_stats,
-    weighted,
+    RatioClip,
+    compute_clipped_surrogate,
+    compute_policy_stats,
+    find_old_logprobs,
+    weight_policy_loss,
 )
-from weft.algorithms.sft import row_weights
-from weft.errors import ConfigError, unknown_name
+from weft.algorithms.sft import compute_row_weights
+from weft.errors import ConfigError, build_unknown_name_error
 from weft.registry import register_loss
 
 CHOICES = {
@@ -57,7 +57,7 @@ RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
 }
 
 
-def policy_gradient(
+def compute_policy_gradient_loss(
     logprobs: Float[Array, "N"], advantages: Float[Array, "N"]
 ) -> Float[Array, "N"]:
     """Return -A log pi(token), [N]: REINFORCE (Williams 1992), without a ratio.
@@ -67,11 +67,11 @@ def policy_gradient(
     return -advantages * logprobs
 
 
-def cispo(
+def compute_cispo_loss(
     logprobs: Float[Array, "N"],
     log_ratio: Float[Array, "N"],
     advantages: Float[Array, "N"],
-    clip: Clip,
+    clip: RatioClip,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Return (loss, 1 if the weight is clipped) of each token, [N] each.
 
@@ -86,7 +86,7 @@ def cispo(
     return -weight * advantages * logprobs, xp.astype(weight != ratio, logprobs.dtype)
 
 
-def sapo(
+def compute_sapo_loss(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], positive: float, negative: float
 ) -> Float[Array, "N"]:
     """Return -sigmoid(t (w - 1)) * 4 / t * A, t = `positive` if A > 0, else `negative`, [N].
@@ -101,7 +101,7 @@ def sapo(
     return -gate * 4.0 / temperature * advantages
 
 
-def sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
+def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
     """Return each completion's mean log-ratio over its trained tokens, at each of its rows, [N].
 
     GSPO (Zheng et al. 2025, eq. 7).
@@ -130,10 +130,10 @@ class GRPOLoss(Loss):
     suits one update per batch.
     `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
     `kl_estimator`: k3 as in DeepSeekMath and TRL; k2 has the true gradient; the gradient of k1
-    vanishes in expectation (`kl_estimate`). TRL multiplies the KL by the ratio by default; here, as
+    vanishes in expectation (`estimate_kl`). TRL multiplies the KL by the ratio by default; here, as
     in the paper, it is not multiplied.
-    Keys: `advantages`, `logprobs`; `ref_logprobs` if `kl_coef` is above 0; `old_logprobs` and
-    `sampler_weights` if present; `high_covariance` unless `covariance` is none.
+    Keys: `advantages`, `logprobs`; `ref_logprobs` if `kl_coef` is above 0; `find_old_logprobs` and
+    `compute_sampler_weights` if present; `high_covariance` unless `covariance` is none.
     """
 
     loss_type: str = "dapo"
@@ -159,7 +159,7 @@ class GRPOLoss(Loss):
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise unknown_name(f"grpo.{name}", getattr(self, name), choices)
+                raise build_unknown_name_error(f"grpo.{name}", getattr(self, name), choices)
         _ = self.clip, self.control  # checks the values
         for name in ("sapo_positive", "sapo_negative"):
             if not getattr(self, name) > 0.0:
@@ -173,16 +173,18 @@ class GRPOLoss(Loss):
             )
 
     @property
-    def clip(self) -> Clip:
+    def clip(self) -> RatioClip:
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # a single given bound applies to both sides
             low = self.eps_clip
             high = high if self.surrogate == "cispo" else None
-        return Clip(low, high if self.eps_clip_high is None else self.eps_clip_high, self.dual_clip)
+        return RatioClip(
+            low, high if self.eps_clip_high is None else self.eps_clip_high, self.dual_clip
+        )
 
     @property
-    def control(self) -> Control:
-        return Control(self.covariance, self.kl_cov_coef)
+    def control(self) -> CovarianceControl:
+        return CovarianceControl(self.covariance, self.kl_cov_coef)
 
     @property
     def by_row(self) -> bool:
@@ -190,7 +192,7 @@ class GRPOLoss(Loss):
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the counts of trained `tokens`, `sequences` with any, and all `completions`."""
-        rows = trained_rows(minibatch)
+        rows = count_trained_rows(minibatch)
         counts = {
             "tokens": rows.sum(),
             "sequences": np.count_nonzero(rows),
@@ -203,22 +205,22 @@ class GRPOLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         logprobs = out["logprobs"]
         advantages = batch["advantages"]
-        log_ratio = logprobs - old_logprobs(batch)
+        log_ratio = logprobs - find_old_logprobs(batch)
         if self.importance_level == "sequence":
-            log_ratio = sequence_log_ratio(log_ratio, batch)
-        each, clipped = self._surrogate(logprobs, log_ratio, advantages)
-        each = weighted(each, log_ratio, batch, self.control)
-        stats = policy_stats(out, batch, fixed(clipped))
+            log_ratio = compute_sequence_log_ratio(log_ratio, batch)
+        each, clipped = self._compute_surrogate(logprobs, log_ratio, advantages)
+        each = weight_policy_loss(each, log_ratio, batch, self.control)
+        stats = compute_policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         if self.kl_coef:
-            each = each + self.kl_coef * kl_estimate(
+            each = each + self.kl_coef * estimate_kl(
                 logprobs, batch["ref_logprobs"], self.kl_estimator
             )
         if self.entropy_coef:
             each = each - self.entropy_coef * out["entropy"]
-        return masked_sum(each, self._weights(batch, total)), stats
+        return compute_masked_sum(each, self._compute_weights(batch, total)), stats
 
-    def _surrogate(
+    def _compute_surrogate(
         self,
         logprobs: Float[Array, "N"],
         log_ratio: Float[Array, "N"],
@@ -227,20 +229,24 @@ class GRPOLoss(Loss):
         """Return (policy loss, 1 if a bound is active) of each token."""
         xp = array_api_compat.array_namespace(logprobs)
         if self.surrogate == "clip":
-            return clipped_surrogate(log_ratio, advantages, self.clip)
+            return compute_clipped_surrogate(log_ratio, advantages, self.clip)
         if self.surrogate == "cispo":
-            return cispo(logprobs, log_ratio, advantages, self.clip)
+            return compute_cispo_loss(logprobs, log_ratio, advantages, self.clip)
         none = xp.zeros_like(advantages)
         if self.surrogate == "sapo":
-            return sapo(log_ratio, advantages, self.sapo_positive, self.sapo_negative), none
-        return policy_gradient(logprobs, advantages), none
+            return compute_sapo_loss(
+                log_ratio, advantages, self.sapo_positive, self.sapo_negative
+            ), none
+        return compute_policy_gradient_loss(logprobs, advantages), none
 
-    def _weights(self, batch: RowBatch, total: Mapping[str, float]) -> Float[Array, "N"]:
+    def _compute_weights(self, batch: RowBatch, total: Mapping[str, float]) -> Float[Array, "N"]:
         if self.loss_type == "dr_grpo":
             return batch.mask / (
                 max(total["completions"], 1.0) * float(self.max_completion_length or 1)
             )
-        return row_weights(batch, total, "sequence" if self.loss_type == "grpo" else "token")
+        return compute_row_weights(
+            batch, total, "sequence" if self.loss_type == "grpo" else "token"
+        )
 
     def veto(self, stats: Mapping[str, float]) -> str | None:
         return EarlyStop(self.early_stop_imp_ratio, self.early_stop_kl)(stats)

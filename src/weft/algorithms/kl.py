@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jaxtyping import Float
 
 from weft.algorithms.base import Array, exp_ratio
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error
 
 ESTIMATORS = ("k1", "k2", "k3")
 NORMALIZERS = ("exp", "ma")
@@ -20,7 +20,7 @@ K3_BOUND = 10.0  # nats per token
 Vector = npt.NDArray[np.float64]
 
 
-def kl_estimate(
+def estimate_kl(
     logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: str = "k1"
 ) -> Float[Array, "..."]:
     """Estimate KL(policy || reference) at each sampled token, in nats, from its two log-probs.
@@ -48,11 +48,11 @@ def kl_estimate(
         return xp.square(ratio) / 2
     if estimator == "k3":
         return xp.clip(exp_ratio(-ratio) - 1 + ratio, None, K3_BOUND)
-    raise unknown_name("KL estimator", estimator, ESTIMATORS)
+    raise build_unknown_name_error("KL estimator", estimator, ESTIMATORS)
 
 
 @runtime_checkable
-class Controller(Protocol):
+class KLController(Protocol):
     """The weight of the KL penalty and its update rule."""
 
     value: float
@@ -70,7 +70,7 @@ class Controller(Protocol):
 
 
 @dataclass
-class FixedController:
+class FixedKLController:
     """A constant weight."""
 
     value: float
@@ -86,7 +86,7 @@ class FixedController:
 
 
 @dataclass
-class AdaptiveController:
+class AdaptiveKLController:
     """A weight that moves the KL towards a target (Ziegler et al. 2019, section 2.2).
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon
@@ -138,7 +138,7 @@ class ValueNormalizer:
 
     def __post_init__(self) -> None:
         if self.type not in NORMALIZERS:
-            raise unknown_name("value normalisation", self.type, NORMALIZERS)
+            raise build_unknown_name_error("value normalisation", self.type, NORMALIZERS)
         if not 0.0 <= self.beta < 1.0:
             raise ConfigError(f"value_norm_beta={self.beta} must be at least 0 and below 1")
 

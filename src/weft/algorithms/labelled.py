@@ -16,14 +16,14 @@ from weft.algorithms.base import (
     Sample,
     Stat,
     Sum,
+    count_trained_rows,
     fixed,
     log_sigmoid,
-    trained_rows,
 )
-from weft.algorithms.scores import above, completion_scores
+from weft.algorithms.scores import compute_completion_scores, is_above
 
 
-def kto_loss(
+def compute_kto_loss(
     scores: Float[Array, "S"], labels: Float[Array, "S"], baseline: Float[Array, "S"], beta: float
 ) -> Float[Array, "S"]:
     """Return the KTO loss of each completion, [S].
@@ -40,7 +40,7 @@ def kto_loss(
     return xp.exp(log_sigmoid(-beta * sign * (scores - baseline)))
 
 
-def bco_loss(
+def compute_bco_loss(
     scores: Float[Array, "S"], labels: Float[Array, "S"], shift: Float[Array, "S"], beta: float
 ) -> Float[Array, "S"]:
     """Return the BCO loss of each completion, [S].
@@ -63,7 +63,7 @@ LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 
 @dataclass(frozen=True)
 class LabelledLoss(Loss):
-    """Mean over the minibatch's completions of weight * `kto_loss` or `bco_loss`.
+    """Mean over the minibatch's completions of weight * `compute_kto_loss` or `compute_bco_loss`.
 
     Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or
     `reward_shift` (BCO's delta), with one value per id or per completion.
@@ -71,7 +71,7 @@ class LabelledLoss(Loss):
     Metrics, with "chosen" for desirable and "rejected" for undesirable completions:
     `rewards/{chosen,rejected,margins}` = beta * score; `logps/{chosen,rejected}`;
     `rewards/accuracies`, the share of rewards on the correct side of the threshold (beta * z0 or
-    delta), where a reward equal to the threshold up to rounding is on neither side (see `above`);
+    delta), where a reward equal to the threshold up to rounding is on neither side (see `is_above`);
     and the threshold itself under its key.
     """
 
@@ -85,13 +85,13 @@ class LabelledLoss(Loss):
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `sequences`, the number of completions with at least one trained token."""
-        return {"sequences": float(np.count_nonzero(trained_rows(minibatch)))}
+        return {"sequences": float(np.count_nonzero(count_trained_rows(minibatch)))}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
         xp = array_api_compat.array_namespace(out["logprobs"])
-        scores, logps = completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
+        scores, logps = compute_completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
         key = LABELLED[self.loss_type]
         labels = batch["label"]
         baseline = batch[key]
@@ -99,13 +99,13 @@ class LabelledLoss(Loss):
         good = xp.astype(labels > 0.5, scores.dtype) * taken
         weights = self.desirable_weight * good + self.undesirable_weight * (taken - good)
         kto = self.loss_type == "kto"
-        each = (kto_loss if kto else bco_loss)(scores, labels, baseline, self.beta)
+        each = (compute_kto_loss if kto else compute_bco_loss)(scores, labels, baseline, self.beta)
         threshold = self.beta * baseline if kto else baseline
         terms = self.beta * logps  # magnitude of the operands of `rewards`
         rewards = self.beta * fixed(scores)
-        right = xp.astype(above(rewards, threshold, terms), good.dtype) * good
-        right = right + xp.astype(above(threshold, rewards, terms), good.dtype) * (taken - good)
-        stats = _label_stats(rewards, right, logps, good, taken - good)
+        right = xp.astype(is_above(rewards, threshold, terms), good.dtype) * good
+        right = right + xp.astype(is_above(threshold, rewards, terms), good.dtype) * (taken - good)
+        stats = _compute_label_stats(rewards, right, logps, good, taken - good)
         stats[key] = Sum(xp.sum(baseline * taken), xp.sum(taken))
         return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
 
@@ -120,7 +120,7 @@ class LabelledLoss(Loss):
         return made
 
 
-def _label_stats(
+def _compute_label_stats(
     rewards: Array, right: Array, logps: Array, good: Array, bad: Array
 ) -> dict[str, Stat]:
     xp = array_api_compat.array_namespace(rewards)

@@ -18,20 +18,20 @@ from weft.algorithms.base import (
     RowBatch,
     Sample,
     Stat,
+    compute_masked_sum,
+    count_trained_rows,
     exp_ratio,
     fixed,
     masked_mean,
-    masked_sum,
-    trained_rows,
 )
 from weft.algorithms.covariance import METHODS
-from weft.algorithms.kl import kl_estimate
-from weft.errors import ConfigError, unknown_name
+from weft.algorithms.kl import estimate_kl
+from weft.errors import ConfigError, build_unknown_name_error
 from weft.registry import register_loss
 
 
 @dataclass(frozen=True)
-class Clip:
+class RatioClip:
     """The range [1 - low, 1 + high] of the importance ratio; outside it a token has no gradient.
 
     `high` above `low` is DAPO's clip-higher (Yu et al. 2025, section 3.1); None means `low`. `dual`
@@ -66,7 +66,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Control:
+class CovarianceControl:
     """Treatment of high-covariance tokens: `none`, `clip` (no loss) or `kl` (a penalty).
 
     The penalty is kl_coef * |log-ratio|.
@@ -77,11 +77,11 @@ class Control:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise unknown_name("covariance control", self.method, METHODS)
+            raise build_unknown_name_error("covariance control", self.method, METHODS)
 
 
-def clipped_surrogate(
-    log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: Clip
+def compute_clipped_surrogate(
+    log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: RatioClip
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Return (loss, 1 if a bound blocks the gradient) of each token, [N] each.
 
@@ -106,11 +106,11 @@ def clipped_surrogate(
     return loss, xp.astype(held, log_ratio.dtype)
 
 
-def old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
+def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
     """Return the log-probs of the policy in the ratio's denominator, [N].
 
-    These are the batch's `old_logprobs`, computed by the trained network before its first update on
-    the batch; or `logprobs`, as sampled, if the batch has no `old_logprobs`.
+    These are the batch's `find_old_logprobs`, computed by the trained network before its first update on
+    the batch; or `logprobs`, as sampled, if the batch has no `find_old_logprobs`.
     """
     if "old_logprobs" in batch:
         found: Array = batch["old_logprobs"]
@@ -119,13 +119,16 @@ def old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
     return found
 
 
-def weighted(
-    each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch, control: Control
+def weight_policy_loss(
+    each: Float[Array, "N"],
+    log_ratio: Float[Array, "N"],
+    batch: RowBatch,
+    control: CovarianceControl,
 ) -> Float[Array, "N"]:
-    """Apply covariance control and `sampler_weights` to the policy loss of each token, [N].
+    """Apply covariance control and `compute_sampler_weights` to the policy loss of each token, [N].
 
     High-covariance tokens lose their loss or get a penalty (`weft.algorithms.covariance`); then all
-    losses are multiplied by the batch's `sampler_weights`, if any (`weft.algorithms.sampler`).
+    losses are multiplied by the batch's `compute_sampler_weights`, if any (`weft.algorithms.sampler`).
     """
     xp = array_api_compat.array_namespace(each)
     if control.method != "none":
@@ -140,7 +143,7 @@ def weighted(
     return each
 
 
-def policy_stats(
+def compute_policy_stats(
     out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]
 ) -> dict[str, Stat]:
     """Return the metrics of every policy node, means over trained tokens unless stated otherwise.
@@ -156,7 +159,7 @@ def policy_stats(
     sampled = batch["logprobs"]
     mask = batch.mask
     xp = array_api_compat.array_namespace(now)
-    gap = xp.where(mask != 0, now - old_logprobs(batch), xp.zeros_like(now))
+    gap = xp.where(mask != 0, now - find_old_logprobs(batch), xp.zeros_like(now))
     ratio = exp_ratio(gap)
     apart = xp.abs(xp.where(mask != 0, now - sampled, xp.zeros_like(now)))
     stats: dict[str, Stat] = {
@@ -170,7 +173,7 @@ def policy_stats(
     }
     held = "ref_logprobs" in batch
     stats["kl"] = (
-        masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask)
+        masked_mean(estimate_kl(now, batch["ref_logprobs"], "k3"), mask)
         if held
         else stats["approx_kl"]
     )
@@ -185,7 +188,7 @@ class EarlyStop:
     kl: float | None = None
 
     def __call__(self, stats: Mapping[str, float]) -> str | None:
-        """Return the reason to skip the step, given reduced `policy_stats`, or None to take it."""
+        """Return the reason to skip the step, given reduced `compute_policy_stats`, or None to take it."""
         ratio = stats.get("importance_ratio")
         kl = stats.get("approx_kl")
         if self.imp_ratio is not None and ratio is not None and ratio > self.imp_ratio:
@@ -200,10 +203,10 @@ class EarlyStop:
 @register_loss("ppo_actor")
 @dataclass(frozen=True)
 class PPOActorLoss(Loss):
-    """Mean over the minibatch's trained tokens of `clipped_surrogate` - entropy_coef * entropy.
+    """Mean over the minibatch's trained tokens of `compute_clipped_surrogate` - entropy_coef * entropy.
 
     Keys: `advantages` (whitened by the host function); `logprobs`, as sampled, the denominator of
-    the ratio unless the batch has `old_logprobs`; `sampler_weights` if present; `high_covariance`
+    the ratio unless the batch has `find_old_logprobs`; `compute_sampler_weights` if present; `high_covariance`
     unless `covariance` is none.
 
     The mean is over tokens, as in the descendants of InstructGPT's PPO (ReaLHF, OpenRLHF, verl);
@@ -229,34 +232,34 @@ class PPOActorLoss(Loss):
         _ = self.clip, self.control  # checks the values
 
     @property
-    def control(self) -> Control:
-        return Control(self.covariance, self.kl_cov_coef)
+    def control(self) -> CovarianceControl:
+        return CovarianceControl(self.covariance, self.kl_cov_coef)
 
     @property
-    def clip(self) -> Clip:
-        return Clip(self.eps_clip, self.eps_clip_high, self.dual_clip)
+    def clip(self) -> RatioClip:
+        return RatioClip(self.eps_clip, self.eps_clip_high, self.dual_clip)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `tokens`, the number of trained tokens."""
-        return {"tokens": float(trained_rows(minibatch).sum())}
+        return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        log_ratio = out["logprobs"] - old_logprobs(batch)
-        each, clipped = clipped_surrogate(log_ratio, batch["advantages"], self.clip)
-        each = weighted(each, log_ratio, batch, self.control)
-        stats = policy_stats(out, batch, fixed(clipped))
+        log_ratio = out["logprobs"] - find_old_logprobs(batch)
+        each, clipped = compute_clipped_surrogate(log_ratio, batch["advantages"], self.clip)
+        each = weight_policy_loss(each, log_ratio, batch, self.control)
+        stats = compute_policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         if self.entropy_coef:
             each = each - self.entropy_coef * out["entropy"]
-        return masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
+        return compute_masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
 
     def veto(self, stats: Mapping[str, float]) -> str | None:
         return EarlyStop(self.early_stop_imp_ratio, self.early_stop_kl)(stats)
 
 
-def clipped_value_loss(
+def compute_clipped_value_loss(
     values: Float[Array, "N"], old: Float[Array, "N"], returns: Float[Array, "N"], eps: float | None
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Return (loss, 1 if the bound blocks the gradient) of each token, [N] each.
@@ -278,7 +281,7 @@ def clipped_value_loss(
 @register_loss("ppo_critic")
 @dataclass(frozen=True)
 class PPOCriticLoss(Loss):
-    """Mean over the minibatch's trained tokens of `clipped_value_loss`.
+    """Mean over the minibatch's trained tokens of `compute_clipped_value_loss`.
 
     Keys: `values` (predicted when the batch was generated) and `returns`. Metrics: `value_loss`,
     `value_clip_ratio`, `value`, `return` (means over tokens) and `explained_variance` = 1 - Var(R -
@@ -299,14 +302,14 @@ class PPOCriticLoss(Loss):
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `tokens`, the number of trained tokens."""
-        return {"tokens": float(trained_rows(minibatch).sum())}
+        return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
         returns = batch["returns"]
         mask = batch.mask
-        each, clipped = clipped_value_loss(
+        each, clipped = compute_clipped_value_loss(
             out["values"], batch["values"], returns, self.value_eps_clip
         )
         xp = array_api_compat.array_namespace(returns)
@@ -319,7 +322,7 @@ class PPOCriticLoss(Loss):
             "return_square": masked_mean(xp.square(returns), mask),
             "error_square": masked_mean(xp.square(returns - now), mask),
         }
-        return masked_sum(each, mask) / max(total["tokens"], 1.0), stats
+        return compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Replace the moments by `explained_variance`, omitted if all returns are equal."""

@@ -19,14 +19,14 @@ import array_api_compat
 from jaxtyping import Float
 
 from weft.algorithms.base import Array, log_sigmoid
-from weft.errors import unknown_name
+from weft.errors import build_unknown_name_error
 
 SCORES = ("sum", "mean", "free")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all others.
 
 
-def divergence_score(
+def compute_divergence_score(
     log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5
 ) -> Float[Array, "S"]:
     """Return f'(t) of t = pi / ref from log t, for the f of a divergence, [S].
@@ -54,10 +54,10 @@ def divergence_score(
         return (xp.exp(xp.clip((alpha - 1.0) * log_ratio, None, EXPONENT_BOUND)) - 1.0) / (
             alpha - 1.0
         )
-    raise unknown_name("dpo.f_divergence", divergence, DIVERGENCES)
+    raise build_unknown_name_error("dpo.f_divergence", divergence, DIVERGENCES)
 
 
-def sigmoid_loss(
+def compute_sigmoid_loss(
     delta: Float[Array, "P"], beta: float, smoothing: float = 0.0
 ) -> Float[Array, "P"]:
     """Return -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta), e = `smoothing`.
@@ -69,7 +69,9 @@ def sigmoid_loss(
     return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)
 
 
-def robust_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
+def compute_robust_loss(
+    delta: Float[Array, "P"], beta: float, smoothing: float
+) -> Float[Array, "P"]:
     """Return the DPO loss corrected for labels flipped with probability e = `smoothing`.
 
     [-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al.
@@ -80,13 +82,13 @@ def robust_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Floa
     return (-(1.0 - smoothing) * kept + smoothing * flipped) / (1.0 - 2.0 * smoothing)
 
 
-def hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
     """Return max(0, 1 - beta delta): SLiC as in Liu et al. 2023 (RSO), table 1."""
     xp = array_api_compat.array_namespace(delta)
     return xp.clip(1.0 - beta * delta, 0.0, None)
 
 
-def ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+def compute_ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
     """Return (delta - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, where beta is called tau).
 
     Scores are means over tokens, not sums as the equation suggests: the authors confirmed to TRL
@@ -96,17 +98,17 @@ def ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
     return xp.square(delta - 1.0 / (2.0 * beta))
 
 
-def simpo_loss(
+def compute_simpo_loss(
     delta: Float[Array, "P"], beta: float, gamma: float, smoothing: float = 0.0
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(beta delta - gamma) of mean log-probs (Meng et al. 2024, eq. 6).
 
-    Smoothed as in `sigmoid_loss`.
+    Smoothed as in `compute_sigmoid_loss`.
     """
-    return sigmoid_loss(delta - gamma / beta, beta, smoothing)
+    return compute_sigmoid_loss(delta - gamma / beta, beta, smoothing)
 
 
-def log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
+def compute_log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
     """Return log(p / (1 - p)) with p = exp(mean log-prob), where p is at most exp(-1e-6)."""
     xp = array_api_compat.array_namespace(mean_logprob)
     x = xp.clip(mean_logprob, None, -1e-6)
@@ -116,7 +118,7 @@ def log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
     return x - xp.where(near, by_expm1, by_log1p)
 
 
-def orpo_loss(
+def compute_orpo_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
     """Return -better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs.
@@ -125,10 +127,10 @@ def orpo_loss(
     of the better answer, a mean over its tokens as in the paper; TRL takes the mean over all tokens
     of a micro-batch, prompts included.
     """
-    return -better - beta * log_sigmoid(log_odds(better) - log_odds(worse))
+    return -better - beta * log_sigmoid(compute_log_odds(better) - compute_log_odds(worse))
 
 
-def exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
+def compute_exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
     """Return KL(q || p), q = (sigmoid(beta delta), sigmoid(-beta delta)), p = (1 - e, e).
 
     EXO for two answers, with e = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact
@@ -142,7 +144,9 @@ def exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[A
     )
 
 
-def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+def compute_nca_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
+) -> Float[Array, "P"]:
     """Return the NCA loss of two answers.
 
     -log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse), Chen
@@ -153,7 +157,7 @@ def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -
     )
 
 
-def sppo_loss(
+def compute_sppo_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
     """Return (better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2.
@@ -165,7 +169,7 @@ def sppo_loss(
     return xp.square(better - 0.5 / beta) + xp.square(worse + 0.5 / beta)
 
 
-def bco_pair_loss(
+def compute_bco_pair_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(beta better) - log sigmoid(-beta worse).
@@ -176,7 +180,7 @@ def bco_pair_loss(
     return -log_sigmoid(beta * better) - log_sigmoid(-beta * worse)
 
 
-def apo_zero_loss(
+def compute_apo_zero_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
     """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
@@ -189,7 +193,7 @@ def apo_zero_loss(
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
 
 
-def apo_down_loss(
+def compute_apo_down_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
     """Return sigmoid(beta better) + 1 - sigmoid(beta (better - worse)).
@@ -201,7 +205,7 @@ def apo_down_loss(
     return xp.exp(log_sigmoid(beta * better)) + xp.exp(log_sigmoid(-beta * (better - worse)))
 
 
-def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
+def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
     """Return (1 - m) * -log sigmoid(beta delta) + m exp(-beta delta).
 
     m = sigmoid(beta delta / tau); Lu et al. 2024, "Discovering Preference Optimization Algorithms",
@@ -216,7 +220,7 @@ def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Ar
 
 
 @dataclass(frozen=True)
-class Kind:
+class PreferenceLossKind:
     """A pairwise loss as a function of (better, worse, options), with its requirements.
 
     `score` is the kind of scores it compares, `options` the names of the options it reads,
@@ -231,37 +235,47 @@ class Kind:
     divergences: bool = False
 
 
-def _of_delta(loss: Callable[[Array, Any], Array], *options: str, score: str = "sum") -> Kind:
-    """Return the `Kind` of a loss that depends on delta alone; it supports all divergences."""
-    return Kind(lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True)
+def _build_delta_kind(
+    loss: Callable[[Array, Any], Array], *options: str, score: str = "sum"
+) -> PreferenceLossKind:
+    """Return the `PreferenceLossKind` of a loss that depends on delta alone; it supports all divergences."""
+    return PreferenceLossKind(
+        lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True
+    )
 
 
 SMOOTHED = "label_smoothing"
-KINDS: Mapping[str, Kind] = {
-    "sigmoid": _of_delta(lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED),
-    "sigmoid_norm": _of_delta(
-        lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED, score="mean"
+KINDS: Mapping[str, PreferenceLossKind] = {
+    "sigmoid": _build_delta_kind(
+        lambda d, o: compute_sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED
     ),
-    "robust": _of_delta(lambda d, o: robust_loss(d, o.beta, o.label_smoothing), SMOOTHED),
-    "hinge": _of_delta(lambda d, o: hinge_loss(d, o.beta)),
-    "ipo": _of_delta(lambda d, o: ipo_loss(d, o.beta), score="mean"),
-    "exo_pair": Kind(
-        lambda b, w, o: exo_loss(b - w, o.beta, o.label_smoothing),
+    "sigmoid_norm": _build_delta_kind(
+        lambda d, o: compute_sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED, score="mean"
+    ),
+    "robust": _build_delta_kind(
+        lambda d, o: compute_robust_loss(d, o.beta, o.label_smoothing), SMOOTHED
+    ),
+    "hinge": _build_delta_kind(lambda d, o: compute_hinge_loss(d, o.beta)),
+    "ipo": _build_delta_kind(lambda d, o: compute_ipo_loss(d, o.beta), score="mean"),
+    "exo_pair": PreferenceLossKind(
+        lambda b, w, o: compute_exo_loss(b - w, o.beta, o.label_smoothing),
         options=frozenset({SMOOTHED}),
         defaults={SMOOTHED: 1e-3},
         divergences=True,
     ),
-    "discopop": _of_delta(lambda d, o: discopop_loss(d, o.beta, o.discopop_tau), "discopop_tau"),
-    "nca_pair": Kind(lambda b, w, o: nca_loss(b, w, o.beta)),
-    "sppo_hard": Kind(lambda b, w, o: sppo_loss(b, w, o.beta)),
-    "bco_pair": Kind(lambda b, w, o: bco_pair_loss(b, w, o.beta)),
-    "apo_zero": Kind(lambda b, w, o: apo_zero_loss(b, w, o.beta)),
-    "apo_down": Kind(lambda b, w, o: apo_down_loss(b, w, o.beta)),
-    "simpo": Kind(
-        lambda b, w, o: simpo_loss(b - w, o.beta, o.simpo_gamma, o.label_smoothing),
+    "discopop": _build_delta_kind(
+        lambda d, o: compute_discopop_loss(d, o.beta, o.discopop_tau), "discopop_tau"
+    ),
+    "nca_pair": PreferenceLossKind(lambda b, w, o: compute_nca_loss(b, w, o.beta)),
+    "sppo_hard": PreferenceLossKind(lambda b, w, o: compute_sppo_loss(b, w, o.beta)),
+    "bco_pair": PreferenceLossKind(lambda b, w, o: compute_bco_pair_loss(b, w, o.beta)),
+    "apo_zero": PreferenceLossKind(lambda b, w, o: compute_apo_zero_loss(b, w, o.beta)),
+    "apo_down": PreferenceLossKind(lambda b, w, o: compute_apo_down_loss(b, w, o.beta)),
+    "simpo": PreferenceLossKind(
+        lambda b, w, o: compute_simpo_loss(b - w, o.beta, o.simpo_gamma, o.label_smoothing),
         "free",
         frozenset({SMOOTHED, "simpo_gamma"}),
         {"beta": 2.0},
     ),
-    "orpo": Kind(lambda b, w, o: orpo_loss(b, w, o.beta), "free"),
+    "orpo": PreferenceLossKind(lambda b, w, o: compute_orpo_loss(b, w, o.beta), "free"),
 }

@@ -19,16 +19,16 @@ from weft.algorithms.base import (
     Stat,
     Sum,
     fixed,
-    host_array,
     log_sigmoid,
+    to_host_array,
 )
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error
 from weft.registry import register_loss
 
 LOSS_TYPES = ("ranking", "classification")
 
 
-def pair_loss(
+def compute_pair_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], margin: Float[Array, "P"]
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(better - worse - margin) of each pair of scores, [P].
@@ -39,7 +39,7 @@ def pair_loss(
     return -log_sigmoid(better - worse - margin)
 
 
-def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
+def compute_pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
     """Return 1 / (number of pairs of the same group) for each pair, [P], in `dtype`.
 
     Gives every group the same weight, however many pairs its ranking has: InstructGPT's 1 / C(K, 2)
@@ -54,14 +54,14 @@ def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
     return 1.0 / xp.astype(counts, dtype)
 
 
-def num_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
+def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
     """Return the number of pairs (better, worse) of each id, int64 [num_ids].
 
     Counts the pairs that `RowBatch.pairs` lists, from `rank` and `comparison`.
     """
-    rank = host_array(minibatch.data["rank"])
+    rank = to_host_array(minibatch.data["rank"])
     if "comparison" in minibatch.data:
-        comparison = host_array(minibatch.data["comparison"])
+        comparison = to_host_array(minibatch.data["comparison"])
     else:
         comparison = np.zeros_like(rank)
     group = minibatch.group_of("rank")
@@ -104,11 +104,11 @@ class RewardLoss(Loss):
             if getattr(self, name) < 0:
                 raise ConfigError(f"rw.{name}={getattr(self, name)} must be at least 0")
         if self.loss_type not in LOSS_TYPES:
-            raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
+            raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `groups`, the number of ids with any pair, and `pairs`, the number of pairs."""
-        pairs = num_pairs(minibatch)
+        pairs = count_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}
 
     def __call__(
@@ -123,19 +123,19 @@ class RewardLoss(Loss):
             margin = xp.take(batch["margin"], better)
         else:
             margin = xp.zeros_like(high)
-        each = pair_loss(high, low, margin)
+        each = compute_pair_loss(high, low, margin)
         if self.score_l2:
             each = each + self.score_l2 * (xp.square(high) + xp.square(low)) / 2
         if self.center:
             each = each + self.center * xp.square(high + low)
-        shares = pair_shares(xp.take(batch.group, better), scores.dtype)
-        stats = _stats(fixed(scores), fixed(high - low), shares)
+        shares = compute_pair_shares(xp.take(batch.group, better), scores.dtype)
+        stats = _compute_stats(fixed(scores), fixed(high - low), shares)
         if self.loss_type == "classification":
             return xp.sum(each) / max(total["pairs"], 1.0), stats
         return xp.sum(each * shares) / max(total["groups"], 1.0), stats
 
 
-def _stats(
+def _compute_stats(
     scores: Float[Array, "S"], gap: Float[Array, "P"], shares: Float[Array, "P"]
 ) -> Mapping[str, Stat]:
     xp = array_api_compat.array_namespace(scores)

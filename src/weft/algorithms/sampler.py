@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
 
-from weft.algorithms.advantages import segment_sums
+from weft.algorithms.advantages import compute_segment_sums
 from weft.algorithms.base import LOG_RATIO_BOUND
-from weft.errors import unknown_name
+from weft.errors import build_unknown_name_error
 
 Vector = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ Index = npt.NDArray[np.int64]
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def sampler_weights(
+def compute_sampler_weights(
     trainer: Float[Vector, "T"],
     sampler: Float[Vector, "T"],
     mask: Float[Vector, "T"],
@@ -47,10 +47,10 @@ def sampler_weights(
     Raises `ConfigError` for an unknown correction.
     """
     if correction not in CORRECTIONS:
-        raise unknown_name("sampler correction", correction, CORRECTIONS)
+        raise build_unknown_name_error("sampler correction", correction, CORRECTIONS)
     gap = np.where(mask != 0, trainer - sampler, 0.0)
     if correction.startswith("sequence"):
-        gap = np.repeat(segment_sums(gap, lengths), lengths)
+        gap = np.repeat(compute_segment_sums(gap, lengths), lengths)
     ratio = np.exp(np.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     if correction.endswith("truncate"):
         weight = np.minimum(ratio, high)

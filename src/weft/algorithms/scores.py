@@ -11,7 +11,7 @@ from weft.algorithms.base import Array, RowBatch, Stat, Sum, fixed
 ROUNDING = 8.0
 
 
-def completion_scores(
+def compute_completion_scores(
     logprobs: Float[Array, "N"], reference: Float[Array, "N"] | None, batch: RowBatch
 ) -> tuple[Float[Array, "S"], Float[Array, "S"]]:
     """Return (scores, summed log-probs) of each completion's trained tokens, [S] each.
@@ -26,13 +26,13 @@ def completion_scores(
     return sums, batch.sum(fixed(logprobs) * batch.mask)
 
 
-def per_token(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "S"]:
+def divide_by_tokens(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "S"]:
     """Return the sums divided by each completion's number of trained tokens, [S]."""
     xp = array_api_compat.array_namespace(sums)
     return sums / xp.clip(batch.lengths, 1.0, None)
 
 
-def above(one: Array, other: Array, terms: Array) -> Array:
+def is_above(one: Array, other: Array, terms: Array) -> Array:
     """Return whether `one` exceeds `other` by more than rounding error, elementwise.
 
     Both are sums and differences of numbers whose magnitude is `terms`; the tolerance is 8 units in
@@ -44,17 +44,17 @@ def above(one: Array, other: Array, terms: Array) -> Array:
     return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
 
 
-def pair_stats(
+def compute_pair_stats(
     rewards: tuple[Array, Array], logps: tuple[Array, Array], terms: tuple[Array, Array]
 ) -> dict[str, Stat]:
     """Return the metrics of pairs from their (better, worse) rewards and log-probs, each [P].
 
     `terms` are the magnitudes of the operands from which the rewards were computed. A pair whose
-    rewards are equal up to rounding (see `above`) counts as wrongly ordered.
+    rewards are equal up to rounding (see `is_above`) counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])
-    right = xp.astype(above(*rewards, xp.abs(terms[0]) + xp.abs(terms[1])), rewards[0].dtype)
+    right = xp.astype(is_above(*rewards, xp.abs(terms[0]) + xp.abs(terms[1])), rewards[0].dtype)
     return {
         "rewards/chosen": Sum(xp.sum(rewards[0]), count),
         "rewards/rejected": Sum(xp.sum(rewards[1]), count),

@@ -16,32 +16,32 @@ from weft.algorithms.base import (
     RowBatch,
     Sample,
     Stat,
+    compute_masked_sum,
+    count_trained_rows,
     masked_mean,
-    masked_sum,
-    trained_rows,
 )
-from weft.errors import unknown_name
+from weft.errors import build_unknown_name_error
 from weft.registry import register_loss
 
 AVERAGES = ("token", "sequence")
 LOSS_TYPES = ("cross_entropy", "poly")
 
 
-def negative_log_likelihood(
-    logprobs: Float[Array, "N"], weights: Float[Array, "N"]
-) -> Float[Array, ""]:
+def compute_nll(logprobs: Float[Array, "N"], weights: Float[Array, "N"]) -> Float[Array, ""]:
     """Return -sum over rows of weight * log p(label), in nats."""
-    return -masked_sum(logprobs, weights)
+    return -compute_masked_sum(logprobs, weights)
 
 
-def poly(logprobs: Float[Array, "N"], weights: Float[Array, "N"], eps: float) -> Float[Array, ""]:
+def compute_poly_loss(
+    logprobs: Float[Array, "N"], weights: Float[Array, "N"], eps: float
+) -> Float[Array, ""]:
     """Return the sum over rows of weight * (-log p(label) + eps (1 - p(label))).
 
     PolyLoss with its first coefficient (Leng et al. 2022, arXiv:2204.12511, eq. 7); eps = 0 is
     cross-entropy.
     """
     xp = array_api_compat.array_namespace(logprobs)
-    return masked_sum(eps * (1.0 - xp.exp(logprobs)) - logprobs, weights)
+    return compute_masked_sum(eps * (1.0 - xp.exp(logprobs)) - logprobs, weights)
 
 
 @register_loss("sft")
@@ -54,7 +54,7 @@ class SFTLoss(Loss):
     length. Older trainers average within each micro-batch and then average the results, which is
     neither and depends on the micro-batch size.
 
-    `loss_type=poly` adds `poly_eps` (1 - p(token)) to every term; the metric `nll` remains the
+    `loss_type=compute_poly_loss` adds `poly_eps` (1 - p(token)) to every term; the metric `nll` remains the
     cross-entropy.
     """
 
@@ -68,13 +68,13 @@ class SFTLoss(Loss):
 
     def __post_init__(self) -> None:
         if self.average not in AVERAGES:
-            raise unknown_name("average", self.average, AVERAGES)
+            raise build_unknown_name_error("average", self.average, AVERAGES)
         if self.loss_type not in LOSS_TYPES:
-            raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
+            raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the numbers of trained `tokens` and of `sequences` with at least one of them."""
-        rows = trained_rows(minibatch)
+        rows = count_trained_rows(minibatch)
         return {"tokens": float(rows.sum()), "sequences": float(np.count_nonzero(rows))}
 
     def __call__(
@@ -82,14 +82,14 @@ class SFTLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         logprobs = out["logprobs"]
         mask = batch.mask
-        weights = row_weights(batch, total, self.average)
+        weights = compute_row_weights(batch, total, self.average)
         stats: dict[str, Stat] = {
             "nll": masked_mean(-logprobs, mask),
             "accuracy": masked_mean(out["top1"], mask),
         }
         if self.loss_type == "poly":
-            return poly(logprobs, weights, self.poly_eps), stats
-        return negative_log_likelihood(logprobs, weights), stats
+            return compute_poly_loss(logprobs, weights, self.poly_eps), stats
+        return compute_nll(logprobs, weights), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Add `perplexity` = exp(mean nll over tokens), at most e^20."""
@@ -99,7 +99,9 @@ class SFTLoss(Loss):
         return made
 
 
-def row_weights(batch: RowBatch, total: Mapping[str, float], average: str) -> Float[Array, "N"]:
+def compute_row_weights(
+    batch: RowBatch, total: Mapping[str, float], average: str
+) -> Float[Array, "N"]:
     """Return the weight of each row such that weighted sums over all micro-batches are means, [N].
 
     "token": mask / trained tokens. "sequence": mask / (trained rows of the sequence * sequences

@@ -18,14 +18,14 @@ import numpy.typing as npt
 from jaxtyping import Float
 
 from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, fixed
-from weft.algorithms.preferences import sigmoid_loss
-from weft.algorithms.reward import num_pairs
-from weft.algorithms.scores import completion_scores, pair_stats
+from weft.algorithms.preferences import compute_sigmoid_loss
+from weft.algorithms.reward import count_pairs
+from weft.algorithms.scores import compute_completion_scores, compute_pair_stats
 
 TRANSPORTED = ("aot", "aot_unpaired")
 
 
-def sorted_partners(
+def find_sorted_partners(
     one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Return for each element of `one` the element of `other` with the same rank, [P].
@@ -60,37 +60,39 @@ class TransportLoss(Loss):
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return `pairs`, the number of pairs of all ids."""
-        return {"pairs": float(num_pairs(minibatch).sum())}
+        return {"pairs": float(count_pairs(minibatch).sum())}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
         xp = array_api_compat.array_namespace(out["logprobs"])
-        ratios, logps = completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
+        ratios, logps = compute_completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
         better, worse = batch.pairs()
         partner = batch["partner"]
         if self.loss_type == "aot":
-            sums = completion_scores(out["logprobs"], None, batch)[0]
-            each = self._each(
+            sums = compute_completion_scores(out["logprobs"], None, batch)[0]
+            each = self._compute_each(
                 xp.take(sums, better) - xp.take(sums, worse) - xp.take(partner, better)
             )
         else:
-            each = self._both_sides(
-                self._each(xp.take(ratios, better) - xp.take(partner, better)),
-                self._each(xp.take(partner, worse) - xp.take(ratios, worse)),
+            each = self._average_both_sides(
+                self._compute_each(xp.take(ratios, better) - xp.take(partner, better)),
+                self._compute_each(xp.take(partner, worse) - xp.take(ratios, worse)),
             )
         rewards = (
             self.beta * fixed(xp.take(ratios, better)),
             self.beta * fixed(xp.take(ratios, worse)),
         )
         both = xp.take(logps, better), xp.take(logps, worse)
-        stats = pair_stats(rewards, both, (self.beta * both[0], self.beta * both[1]))
+        stats = compute_pair_stats(rewards, both, (self.beta * both[0], self.beta * both[1]))
         return xp.sum(each) / max(total["pairs"], 1.0), stats
 
-    def _each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:
-        return sigmoid_loss(delta, self.beta, self.label_smoothing)
+    def _compute_each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:
+        return compute_sigmoid_loss(delta, self.beta, self.label_smoothing)
 
-    def _both_sides(self, one: Float[Array, "P"], other: Float[Array, "P"]) -> Float[Array, "P"]:
+    def _average_both_sides(
+        self, one: Float[Array, "P"], other: Float[Array, "P"]
+    ) -> Float[Array, "P"]:
         """Return half the sum of both losses, with the gradient of the whole sum.
 
         Each comparison appears twice, once at each of its completions.

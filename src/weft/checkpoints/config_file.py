@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import CheckpointError, nearest
+from weft.errors import CheckpointError, find_nearest
 from weft.models.limits import LAYERS, MOST, MOST_LAYERS
-from weft.reading import read_object, shortened
+from weft.reading import read_object, shorten
 from weft.registry import families
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ DTYPES = frozenset(
         "float4_e2m1fn_x2",
     }
 )
-SHOWN = 60  # maximum characters of a value in a message
+MAX_SHOWN = 60  # maximum characters of a value in a message
 
 
 def read_config_file(file: Path, where: str) -> dict[str, Any]:
@@ -55,16 +55,16 @@ def read_config_file(file: Path, where: str) -> dict[str, Any]:
     """
     values = read_object(file, where, CheckpointError)
     for key, value in values.items():
-        rule = problem(key, value)
+        rule = find_problem(key, value)
         if rule is not None:
             raise CheckpointError(
-                f"{where}: {key}={shortened(repr(value), SHOWN)}: it must be {rule}"
+                f"{where}: {key}={shorten(repr(value), MAX_SHOWN)}: it must be {rule}"
             )
     return values
 
 
 @contextmanager
-def within(where: str) -> Iterator[None]:
+def prefix_errors(where: str) -> Iterator[None]:
     """Prefix `CheckpointError`s raised inside with `where`."""
     try:
         yield
@@ -92,11 +92,11 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
     if not isinstance(name, str):
         raise CheckpointError(f"model_type={name!r}: it must be a text, the model's family")
     if name not in families.load_all():
-        near = nearest(name, families.names())
+        near = find_nearest(name, families.list_names())
         if near:
             hint = f"nearest: {', '.join(near)}"
         else:
-            hint = f"weft's own: {', '.join(families.names())}"
+            hint = f"weft's own: {', '.join(families.list_names())}"
         raise CheckpointError(
             f"no family for models of type {name!r} ({hint}); backend=hf runs any decoder that "
             f"transformers knows"
@@ -104,7 +104,7 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
     return families.get(name)
 
 
-def problem(key: str, value: Any) -> str | None:
+def find_problem(key: str, value: Any) -> str | None:
     """Return the rule that a value violates, in words, or None.
 
     Keys that not every model has are not checked.
@@ -114,7 +114,7 @@ def problem(key: str, value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if key in LAYERS or key in WIDTHS:
-        return _size(value, MOST_LAYERS if key in LAYERS else MOST - 1)
+        return _check_size(value, MOST_LAYERS if key in LAYERS else MOST - 1)
     if key in TOKEN_IDS:
         several = isinstance(value, list) and key == "eos_token_id"
         whole = all(type(each) is int for each in (value if several else [value]))
@@ -136,7 +136,7 @@ def problem(key: str, value: Any) -> str | None:
     return None
 
 
-def _size(value: Any, most: int) -> str | None:
+def _check_size(value: Any, most: int) -> str | None:
     if type(value) is int and 0 < value <= most:
         return None
     return f"a whole number, 1 to {most:,}"

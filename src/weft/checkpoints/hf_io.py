@@ -24,27 +24,27 @@ from torch import Tensor
 
 from weft import randomness
 from weft.checkpoints import weight_files
-from weft.checkpoints.config_file import find_family, read_config_file, within
-from weft.checkpoints.kind import MEAN_POOLED, shipped_config
+from weft.checkpoints.config_file import find_family, prefix_errors, read_config_file
+from weft.checkpoints.kind import MEAN_POOLED, find_shipped_config
 from weft.checkpoints.prefix_files import read_prefix
 from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
-from weft.errors import CheckpointError, nearest
+from weft.errors import CheckpointError, find_nearest
 from weft.models.families.base import Family
-from weft.models.families.keymap import Key, Piece, pieces
+from weft.models.families.keymap import CheckpointRectangle, Key, list_rectangles
 from weft.models.network.config import TransformerConfig
-from weft.models.network.parameters import values as canonical_values
+from weft.models.network.parameters import find_canonical_values as canonical_values
 from weft.models.network.transformer import Head, Pooling, Transformer
 from weft.reading import check_folder, refuse_url
 from weft.registry import families
-from weft.topology import Slice, whole
+from weft.topology import Slice, build_whole_slice
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 # config.json key for score heads on the mean over tokens; transformers has none
 POOLING = "weft_pooling"
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-NAMED = 8  # maximum number of names in a message
+MAX_LISTED = 8  # maximum number of names in a message
 
 
 # -- configuration
@@ -77,18 +77,18 @@ def resolve(path: str | Path) -> Path:
                 str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"]
             )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
-        raise CheckpointError(_not_handed_out(path, failed)) from failed
+        raise CheckpointError(_explain_failed_download(path, failed)) from failed
     return found
 
 
-def weights_of(path: str | Path) -> Path:
+def find_weights(path: str | Path) -> Path:
     """Return the directory with a model's weights; a prefix has those of its base model."""
     directory = resolve(path)
     found = read_prefix(directory)
     return directory if found is None else resolve(found.base)
 
 
-def config_file(path: str | Path) -> Path:
+def find_config_file(path: str | Path) -> Path:
     """Return the path of a model's config.json; a prefix has that of its base model.
 
     For a hub name, only this file is downloaded. Raises as `resolve` does.
@@ -99,7 +99,7 @@ def config_file(path: str | Path) -> Path:
         or str(path).count("/") > 1
     ):
         directory = resolve(path)
-        return (directory if (directory / CONFIG).is_file() else weights_of(directory)) / CONFIG
+        return (directory if (directory / CONFIG).is_file() else find_weights(directory)) / CONFIG
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -112,13 +112,13 @@ def config_file(path: str | Path) -> Path:
         return Path(hf_hub_download(str(path), CONFIG))
     except EntryNotFoundError as failed:
         if isinstance(failed, LocalEntryNotFoundError):  # the hub does not answer
-            raise CheckpointError(_not_handed_out(path, failed)) from failed
+            raise CheckpointError(_explain_failed_download(path, failed)) from failed
         return resolve(path) / CONFIG  # its error states what the model lacks
     except (HfHubHTTPError, HFValidationError, OSError) as failed:
-        raise CheckpointError(_not_handed_out(path, failed)) from failed
+        raise CheckpointError(_explain_failed_download(path, failed)) from failed
 
 
-def _not_handed_out(path: str | Path, failed: Exception) -> str:
+def _explain_failed_download(path: str | Path, failed: Exception) -> str:
     return f"{path} is neither a directory nor a model that the hub hands out: {failed}"
 
 
@@ -127,18 +127,18 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
     A prefix has those of its base model. Raises `CheckpointError` if there is none.
     """
-    shipped = shipped_config(str(path))
+    shipped = find_shipped_config(str(path))
     if shipped is not None:
         return shipped
-    file = config_file(path)
+    file = find_config_file(path)
     if not file.exists():
         raise CheckpointError(
             f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files"
         )
-    return read_config_file(file, _named(path))
+    return read_config_file(file, _format_config_path(path))
 
 
-def _named(path: str | Path) -> str:
+def _format_config_path(path: str | Path) -> str:
     """A model's config.json as messages name it: as its path is typed, and of a prefix its model's."""
     found = read_prefix(path)
     return str(Path(path if found is None else found.base) / CONFIG)
@@ -148,7 +148,7 @@ def read_config(path: str | Path, type: str | None = None) -> tuple[Family, Tran
     """(family, configuration) of a model directory or hub name."""
     raw = read_raw(path)
     found = read_prefix(path)
-    with within(_named(path)):
+    with prefix_errors(_format_config_path(path)):
         family = find_family(raw, type)
         config = family.config(raw)
     return family, replace(config, prefix_tokens=0 if found is None else found.num_tokens)
@@ -169,7 +169,7 @@ def check_vocabulary(
 # -- reading
 
 
-class Reader:
+class ParameterReader:
     """Reader of a model directory's parameters, by canonical name.
 
     All names and shapes are checked when it is created. Reading a slice of a parameter reads only
@@ -181,7 +181,7 @@ class Reader:
         raw = read_raw(self.directory)
         self.family, self.config = read_config(self.directory, type)
         self.pooling: Pooling = "mean" if raw.get(POOLING) == "mean" else "last"
-        self.files = WeightFiles(weights_of(self.directory))
+        self.files = WeightFiles(find_weights(self.directory))
         self._names = frozenset(self.files.names)
         if self.config.num_layers > len(self._names):
             raise CheckpointError(
@@ -189,25 +189,27 @@ class Reader:
                 f"files hold {len(self._names)} "
                 "tensors; is config.json the one that belongs to the weights?"
             )
-        self.shapes = parameter_shapes(self.config, head)
+        self.shapes = compute_parameter_shapes(self.config, head)
         self.keymap = self.family.keymap(self.config, head)
         prefix = self.family.prefix
-        self._bare = bool(prefix) and not any(name.startswith(prefix) for name in self.files.names)
+        self._lacks_prefix = bool(prefix) and not any(
+            name.startswith(prefix) for name in self.files.names
+        )
         _check_names(self)
         settings = read_prefix(self.directory)
         if settings is None:
             beside: PrefixReader | tuple[()] = ()
         else:
             beside = PrefixReader(self.directory, settings, self.config, self.family.score)
-        self._beside = beside
-        self.missing = [
+        self._prefix_reader = beside
+        self.missing_names = [
             n
             for n, k in self.keymap.keys.items()
-            if n not in beside and any(h not in self for h in k.hf_names())
+            if n not in beside and any(h not in self for h in k.list_hf_names())
         ]
 
     def __contains__(self, hf: object) -> bool:
-        return isinstance(hf, str) and self.stored_name(hf) in self._names
+        return isinstance(hf, str) and self.to_stored_name(hf) in self._names
 
     @property
     def bytes_read(self) -> int:
@@ -218,31 +220,31 @@ class Reader:
         """Most frequent dtype of the weights."""
         return self.files.dtype
 
-    def stored_name(self, hf: str) -> str:
+    def to_stored_name(self, hf: str) -> str:
         """Return the name in the files.
 
         Checkpoints of a model without its head lack the family's prefix.
         """
-        return hf.removeprefix(self.family.prefix) if self._bare else hf
+        return hf.removeprefix(self.family.prefix) if self._lacks_prefix else hf
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """Return `parameter[where]` in the dtype of the files.
 
         Raises `CheckpointError` for an unknown or missing parameter.
         """
-        if self._beside and name in self._beside:
-            return self._beside.read(name, where)
-        if name not in self.keymap.keys or name in self.missing:
-            near = nearest(name, self.keymap.keys)
+        if self._prefix_reader and name in self._prefix_reader:
+            return self._prefix_reader.read(name, where)
+        if name not in self.keymap.keys or name in self.missing_names:
+            near = find_nearest(name, self.keymap.keys)
             raise CheckpointError(
                 f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}"
             )
         key = self.keymap.keys[name]
         shape = self.shapes[name]
-        where = whole(shape) if where is None else where
+        where = build_whole_slice(shape) if where is None else where
         found: Tensor | None = None
-        for piece in pieces(key, shape, where):
-            part = self.files.read(self.stored_name(piece.hf), piece.source)
+        for piece in list_rectangles(key, shape, where):
+            part = self.files.read(self.to_stored_name(piece.hf), piece.source)
             part = part.T if key.transpose and part.dim() == 2 else part
             part = part[None] if piece.expert is not None else part
             if part.shape == tuple(s.stop - s.start for s in where):
@@ -258,7 +260,7 @@ class Reader:
         return found
 
 
-def _check_names(reader: Reader) -> None:
+def _check_names(reader: ParameterReader) -> None:
     """Check that the files hold exactly the model's tensors, with the expected shapes.
 
     Heads are exempt: one can be missing, to be initialized, or unused. Raises `CheckpointError`.
@@ -266,38 +268,40 @@ def _check_names(reader: Reader) -> None:
     family = reader.family
     config = reader.config
     where = reader.directory
-    wanted = reader.keymap.hf_names()
+    wanted = reader.keymap.group_by_hf_name()
     heads = {
-        k for head in ("lm", "score") for k, keys in family.keymap(config, head).hf_names().items()
+        k
+        for head in ("lm", "score")
+        for k, keys in family.keymap(config, head).group_by_hf_name().items()
     }
     heads |= {"lm_head.weight", "embed_out.weight"} if config.tied else set()
-    known = {reader.stored_name(name) for name in {*wanted, *heads}}
+    known = {reader.to_stored_name(name) for name in {*wanted, *heads}}
     unknown = [n for n in reader.files.names if n not in known and not n.endswith(family.buffers)]
     if unknown:
         raise CheckpointError(
-            f"{where} holds {_listed(unknown)}, which a {family.name} model with this config.json "
+            f"{where} holds {_format_names(unknown)}, which a {family.name} model with this config.json "
             f"does not have; "
             "is config.json the one that belongs to the weights?"
         )
     missing = [name for name in wanted if name not in reader and name != family.score]
     if missing:
         raise CheckpointError(
-            f"{where} lacks {_listed(missing)}, which a {family.name} model with this config.json "
+            f"{where} lacks {_format_names(missing)}, which a {family.name} model with this config.json "
             f"has"
         )
-    reader.files.need_floats(reader.stored_name(name) for name in wanted if name in reader)
+    reader.files.check_floats(reader.to_stored_name(name) for name in wanted if name in reader)
     for name, keys in wanted.items():
-        expected = keys[0].hf_shape(reader.shapes[keys[0].name])
-        if name in reader and reader.files.shape(reader.stored_name(name)) != expected:
+        expected = keys[0].compute_hf_shape(reader.shapes[keys[0].name])
+        if name in reader and reader.files.get_shape(reader.to_stored_name(name)) != expected:
             raise CheckpointError(
-                f"{where}: {name} is {reader.files.shape(reader.stored_name(name))}, config.json "
+                f"{where}: {name} is {reader.files.get_shape(reader.to_stored_name(name))}, config.json "
                 f"asks for {expected}"
             )
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def _format_names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def load(
@@ -315,13 +319,13 @@ def load(
     A value or score head that the checkpoint lacks is initialized as by `init_random` with `seed`.
     `pooling` defaults to the setting in config.json, else the last token.
     """
-    reader = Reader(path, head, type)
-    network = Transformer.empty(
+    reader = ParameterReader(path, head, type)
+    network = Transformer.build_empty(
         reader.config, head, pooling or reader.pooling, device=device, dtype=dtype
     )
     for name, values in canonical_values(network).items():
-        if name in reader.missing:
-            fill(name, values, reader.config, head, seed)
+        if name in reader.missing_names:
+            initialize_parameter(name, values, reader.config, head, seed)
         else:
             values.copy_(reader.read(name))
     return network
@@ -343,13 +347,15 @@ def init_random(
 
     Values depend only on `seed` and the parameter's name, so an actor and its reference are equal.
     """
-    network = Transformer.empty(config, head, pooling, device=device, dtype=dtype)
+    network = Transformer.build_empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():
-        fill(name, values, config, head, seed)
+        initialize_parameter(name, values, config, head, seed)
     return network
 
 
-def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, seed: int) -> None:
+def initialize_parameter(
+    name: str, parameter: Tensor, config: TransformerConfig, head: Head, seed: int
+) -> None:
     """Initialize a parameter; random values are drawn in float32 on the CPU for any device.
 
     Matrices and embeddings are normal with standard deviation `initializer_range`; those that write
@@ -360,32 +366,34 @@ def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, se
     without noise.
     """
     with torch.no_grad():
-        parameter.copy_(initial(name, tuple(parameter.shape), config, head, seed))
+        parameter.copy_(compute_initial_values(name, tuple(parameter.shape), config, head, seed))
 
 
-def initial(
+def compute_initial_values(
     name: str, shape: tuple[int, ...], config: TransformerConfig, head: Head, seed: int
 ) -> Tensor:
-    """Return the values of `fill`, in float32 on the CPU."""
+    """Return the values of `initialize_parameter`, in float32 on the CPU."""
     if name.endswith(".bias") or (head == "value" and name == "score.weight"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.full(shape, 0.0 if config.norm == "rms_plus_one" else 1.0)
-    low, high = randomness.key(seed, "init", id=name)
+    low, high = randomness.derive_key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-    return torch.randn(shape, generator=generator, dtype=torch.float32) * _initial_std(
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * _compute_initial_std(
         name, shape, config
     )
 
 
-def _initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -> float:
+def _compute_initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -> float:
     if name == "score.weight":
         return 1.0 / math.sqrt(shape[1] + 1)
     residual = name.endswith((".attention.o.weight", ".down.weight"))
     return config.initializer_range / (math.sqrt(2 * config.num_layers) if residual else 1.0)
 
 
-def parameter_shapes(config: TransformerConfig, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+def compute_parameter_shapes(
+    config: TransformerConfig, head: Head = "lm"
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by canonical name, without allocating them."""
     with torch.device("meta"):
         return {
@@ -424,14 +432,16 @@ def save(
         f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
     )
     stored = {
-        name: (dtype or parameters[keys[0].name].dtype) for name, keys in keymap.hf_names().items()
+        name: (dtype or parameters[keys[0].name].dtype)
+        for name, keys in keymap.group_by_hf_name().items()
     }
     sizes = {
-        name: math.prod(keys[0].hf_shape(shapes[keys[0].name])) * stored[name].itemsize
-        for name, keys in keymap.hf_names().items()
+        name: math.prod(keys[0].compute_hf_shape(shapes[keys[0].name])) * stored[name].itemsize
+        for name, keys in keymap.group_by_hf_name().items()
     }
     tensors = (
-        (name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters)
+        (name, tensor.to(stored[name]))
+        for name, tensor in assemble(keymap.group_by_hf_name(), parameters)
     )
     weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
     _write_config(folder, values, head, next(iter(stored.values())), pooling)
@@ -466,7 +476,7 @@ def _write_config(
     weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def name_mean_pooled(directory: Path) -> None:
+def write_mean_pooled_architecture(directory: Path) -> None:
     """Write the architecture of reward models with mean pooling into a saved model's config.json.
 
     It replaces the name of the `transformers` class, which would use the last token.
@@ -486,9 +496,9 @@ def assemble(
     wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, tensor), with each tensor put together from its parameters."""
-    held: dict[str, list[tuple[Key, Piece]]] = {name: [] for name in wanted}
+    held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():
-        for piece in pieces(key, tuple(parameters[key.name].shape)):
+        for piece in list_rectangles(key, tuple(parameters[key.name].shape)):
             held[piece.hf].append((key, piece))
     for name, parts in held.items():
         whole_tensor: Tensor | None = None
@@ -497,7 +507,7 @@ def assemble(
             part = parameter[piece.target]
             part = part[0] if piece.expert is not None else part
             part = part.T if key.transpose and part.dim() == 2 else part
-            shape = key.hf_shape(tuple(parameter.shape))
+            shape = key.compute_hf_shape(tuple(parameter.shape))
             if tuple(part.shape) == shape:
                 whole_tensor = part
                 break

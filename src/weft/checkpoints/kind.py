@@ -14,15 +14,15 @@ from weft.checkpoints.names import CONFIG, HUB_NAME
 from weft.checkpoints.prefix_files import read_prefix
 from weft.registry import families
 
-OTHERS_RUN = "hf"  # backend for model types without a weft family
-OWN_RUN = "torch"
+HF_BACKEND = "hf"  # backend for model types without a weft family
+TORCH_BACKEND = "torch"
 MEAN_POOLED = (
     # weft's own name, so that programs which know the transformers architectures refuse it
     "WeftMeanPooledRewardModel"
 )
-SCORED = ("ForSequenceClassification", MEAN_POOLED)  # architectures of reward models
+SCORE_ARCHITECTURES = ("ForSequenceClassification", MEAN_POOLED)  # architectures of reward models
 # Types of bidirectional and encoder-decoder models, which no backend of weft runs.
-NO_DECODERS = frozenset(
+NON_DECODER_TYPES = frozenset(
     (
         "albert",
         "bart",
@@ -67,7 +67,7 @@ NO_DECODERS = frozenset(
 
 
 @cache
-def shipped_configs() -> dict[str, dict[str, Any]]:
+def read_shipped_configs() -> dict[str, dict[str, Any]]:
     """Return the config.json values that are shipped for the models of weft's recipes, by hub name."""
     models: dict[str, dict[str, Any]] = json.loads(
         (Path(weft.__file__).parent / "recipes" / "models.json").read_text()
@@ -75,22 +75,22 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
     return models
 
 
-def shipped_config(path: str) -> dict[str, Any] | None:
+def find_shipped_config(path: str) -> dict[str, Any] | None:
     """Return the shipped config.json values of a recipe's model, or None.
 
     They are used for plans. The result is None if the model's own config.json is on this machine,
     as it is in a run.
     """
-    if path not in shipped_configs() or Path(path).exists():
+    if path not in read_shipped_configs() or Path(path).exists():
         return None
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(path, CONFIG), str):
         return None
-    return dict(shipped_configs()[path])
+    return dict(read_shipped_configs()[path])
 
 
-def values_of(path: str) -> Mapping[str, Any]:
+def read_config_values(path: str) -> Mapping[str, Any]:
     """Return the values of a model's config.json without downloading it, or an empty mapping.
 
     It is looked up in the directory, in the hub's cache and among the shipped ones; a prefix has
@@ -106,23 +106,23 @@ def values_of(path: str) -> Mapping[str, Any]:
         return read_config_file(directory / CONFIG, str(Path(path) / CONFIG))
     prefix = read_prefix(directory)
     if prefix is None:
-        return shipped_config(path) or {}
-    return values_of(prefix.base)
+        return find_shipped_config(path) or {}
+    return read_config_values(prefix.base)
 
 
-def gives_scores(values: Mapping[str, Any]) -> bool:
+def is_reward_model(values: Mapping[str, Any]) -> bool:
     """Return whether a model is a reward model according to its config.json."""
     kinds = values.get("architectures") or []
-    return any(scored in str(kind) for kind in kinds for scored in SCORED)
+    return any(scored in str(kind) for kind in kinds for scored in SCORE_ARCHITECTURES)
 
 
-def backend_of(values: Mapping[str, Any]) -> str:
+def choose_backend(values: Mapping[str, Any]) -> str:
     """Return the backend for a model: `torch`, or `hf` if weft has no family of its type."""
     kind = values.get("model_type")
-    return OWN_RUN if kind is None or kind in families.names() else OTHERS_RUN
+    return TORCH_BACKEND if kind is None or kind in families.list_names() else HF_BACKEND
 
 
-def cost(values: Mapping[str, Any]) -> str:
+def describe_disadvantages(values: Mapping[str, Any]) -> str:
     """Return a line on the disadvantages of a model type without a weft family."""
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "

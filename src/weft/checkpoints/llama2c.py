@@ -34,11 +34,11 @@ MATRICES = {
     "mlp.down": "w2",
     "mlp.up": "w3",
 }
-Shapes = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Header:
+class Llama2cHeader:
     hidden: int
     intermediate: int
     layers: int
@@ -57,8 +57,8 @@ def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
     Raises `CheckpointError` for another format or size.
     """
     raw = path.read_bytes()
-    header = _header(path, raw)
-    shapes = _shapes(header)
+    header = _parse_header(path, raw)
+    shapes = _list_shapes(header)
     expected = header.start + 4 * sum(math.prod(shape) for shape in shapes.values())
     if len(raw) != expected:
         raise CheckpointError(
@@ -72,10 +72,10 @@ def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
             shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True
         )
     }
-    return _config(header), _parameters(header, stored)
+    return _build_config(header), _build_parameters(header, stored)
 
 
-def _header(path: Path, raw: bytes) -> Header:
+def _parse_header(path: Path, raw: bytes) -> Llama2cHeader:
     if len(raw) < HEADER_BYTES:
         raise CheckpointError(f"{path} has {len(raw)} bytes: no llama2.c checkpoint")
     magic, version = struct.unpack_from("<Ii", raw)
@@ -89,7 +89,7 @@ def _header(path: Path, raw: bytes) -> Header:
     )
     shared = vocab > 0 if legacy else raw[36] != 0
     start = 28 if legacy else HEADER_BYTES
-    header = Header(
+    header = Llama2cHeader(
         hidden, inner, layers, heads, kv_heads, abs(vocab), length, shared, legacy, start
     )
     plausible = all(
@@ -101,34 +101,37 @@ def _header(path: Path, raw: bytes) -> Header:
     return header
 
 
-def _shapes(header: Header) -> Shapes:
+def _list_shapes(header: Llama2cHeader) -> TensorShapes:
     """Return the shapes of the tensors in file order; a tensor has all layers."""
     layers = header.layers
     hidden = header.hidden
     inner = header.intermediate
     size = hidden // header.heads
     shared = header.kv_heads * size
-    embedding: Shapes = {"embedding": (header.vocab, hidden)}
-    attention_norm: Shapes = {"attention_norm": (layers, hidden)}
-    mlp_norm: Shapes = {"mlp_norm": (layers, hidden)}
-    last_norm: Shapes = {"norm": (hidden,)}
-    attention: Shapes = {
+    embedding: TensorShapes = {"embedding": (header.vocab, hidden)}
+    attention_norm: TensorShapes = {"attention_norm": (layers, hidden)}
+    mlp_norm: TensorShapes = {"mlp_norm": (layers, hidden)}
+    last_norm: TensorShapes = {"norm": (hidden,)}
+    attention: TensorShapes = {
         "wq": (layers, hidden, hidden),
         "wk": (layers, shared, hidden),
         "wv": (layers, shared, hidden),
         "wo": (layers, hidden, hidden),
     }
-    mlp: Shapes = {
+    mlp: TensorShapes = {
         "w1": (layers, inner, hidden),
         "w2": (layers, hidden, inner),
         "w3": (layers, inner, hidden),
     }
     if header.shared:
-        classifier: Shapes = {}
+        classifier: TensorShapes = {}
     else:
         classifier = {"classifier": (header.vocab, hidden)}
     if header.legacy:
-        tables: Shapes = {"cos": (header.length, size // 2), "sin": (header.length, size // 2)}
+        tables: TensorShapes = {
+            "cos": (header.length, size // 2),
+            "sin": (header.length, size // 2),
+        }
         return (
             embedding
             | attention_norm
@@ -142,7 +145,7 @@ def _shapes(header: Header) -> Shapes:
     return attention_norm | mlp_norm | last_norm | embedding | attention | mlp | classifier
 
 
-def _config(header: Header) -> TransformerConfig:
+def _build_config(header: Llama2cHeader) -> TransformerConfig:
     head_dim = header.hidden // header.heads
     return TransformerConfig(
         family="llama",
@@ -161,7 +164,7 @@ def _config(header: Header) -> TransformerConfig:
     )
 
 
-def _parameters(header: Header, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def _build_parameters(header: Llama2cHeader, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {"embed.weight": stored["embedding"], "norm.weight": stored["norm"]}
     if not header.shared:
         found["head.weight"] = stored["classifier"]
@@ -172,12 +175,14 @@ def _parameters(header: Header, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         for ours, theirs in MATRICES.items():
             matrix = stored[theirs][layer]
             if theirs in ("wq", "wk"):
-                matrix = _halves(matrix, header.heads if theirs == "wq" else header.kv_heads)
+                matrix = _permute_rotary(
+                    matrix, header.heads if theirs == "wq" else header.kv_heads
+                )
             found[f"{block}.{ours}.weight"] = matrix
     return found
 
 
-def _halves(matrix: Tensor, heads: int) -> Tensor:
+def _permute_rotary(matrix: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from interleaved to half-split rotary pairs.
 
     Pairs are (2i, 2i + 1) in the file and (i, i + dim / 2) in weft.

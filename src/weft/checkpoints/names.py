@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.errors import CheckpointError, nearest
-from weft.observe.run_list import newest_first
+from weft.errors import CheckpointError, find_nearest
+from weft.observe.run_list import list_newest_first
 from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
 from weft.reading import refuse_url
 
@@ -35,20 +35,20 @@ TOKENIZERS = (
 )
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-RUN = "config.yaml"
+RUN_CONFIG = "config.yaml"
 LATEST = "latest"
-SERVES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
-ASKED = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
+ACCEPTED_NAMES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
+NAME_PATTERN = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # minimum similarity of a name to a suggested run; hub names are seldom above it
-LIKENESS = 0.7
-MOST_RUNS = 500  # maximum number of runs searched for a hint
+MIN_SIMILARITY = 0.7
+MAX_RUNS = 500  # maximum number of runs searched for a hint
 
-Steps = Mapping[int, Path]
+CheckpointSteps = Mapping[int, Path]
 
 
 @dataclass(frozen=True)
-class Named:
+class LocatedModel:
     """The model that a name refers to.
 
     `path` is a directory or a hub name; `note` is a message for the user about it.
@@ -59,77 +59,77 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ModelQuery:
     """The kind of model to look for.
 
     `roles` are acceptable, the first ones preferred; `option` is the option that the user set;
-    `fileroot` is the folder of all runs. `began` is the checkpoint that an unfinished run began
-    with: a name without a step keeps referring to it. `own` is the directory of that run.
+    `fileroot` is the folder of all runs. `initial_checkpoint` is the checkpoint that an unfinished run began
+    with: a name without a step keeps referring to it. `own_run` is the directory of that run.
     """
 
     option: str = ""
     roles: Sequence[str] = POLICIES
     fileroot: str = RUNS
-    began: str | None = None
-    own: Path | None = None
+    initial_checkpoint: str | None = None
+    own_run: Path | None = None
 
-    def said(self, given: str) -> str:
+    def format_option(self, given: str) -> str:
         return f"{self.option}={given!r}" if self.option else given
 
 
-def locate(given: str, wanted: Wanted | None = None) -> Named:
+def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """Return the model that `given` refers to, without looking up hub names.
 
     Raises `CheckpointError` with the option, the rule and the fix.
     """
-    wanted = wanted or Wanted()
-    refuse_url(given, wanted.said(given), CheckpointError)
+    wanted = wanted or ModelQuery()
+    refuse_url(given, wanted.format_option(given), CheckpointError)
     folder = Path(given).expanduser()
     if folder.is_file() or is_model(folder):
-        return Named(given)
+        return LocatedModel(given)
     if folder.is_dir():
-        return _of_run(given, folder, None, None, wanted)
-    asked = ASKED.fullmatch(given)
+        return _find_in_run(given, folder, None, None, wanted)
+    asked = NAME_PATTERN.fullmatch(given)
     assert asked is not None, "every text has this form"
     place = Path(asked["place"]).expanduser()
     step = asked["step"]
     role = asked["role"]
     if asked["place"] == LATEST:
-        return _of_newest_run(given, step, role, wanted)
+        return _find_in_newest_run(given, step, role, wanted)
     if place.name == LATEST and step is None:
         place = place.parent
         step = LATEST
     if asked["place"] and place.is_dir() and not is_model(place):
-        return _of_run(given, place, step, role, wanted)
-    short = _forgotten(str(place), wanted)
-    if short is not None and not _in_cache(given):
-        found = _of_run(given, short, step, role, wanted)
-        return Named(
+        return _find_in_run(given, place, step, role, wanted)
+    short = _find_short_run(str(place), wanted)
+    if short is not None and not _is_cached(given):
+        found = _find_in_run(given, short, step, role, wanted)
+        return LocatedModel(
             found.path,
-            f"{wanted.said(given)}: taken as a run, {found.path} (no model of this name is cached)",
+            f"{wanted.format_option(given)}: taken as a run, {found.path} (no model of this name is cached)",
         )
     if HUB_NAME.fullmatch(given):
-        return Named(given)
+        return LocatedModel(given)
     raise CheckpointError(
-        f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; "
-        f"{meant(str(place), wanted.fileroot)}"
+        f"{wanted.format_option(given)}: there is no such file or directory; name {ACCEPTED_NAMES}; "
+        f"{suggest_path(str(place), wanted.fileroot)}"
     )
 
 
-def find(given: str, wanted: Wanted) -> Named:
+def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
     """Return the model that `given` refers to; a hub name must be in the cache or on the hub.
 
     Raises `CheckpointError`.
     """
-    found = locate(given, wanted)
+    found = locate_model(given, wanted)
     if not Path(found.path).expanduser().exists():
         from weft.data import hub  # the hub's library takes a moment to import
 
-        hub.check_model(wanted.option, found.path, meant(found.path, wanted.fileroot))
+        hub.check_model(wanted.option, found.path, suggest_path(found.path, wanted.fileroot))
     return found
 
 
-def newest_run(path: str) -> str:
+def find_newest_run(path: str) -> str:
     """Return the newest run in a folder of runs such as `saved_model`; other paths are unchanged."""
     folder = Path(path).expanduser()
     if is_model(folder) or (folder / CHECKPOINTS).is_dir():
@@ -145,12 +145,14 @@ def is_model(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
 
 
-def meant(given: str, fileroot: str = RUNS) -> str:
+def suggest_path(given: str, fileroot: str = RUNS) -> str:
     """Return a hint for a mistyped path: the nearest run, model or neighbour."""
     place = Path(given).expanduser()
     short = "/".join(place.parts[-2:])
-    runs = {"/".join(run.parts[-2:]): run for run in _runs(fileroot)}
-    close = difflib.get_close_matches(short, [name for name in runs if name != given], 1, LIKENESS)
+    runs = {"/".join(run.parts[-2:]): run for run in _list_runs(fileroot)}
+    close = difflib.get_close_matches(
+        short, [name for name in runs if name != given], 1, MIN_SIMILARITY
+    )
     inside = [
         run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)
     ]
@@ -166,7 +168,7 @@ def meant(given: str, fileroot: str = RUNS) -> str:
         siblings = [p.name for p in place.parent.iterdir()]
     else:
         siblings = []
-    like = nearest(place.name, [name for name in siblings if name != place.name], 1)
+    like = find_nearest(place.name, [name for name in siblings if name != place.name], 1)
     if like:
         return f"did you mean {place.parent / like[0]}?"
     return "check the spelling"
@@ -175,89 +177,101 @@ def meant(given: str, fileroot: str = RUNS) -> str:
 # -- runs
 
 
-def _of_newest_run(given: str, step: str | None, role: str | None, wanted: Wanted) -> Named:
+def _find_in_newest_run(
+    given: str, step: str | None, role: str | None, wanted: ModelQuery
+) -> LocatedModel:
     """Return the newest checkpoint of a suitable role among all runs.
 
     An unfinished run that is resumed keeps the checkpoint that it began with.
     """
     if (
-        wanted.began is not None
+        wanted.initial_checkpoint is not None
         and step in (None, LATEST)
-        and STEP.fullmatch(Path(wanted.began).name)
+        and STEP.fullmatch(Path(wanted.initial_checkpoint).name)
     ):
-        return _began(given, Path(wanted.began).expanduser(), "", wanted)
+        return _choose_initial(given, Path(wanted.initial_checkpoint).expanduser(), "", wanted)
     root = Path(wanted.fileroot).expanduser()
-    own = None if wanted.own is None else wanted.own.absolute()
-    for run in newest_first(root):
-        found = _checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
+    own = None if wanted.own_run is None else wanted.own_run.absolute()
+    for run in list_newest_first(root):
+        found = _find_checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
         if any(name in found for name in ([role] if role is not None else wanted.roles)):
-            return _of_run(given, run, LATEST if step is None else step, role, wanted)
+            return _find_in_run(given, run, LATEST if step is None else step, role, wanted)
     roles = role or " or ".join(wanted.roles)
     raise CheckpointError(
-        f"{wanted.said(given)}: no run in {wanted.fileroot} has a checkpoint of {roles}; weft ls "
-        f"lists the runs; name {SERVES}"
+        f"{wanted.format_option(given)}: no run in {wanted.fileroot} has a checkpoint of {roles}; weft ls "
+        f"lists the runs; name {ACCEPTED_NAMES}"
     )
 
 
-def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted: Wanted) -> Named:
+def _find_in_run(
+    given: str, place: Path, step: str | None, role: str | None, wanted: ModelQuery
+) -> LocatedModel:
     """Return the requested checkpoint of a run.
 
     `place` is the run, its folder of checkpoints, or the folder of one role.
     """
-    inside = (place / CHECKPOINTS).is_dir() or (place / RUN).is_file()
-    found = _checkpoints(place / CHECKPOINTS if inside else place)
+    inside = (place / CHECKPOINTS).is_dir() or (place / RUN_CONFIG).is_file()
+    found = _find_checkpoints(place / CHECKPOINTS if inside else place)
     if not found:
-        raise _none(given, place, wanted)
-    name = _role(given, str(place), found, role, wanted)
+        raise _build_missing_error(given, place, wanted)
+    name = _choose_role(given, str(place), found, role, wanted)
     steps = found[name]
     if step is None or step == LATEST:
-        return _newest(given, steps, name, wanted)
+        return _choose_newest(given, steps, name, wanted)
     number = step.removeprefix("step")
     if not number.isdigit() or int(number) not in steps:
         listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
         raise CheckpointError(
-            f"{wanted.said(given)}: {place} has no such checkpoint of {name}; it has {listed}, "
+            f"{wanted.format_option(given)}: {place} has no such checkpoint of {name}; it has {listed}, "
             f"and @latest"
         )
-    return Named(str(steps[int(number)]))
+    return LocatedModel(str(steps[int(number)]))
 
 
-def _newest(given: str, steps: Steps, role: str, wanted: Wanted) -> Named:
+def _choose_newest(
+    given: str, steps: CheckpointSteps, role: str, wanted: ModelQuery
+) -> LocatedModel:
     """Return the newest checkpoint; a resumed run keeps the one that it began with."""
     newest = steps[max(steps)]
-    began = None if wanted.began is None else Path(wanted.began).expanduser()
+    began = (
+        None if wanted.initial_checkpoint is None else Path(wanted.initial_checkpoint).expanduser()
+    )
     if (
         began is None
         or began.absolute().parent != newest.absolute().parent
         or STEP.fullmatch(began.name) is None
     ):
-        return Named(
-            str(newest), f"{wanted.said(given)}: the newest checkpoint of {role}, {newest}"
+        return LocatedModel(
+            str(newest), f"{wanted.format_option(given)}: the newest checkpoint of {role}, {newest}"
         )
-    return _began(
+    return _choose_initial(
         given, began, "" if began.name == newest.name else f"; {newest.name} is newer", wanted
     )
 
 
-def _began(given: str, began: Path, more: str, wanted: Wanted) -> Named:
+def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
     """Return the checkpoint that a resumed run began with; `more` is appended to the note.
 
     Raises `CheckpointError` if it no longer exists.
     """
     if not began.is_dir():
         raise CheckpointError(
-            f"{wanted.said(given)}: this run began with {began}, which is there no more{more}; "
+            f"{wanted.format_option(given)}: this run began with {began}, which is there no more{more}; "
             f"restore it, or begin a run with "
             "another trial_name"
         )
-    return Named(
-        str(wanted.began),
-        f"{wanted.said(given)}: the checkpoint that this run began with, {began}{more}",
+    return LocatedModel(
+        str(wanted.initial_checkpoint),
+        f"{wanted.format_option(given)}: the checkpoint that this run began with, {began}{more}",
     )
 
 
-def _role(
-    given: str, place: str, found: Mapping[str, Steps], asked: str | None, wanted: Wanted
+def _choose_role(
+    given: str,
+    place: str,
+    found: Mapping[str, CheckpointSteps],
+    asked: str | None,
+    wanted: ModelQuery,
 ) -> str:
     """Return the role whose checkpoint is used.
 
@@ -267,35 +281,35 @@ def _role(
         if asked in found:
             return asked
         raise CheckpointError(
-            f"{wanted.said(given)}: {place} has no checkpoints of {asked!r}; it has those of "
-            f"{_many(found)}"
+            f"{wanted.format_option(given)}: {place} has no checkpoints of {asked!r}; it has those of "
+            f"{_format_roles(found)}"
         )
     fitting = [role for role in wanted.roles if role in found]
     if fitting or len(found) == 1:
         return fitting[0] if fitting else next(iter(found))
     raise CheckpointError(
-        f"{wanted.said(given)}: {place} has checkpoints of {_many(found)}, and none of "
+        f"{wanted.format_option(given)}: {place} has checkpoints of {_format_roles(found)}, and none of "
         f"{' or '.join(wanted.roles)}, which "
         f"would serve here; say which one: {place}@{LATEST}:{sorted(found)[0]}"
     )
 
 
-def _many(found: Mapping[str, Steps]) -> str:
+def _format_roles(found: Mapping[str, CheckpointSteps]) -> str:
     return " and ".join(sorted(found))
 
 
-def _checkpoints(root: Path) -> dict[str, Steps]:
+def _find_checkpoints(root: Path) -> dict[str, CheckpointSteps]:
     """Return the checkpoint directories by role and step."""
     if not root.is_dir():
         return {}
-    own = _steps(root)
+    own = _find_steps(root)
     if own:
         return {root.name: own}
     folders = [p for p in root.iterdir() if p.is_dir()]
-    return {folder.name: steps for folder in folders if (steps := _steps(folder))}
+    return {folder.name: steps for folder in folders if (steps := _find_steps(folder))}
 
 
-def _steps(folder: Path) -> Steps:
+def _find_steps(folder: Path) -> CheckpointSteps:
     return {
         int(match[1]): p
         for p in folder.glob("step*")
@@ -303,27 +317,27 @@ def _steps(folder: Path) -> Steps:
     }
 
 
-def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
+def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> CheckpointError:
     """Return the error for a directory without a model."""
-    run = next((each for each in (place, *place.parents) if (each / RUN).is_file()), None)
+    run = next((each for each in (place, *place.parents) if (each / RUN_CONFIG).is_file()), None)
     if run is not None:
         return CheckpointError(
-            f"{wanted.said(given)}: the run {run} has saved no checkpoint yet; wait for its end, "
+            f"{wanted.format_option(given)}: the run {run} has saved no checkpoint yet; wait for its end, "
             f"or have it save earlier with "
             "save_freq_steps=N"
         )
     if not Path(given).expanduser().exists():
         return CheckpointError(
-            f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; "
-            f"{meant(str(place), wanted.fileroot)}"
+            f"{wanted.format_option(given)}: there is no such file or directory; name {ACCEPTED_NAMES}; "
+            f"{suggest_path(str(place), wanted.fileroot)}"
         )
     return CheckpointError(
-        f"{wanted.said(given)}: has no {CONFIG}, and no checkpoints of a run; name {SERVES}; "
-        f"{meant(given, wanted.fileroot)}"
+        f"{wanted.format_option(given)}: has no {CONFIG}, and no checkpoints of a run; name {ACCEPTED_NAMES}; "
+        f"{suggest_path(given, wanted.fileroot)}"
     )
 
 
-def _forgotten(given: str, wanted: Wanted) -> Path | None:
+def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
     """Return the run for a name `E/T` that lacks the folder `runs/`, or None.
 
     A run does not find itself in this way.
@@ -331,24 +345,24 @@ def _forgotten(given: str, wanted: Wanted) -> Path | None:
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None
     run = Path(wanted.fileroot).expanduser() / given
-    same = wanted.own is not None and run.absolute() == wanted.own.absolute()
-    if not same and ((run / RUN).is_file() or (run / CHECKPOINTS).is_dir()):
+    same = wanted.own_run is not None and run.absolute() == wanted.own_run.absolute()
+    if not same and ((run / RUN_CONFIG).is_file() or (run / CHECKPOINTS).is_dir()):
         return run
     return None
 
 
-def _in_cache(name: str) -> bool:
+def _is_cached(name: str) -> bool:
     from weft.data import hub
 
-    return HUB_NAME.fullmatch(name) is not None and hub.cached(name)
+    return HUB_NAME.fullmatch(name) is not None and hub.is_cached(name)
 
 
-def _runs(fileroot: str) -> Iterator[Path]:
+def _list_runs(fileroot: str) -> Iterator[Path]:
     """Iterate over the runs that have checkpoints."""
     root = Path(fileroot).expanduser()
     if not root.is_dir():
         return
     for count, folder in enumerate(root.glob(f"*/*/{CHECKPOINTS}")):
-        if count == MOST_RUNS:
+        if count == MAX_RUNS:
             return
         yield folder.parent

@@ -28,10 +28,10 @@ from weft.errors import CheckpointError
 from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import TransformerConfig
-from weft.models.network.lora import A, B, adapters, attach_ranks
-from weft.models.network.parameters import canonical, values
+from weft.models.network.lora import A, B, attach_ranks, find_adapters
+from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Head, Transformer
-from weft.reading import read_object, reading
+from weft.reading import explain_read_errors, read_object
 from weft.registry import families
 
 WEIGHTS = "adapter_model.safetensors"
@@ -71,7 +71,7 @@ def save_adapter(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
         ranks[module] = (a.shape[0], scale * a.shape[0])
-    saved = _saved_whole(family, config, head, whole)
+    saved = _find_modules_to_save(family, config, head, whole)
     for hf, name in saved.items():
         # Two names may share one tensor, which a safetensors file does not allow.
         tensors[f"{PREFIX}{hf}"] = parameters[name].detach().clone().contiguous()
@@ -79,8 +79,8 @@ def save_adapter(
         "peft_type": "LORA",
         "task_type": next(task for task, kind in TASKS.items() if (kind == "lm") == (head == "lm")),
         "base_model_name_or_path": base,
-        **_rank_settings(ranks),
-        "target_modules": _targets(list(ranks), keymap),
+        **_build_rank_settings(ranks),
+        "target_modules": _find_target_modules(list(ranks), keymap),
         "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": any(key.transpose for key in keymap.keys.values()),
@@ -95,7 +95,7 @@ def _export(
     keymap: KeyMap, parameters: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """Yield (module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
-    for hf, keys in keymap.hf_names().items():
+    for hf, keys in keymap.group_by_hf_name().items():
         held = [
             key
             for key in keys
@@ -113,7 +113,7 @@ def _export(
             for layer in layers
         ]
         if held[0].experts:
-            e = held[0].hf_names().index(hf)
+            e = held[0].list_hf_names().index(hf)
             pairs = [(a[e], b[e]) for a, b in pairs]
         module = hf.removesuffix(".weight")
         if held[0].fused is None:
@@ -127,7 +127,7 @@ def _export(
             )
 
 
-def _saved_whole(
+def _find_modules_to_save(
     family: Family, config: TransformerConfig, head: Head, embeddings: bool
 ) -> dict[str, str]:
     """Map names in the checkpoint to the parameters that are saved in full with the adapters.
@@ -139,22 +139,22 @@ def _saved_whole(
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
         return saved
-    names = family.keymap(config, head).hf_names()
+    names = family.keymap(config, head).group_by_hf_name()
     saved |= {hf: keys[0].name for hf, keys in names.items() if keys[0].name in EMBEDDINGS}
     if head == "lm":
         saved |= dict.fromkeys(
-            _output_names(config), "embed.weight" if config.tied else "head.weight"
+            _find_output_names(config), "embed.weight" if config.tied else "head.weight"
         )
     return saved
 
 
-def _output_names(config: TransformerConfig) -> tuple[str, str]:
+def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
     """Return the names of the output matrix: in the family's checkpoints, and in transformers 5.
 
     They do not depend on whether it is tied to the embedding.
     """
     family: Family = families.get(config.family)
-    names = family.keymap(replace(config, tied=False)).hf_names()
+    names = family.keymap(replace(config, tied=False)).group_by_hf_name()
     return next(hf for hf, keys in names.items() if keys[0].name == "head.weight"), OUTPUT
 
 
@@ -171,13 +171,13 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
     column = 0
     for key, part in zip(keys, parts, strict=True):
         assert key.fused is not None
-        for there, here in key.fused.runs(slice(0, part.shape[0])):
+        for there, here in key.fused.split_runs(slice(0, part.shape[0])):
             fused[there, column : column + part.shape[1]] = part[here]
         column += part.shape[1]
     return fused
 
 
-def _rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     """Return `r` and `lora_alpha` of most modules, and patterns for the others."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {module: pair for module, pair in ranks.items() if pair != usual}
@@ -189,10 +189,10 @@ def _rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     }
 
 
-def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
+def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
     """Return the shortest name endings that match these modules of the checkpoint and no others."""
     others = {
-        hf.removesuffix(".weight") for hf in keymap.hf_names() if hf.endswith(".weight")
+        hf.removesuffix(".weight") for hf in keymap.group_by_hf_name() if hf.endswith(".weight")
     } - set(modules)
     found = set()
     for module in modules:
@@ -260,7 +260,9 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
             f"{file} has alpha_pattern={patterns!r}: it must be an object of names and numbers"
         )
     for pattern in patterns:
-        with reading(f"{file}: alpha_pattern {pattern!r} is no pattern of names", CheckpointError):
+        with explain_read_errors(
+            f"{file}: alpha_pattern {pattern!r} is no pattern of names", CheckpointError
+        ):
             re.compile(pattern)
     numbers = {
         "lora_alpha": settings.get("lora_alpha"),
@@ -294,14 +296,14 @@ def load_adapted(
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
-    config = _config_with(files, network.config, head)
+    config = _adjust_config(files, network.config, head)
     if config != network.config:
         network = _rebuild(network, config)
     load_adapter(adapter, network, exact=exact)
     return network
 
 
-def _config_with(
+def _adjust_config(
     files: weight_files.WeightFiles, config: TransformerConfig, head: Head
 ) -> TransformerConfig:
     """Return the base's configuration, adapted to the tensors in an adapter's files.
@@ -309,12 +311,12 @@ def _config_with(
     The vocabulary size and the tying of the output matrix can differ from the base's.
     """
     family: Family = families.get(config.family)
-    saved = _saved_whole(family, replace(config, tied=False), head, True)
+    saved = _find_modules_to_save(family, replace(config, tied=False), head, True)
     stored = {name: f"{PREFIX}{hf}" for hf, name in saved.items() if f"{PREFIX}{hf}" in files.names}
     embed = stored.get("embed.weight")
     output = stored.get("head.weight")
-    if embed and (output or head != "lm") and len(files.shape(embed)) == 2:
-        config = replace(config, vocab_size=files.shape(embed)[0])
+    if embed and (output or head != "lm") and len(files.get_shape(embed)) == 2:
+        config = replace(config, vocab_size=files.get_shape(embed)[0])
     if config.tied and head == "lm" and (embed or output):
         shared = embed and output and torch.equal(files.read(embed), files.read(output))
         config = replace(config, tied=bool(shared))
@@ -326,27 +328,27 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
 
     The adapter fills the new rows.
     """
-    held = values(network)
+    held = find_canonical_values(network)
     embed = held["embed.weight"]
     held = {"head.weight": embed, "head.bias": embed.new_zeros(len(embed)), **held}
-    rebuilt = Transformer.empty(
+    rebuilt = Transformer.build_empty(
         config, network.kind, network.pooling, device="cpu", dtype=embed.dtype
     )
     with torch.no_grad():
-        for name, value in values(rebuilt).items():
+        for name, value in find_canonical_values(rebuilt).items():
             rows = min(len(value), len(held[name]))
             value[:rows].copy_(held[name][:rows])
     return rebuilt
 
 
-def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str]:
+def find_replaced_parameters(directory: str | Path, network: Transformer) -> dict[str, str]:
     """Map the full tensors in an adapter directory to the parameters that they replace.
 
     They are, for example, a score head and an embedding.
     """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
-    saved = _saved_whole(family, network.config, network.kind, True)
+    saved = _find_modules_to_save(family, network.config, network.kind, True)
     return {f"{PREFIX}{hf}": name for hf, name in saved.items() if f"{PREFIX}{hf}" in names}
 
 
@@ -363,7 +365,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     keymap = family.keymap(network.config, network.kind)
     found: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
     used = set()
-    for hf, keys in keymap.hf_names().items():
+    for hf, keys in keymap.group_by_hf_name().items():
         module = hf.removesuffix(".weight")
         names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
         if names[0] not in files.names:
@@ -375,45 +377,45 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
         used |= set(names)
         a = files.read(names[0])
         b = files.read(names[1])
-        scale = _scale(settings, module, a.shape[0])
+        scale = _compute_scale(settings, module, a.shape[0])
         for key in keys:
             layer = key.name.removesuffix(".weight")
             found.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
-    saved = replaced_whole(folder, network)
+    saved = find_replaced_parameters(folder, network)
     unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
         raise CheckpointError(
             f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has "
             f"no layer"
         )
-    files.need_floats(files.names)
+    files.check_floats(files.names)
     _check_tied(folder / WEIGHTS, files, network)
     attach_ranks(
         network,
-        {n: _rank(n, parts) for n, parts in found.items()},
+        {n: _find_rank(n, parts) for n, parts in found.items()},
         settings.get("lora_dropout") or 0.0,
     )
-    attached = adapters(network)
+    attached = find_adapters(network)
     with torch.no_grad():
         for layer, parts in found.items():
             adapter = attached[layer]
             if exact:
                 adapter.to(next(iter(parts.values()))[0].dtype)
             key = keymap.keys[f"{layer}.weight"]
-            ordered = [parts[hf] for hf in key.hf_names() if hf in parts]
+            ordered = [parts[hf] for hf in key.list_hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:
                 raise CheckpointError(
                     f"{folder / WEIGHTS} has adapters on some experts of {layer} only"
                 )
             down = [part[0] for part in ordered]
             up = [part[1] for part in ordered]
-            with reading(
+            with explain_read_errors(
                 f"{folder / WEIGHTS}: the adapter of {layer} does not fit the model",
                 CheckpointError,
             ):
                 adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
                 adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
-        own = canonical(network)
+        own = find_canonical_parameters(network)
         for hf in sorted(saved):
             found_values = files.read(hf)
             stored = own[saved[hf]]
@@ -430,9 +432,9 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
     """Raise `CheckpointError` if a tied parameter is stored under one name or with two values."""
     if not network.config.tied or network.kind != "lm":
         return
-    held = replaced_whole(file.parent, network)
+    held = find_replaced_parameters(file.parent, network)
     names = sorted(hf for hf, name in held.items() if name == "embed.weight")
-    embedding = [name for name in names if not name.endswith(_output_names(network.config))]
+    embedding = [name for name in names if not name.endswith(_find_output_names(network.config))]
     if not names:
         return
     first = files.read(names[0])
@@ -449,7 +451,7 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
     )
 
 
-def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
+def _compute_scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023).
 
     A pattern in the settings can set alpha for the module.
@@ -461,7 +463,7 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
 
 
-def _rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tuple[int, float]:
+def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tuple[int, float]:
     pairs = {(a.shape[0], scale) for a, _, scale in parts.values()}
     if len(pairs) > 1:
         raise CheckpointError(
@@ -475,6 +477,6 @@ def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if key.fused is None:
         return a, b
     size = key.fused.blocks * key.fused.sizes[key.fused.index]
-    rows = torch.cat([b[there] for there, _ in key.fused.runs(slice(0, size))])
+    rows = torch.cat([b[there] for there, _ in key.fused.split_runs(slice(0, size))])
     reach = rows.abs().sum(0) > 0
     return (a[reach], rows[:, reach]) if bool(reach.any()) else (a, rows)

@@ -25,7 +25,7 @@ class PrefixSettings:
     base: str
 
 
-def holds_prefix(path: str | Path | None) -> bool:
+def has_prefix(path: str | Path | None) -> bool:
     """Return whether a path is a directory with a prefix in it.
 
     Raises `CheckpointError` for settings that cannot be read.

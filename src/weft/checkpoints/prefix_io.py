@@ -39,9 +39,9 @@ class PrefixReader:
         self._score = HEAD.format(name=score)
         width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         expected = (settings.num_tokens, width)
-        if EMBEDDINGS not in self._files.names or self._files.shape(EMBEDDINGS) != expected:
+        if EMBEDDINGS not in self._files.names or self._files.get_shape(EMBEDDINGS) != expected:
             if EMBEDDINGS in self._files.names:
-                there: object = self._files.shape(EMBEDDINGS)
+                there: object = self._files.get_shape(EMBEDDINGS)
             else:
                 there = "no"
             raise CheckpointError(

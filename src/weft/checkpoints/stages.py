@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.checkpoints.hf_io import Reader, read_raw, resolve
+from weft.checkpoints.hf_io import ParameterReader, read_raw, resolve
 from weft.checkpoints.weight_files import INDEX, shard_name, write_safetensors, write_text
-from weft.errors import CheckpointError, ConfigError, unknown_name
+from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.registry import families
-from weft.topology import stages_of
+from weft.topology import find_stages
 
 WEIGHTS = (
     "*.safetensors",
@@ -37,13 +37,13 @@ def partition(
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
-    reader = _reader(source, type)
+    reader = _open_reader(source, type)
     if num_stages > reader.config.num_layers:
         raise ConfigError(
             f"--num_stages {num_stages}: {source} has {reader.config.num_layers} layers, and "
             f"every stage needs at least one"
         )
-    members = _members(reader, num_stages)
+    members = _assign_names(reader, num_stages)
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(reader.directory.iterdir()):
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHTS):
@@ -63,15 +63,17 @@ def partition(
     return sizes
 
 
-def _reader(source: str | Path, type: str | None) -> Reader:
+def _open_reader(source: str | Path, type: str | None) -> ParameterReader:
     """Open the model. Raises `ConfigError` if its weights belong to another family than `type`."""
     own = read_raw(resolve(source)).get("model_type")
     if type is None or type == own:
-        return Reader(source)
+        return ParameterReader(source)
     if type not in families.load_all():
-        raise ConfigError(f"--model_type: {unknown_name('model family', type, families.names())}")
+        raise ConfigError(
+            f"--model_type: {build_unknown_name_error('model family', type, families.list_names())}"
+        )
     try:
-        return Reader(source, type=type)
+        return ParameterReader(source, type=type)
     except CheckpointError:
         raise ConfigError(
             f"--model_type {type}: {source} is no such model, its config.json says {own!r}; leave "
@@ -79,18 +81,18 @@ def _reader(source: str | Path, type: str | None) -> Reader:
         ) from None
 
 
-def _members(reader: Reader, num_stages: int) -> list[list[str]]:
+def _assign_names(reader: ParameterReader, num_stages: int) -> list[list[str]]:
     """Return the stored names of each stage, in the order of the files."""
     config = reader.config
     family = reader.family
     known: dict[str, int] = {}
     for head in ("score", "lm"):
-        for hf, keys in family.keymap(config, head).hf_names().items():
-            stages = stages_of(keys[0].name, config, num_stages, tied=config.tied)
-            known[reader.stored_name(hf)] = stages[0]
+        for hf, keys in family.keymap(config, head).group_by_hf_name().items():
+            stages = find_stages(keys[0].name, config, num_stages, tied=config.tied)
+            known[reader.to_stored_name(hf)] = stages[0]
     members: list[list[str]] = [[] for _ in range(num_stages)]
     for name in reader.files.names:
-        members[known[name] if name in known else _beside(name, known)].append(name)
+        members[known[name] if name in known else _find_stage(name, known)].append(name)
     for stage, names in enumerate(members):
         if not names:
             raise CheckpointError(
@@ -99,17 +101,17 @@ def _members(reader: Reader, num_stages: int) -> list[list[str]]:
     return members
 
 
-def _beside(name: str, known: dict[str, int]) -> int:
+def _find_stage(name: str, known: dict[str, int]) -> int:
     """Return the stage of a tensor that is not a parameter, such as a buffer.
 
     It is the stage of the parameter whose name has the longest common beginning.
     """
 
-    def alike(other: str) -> int:
+    def count_common_parts(other: str) -> int:
         pairs = zip(name.split("."), other.split("."), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    return known[max(known, key=alike)]
+    return known[max(known, key=count_common_parts)]
 
 
 def describe(sizes: Sequence[int]) -> str:

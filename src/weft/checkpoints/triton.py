@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from weft import writing
 from weft.checkpoints import hf_io, kind
-from weft.checkpoints.unheard import unheard
+from weft.checkpoints.library_output import hide_library_output
 from weft.errors import CheckpointError, ConfigError
-from weft.observe.short_names import served_name
+from weft.observe.short_names import build_served_name
 
 Mode = Literal["rm", "sft"]
 MAX_BATCH = 25
@@ -53,7 +53,7 @@ def write(
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
-    scores = kind.gives_scores(raw)
+    scores = kind.is_reward_model(raw)
     if scores != (mode == "rm"):
         what, other = ("a reward model", "rm") if scores else ("a language model", "sft")
         raise ConfigError(f"--triton_mode={mode}: {model} is {what}; write --triton_mode {other}")
@@ -64,15 +64,17 @@ def write(
             f"module would not heed; use "
             "weft serve"
         )
-    with unheard():
+    with hide_library_output():
         network = _load(source, mode)
         if mode == "rm":
-            module: nn.Module = Rewards(network, raw.get(hf_io.POOLING) == "mean", padding)
+            module: nn.Module = TracedRewardModel(
+                network, raw.get(hf_io.POOLING) == "mean", padding
+            )
         else:
-            module = LogProbs(network)
+            module = TracedLogProbs(network)
         module.eval()
-        traced = _traced(module, int(raw["vocab_size"]), model)
-    name = name or served_name(str(source))
+        traced = _trace(module, int(raw["vocab_size"]), model)
+    name = name or build_served_name(str(source))
     folder = output / name
     (folder / "1").mkdir(parents=True)
     traced.save(str(folder / "1" / "model.pt"))
@@ -90,7 +92,7 @@ def write(
     return folder
 
 
-class Rewards(nn.Module):
+class TracedRewardModel(nn.Module):
     """Module that returns the score of the last token before padding, or of the mean over tokens."""
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
@@ -103,7 +105,7 @@ class Rewards(nn.Module):
         )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states = _states(self.network, input_ids, attention_mask)
+        states = _compute_states(self.network, input_ids, attention_mask)
         mask = attention_mask.to(states.dtype).unsqueeze(-1)
         if self.mean:
             pooled = (states * mask).sum(dim=1) / mask.sum(dim=1)
@@ -119,7 +121,7 @@ class Rewards(nn.Module):
         return self.score(pooled).float()
 
 
-class LogProbs(nn.Module):
+class TracedLogProbs(nn.Module):
     """Module that returns the log-probs of the tokens, and the logits."""
 
     def __init__(self, network: Any) -> None:
@@ -128,7 +130,7 @@ class LogProbs(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.network(
-            **_arguments(input_ids, attention_mask), logits_to_keep=0
+            **_build_arguments(input_ids, attention_mask), logits_to_keep=0
         ).logits.float()
         ids = input_ids.to(torch.int64)
         chosen = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
@@ -136,7 +138,7 @@ class LogProbs(nn.Module):
         return torch.cat([zeros, chosen * attention_mask[:, 1:].float()], dim=1), logits
 
 
-def _arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+def _build_arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
     """Return arguments for a `transformers` model with the full mask [B, 1, T, T].
 
     With the full mask, no length becomes a constant of the exported module.
@@ -157,8 +159,8 @@ def _arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
     }
 
 
-def _states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    states: Tensor = network(**_arguments(input_ids, attention_mask)).last_hidden_state
+def _compute_states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    states: Tensor = network(**_build_arguments(input_ids, attention_mask)).last_hidden_state
     return states
 
 
@@ -177,7 +179,7 @@ def _load(source: Path, mode: Mode) -> Any:
         ) from error
 
 
-def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
+def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Return (token ids, attention mask) with padding at the end of all rows but the first."""
     draws = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, vocab, (rows, tokens), generator=draws, dtype=torch.int32)
@@ -187,14 +189,17 @@ def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _traced(module: nn.Module, vocab: int, model: str) -> Any:
+def _trace(module: nn.Module, vocab: int, model: str) -> Any:
     """Return the module in TorchScript, compared with the original at other sizes.
 
     Raises `CheckpointError` if it cannot be traced, or if the outputs differ.
     """
     try:
-        traced = torch.jit.trace(module, _inputs(2, 11, vocab), check_trace=False)
-        apart = max(_apart(module, traced, _inputs(rows, tokens, vocab)) for rows, tokens in TRIALS)
+        traced = torch.jit.trace(module, _build_inputs(2, 11, vocab), check_trace=False)
+        apart = max(
+            _measure_difference(module, traced, _build_inputs(rows, tokens, vocab))
+            for rows, tokens in TRIALS
+        )
     except (RuntimeError, TypeError, ValueError, torch.jit.TracingCheckError) as error:
         raise CheckpointError(
             f"{model}: its network cannot be written in TorchScript: {str(error).splitlines()[0]}"
@@ -207,7 +212,7 @@ def _traced(module: nn.Module, vocab: int, model: str) -> Any:
     return traced
 
 
-def _apart(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
+def _measure_difference(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
     """Return the largest absolute difference between the outputs of two modules."""
     made = one(*inputs)
     again = other(*inputs)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from weft import writing
 from weft.errors import CheckpointError, RunError
-from weft.reading import check_file, read_object, reading, reason
-from weft.topology import Slice, whole
-from weft.writing import replacing
+from weft.reading import check_file, describe_cause, explain_read_errors, read_object
+from weft.topology import Slice, build_whole_slice
+from weft.writing import replace_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,12 +45,12 @@ INDEX = "model.safetensors.index.json"
 OLD_SINGLE = "pytorch_model.bin"
 OLD_INDEX = "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 * 10**9
-MOST_HEADER = 10**8  # bytes; the limit of safetensors
-LONGEST_NAME = 200  # maximum characters of a tensor's name in a message
+MAX_HEADER_BYTES = 10**8  # bytes; the limit of safetensors
+MAX_NAME_LENGTH = 200  # maximum characters of a tensor's name in a message
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Location of one tensor in a file."""
 
     file: Path
@@ -73,45 +73,47 @@ class WeightFiles:
     def __init__(self, directory: Path, single: str = SINGLE) -> None:
         self.directory = directory
         self.bytes_read = 0
-        self._pickled: dict[str, Tensor] = {}
-        self.stored: dict[str, Stored] = {}
+        self._pickle_tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         if (directory / INDEX).is_file():
-            for file, names in _indexed(directory / INDEX).items():
-                self.stored |= _wanted(_header(directory / file), names, directory / INDEX)
+            for file, names in _read_index(directory / INDEX).items():
+                self.tensors |= _select_tensors(
+                    _read_header(directory / file), names, directory / INDEX
+                )
         elif (directory / single).exists():
-            self.stored = _header(directory / single)
+            self.tensors = _read_header(directory / single)
         else:
-            self._pickled = _load_old(directory)
+            self._pickle_tensors = _load_old(directory)
 
     @property
     def names(self) -> list[str]:
-        return [*self.stored, *self._pickled]
+        return [*self.tensors, *self._pickle_tensors]
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the largest number of elements."""
         counts: Counter[torch.dtype] = Counter()
-        for stored in self.stored.values():
+        for stored in self.tensors.values():
             counts[stored.dtype] += math.prod(stored.shape)
-        for tensor in self._pickled.values():
+        for tensor in self._pickle_tensors.values():
             counts[tensor.dtype] += tensor.numel()
         return counts.most_common(1)[0][0]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._pickled:
-            return tuple(self._pickled[name].shape)
-        return self.stored[name].shape
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        if name in self._pickle_tensors:
+            return tuple(self._pickle_tensors[name].shape)
+        return self.tensors[name].shape
 
-    def need_floats(self, names: Iterable[str]) -> None:
+    def check_floats(self, names: Iterable[str]) -> None:
         """Raise `CheckpointError` if one of these tensors has integers.
 
         Packed or damaged weights do.
         """
         for name in names:
-            if name in self._pickled:
-                dtype = self._pickled[name].dtype
+            if name in self._pickle_tensors:
+                dtype = self._pickle_tensors[name].dtype
             else:
-                dtype = self.stored[name].dtype
+                dtype = self.tensors[name].dtype
             if not dtype.is_floating_point:
                 kind = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
@@ -119,7 +121,7 @@ class WeightFiles:
                     f"weights"
                 )
 
-    def not_finite(self) -> str | None:
+    def find_not_finite(self) -> str | None:
         """Return a message on the first tensor with a NaN or an infinity, or None.
 
         Reads all tensors.
@@ -127,17 +129,19 @@ class WeightFiles:
         for name in self.names:
             values = self.read(name)
             if values.dtype in CHECKED and not bool(values.isfinite().all()):
-                file = self.stored[name].file if name in self.stored else self.directory
+                file = self.tensors[name].file if name in self.tensors else self.directory
                 count = int((~values.isfinite()).count_nonzero())
                 return f"{file}: {name} holds {count:,} of {values.numel():,} numbers that are NaN or infinite"
         return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """Return `tensor[where]` in its stored dtype; only these bytes are read."""
-        if name in self._pickled:
-            return self._pickled[name] if where is None else self._pickled[name][where]
-        stored = self.stored[name]
-        where = whole(stored.shape) if where is None else where
+        if name in self._pickle_tensors:
+            return (
+                self._pickle_tensors[name] if where is None else self._pickle_tensors[name][where]
+            )
+        stored = self.tensors[name]
+        where = build_whole_slice(stored.shape) if where is None else where
         shape = [s.stop - s.start for s in where]
         out = torch.empty(math.prod(shape), dtype=stored.dtype)
         if not len(out):
@@ -146,7 +150,7 @@ class WeightFiles:
         handle = os.open(stored.file, os.O_RDONLY)
         try:
             place = 0
-            for start, length in _runs(stored, where):
+            for start, length in _list_byte_ranges(stored, where):
                 got = os.preadv(handle, [into[place : place + length]], start)
                 # a read may return less than asked for (2 GiB at most on Linux)
                 while got < length:
@@ -161,7 +165,7 @@ class WeightFiles:
         return out.reshape(shape)
 
 
-def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
+def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int, int]]:
     """Yield (first byte, number of bytes) of each contiguous range that `where` covers, in order."""
     shape = stored.shape
     size = stored.dtype.itemsize
@@ -183,7 +187,7 @@ def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
         yield stored.start + offset * size, length * size
 
 
-def _indexed(index: Path) -> dict[str, list[str]]:
+def _read_index(index: Path) -> dict[str, list[str]]:
     """Return the names of the tensors in each file, according to an index.
 
     Raises `CheckpointError` if it names files in another directory.
@@ -201,7 +205,9 @@ def _indexed(index: Path) -> dict[str, list[str]]:
     return dict(sorted(files.items()))
 
 
-def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str, Stored]:
+def _select_tensors(
+    found: dict[str, StoredTensor], names: list[str], index: Path
+) -> dict[str, StoredTensor]:
     """Return the tensors of a file that the index assigns to it.
 
     Raises `CheckpointError` if one is missing; further tensors are ignored.
@@ -215,7 +221,7 @@ def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str
     return {name: found[name] for name in names}
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, from its header.
 
     The file has 8 bytes with the header's length, the header in JSON, and the tensors. Raises
@@ -226,15 +232,17 @@ def _header(file: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
     check_file(file, str(file), CheckpointError)
     size = file.stat().st_size
-    with reading(str(file), CheckpointError), file.open("rb") as handle:
+    with explain_read_errors(str(file), CheckpointError), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > size - 8 or length > MOST_HEADER:
+        if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}"
             )
         raw = handle.read(length)
-    with reading(f"{file} is no safetensors file: its header cannot be read", CheckpointError):
-        header = json.loads(raw, object_pairs_hook=_once)
+    with explain_read_errors(
+        f"{file} is no safetensors file: its header cannot be read", CheckpointError
+    ):
+        header = json.loads(raw, object_pairs_hook=_build_unique_object)
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
     notes = header.pop("__metadata__", {})
@@ -246,7 +254,7 @@ def _header(file: Path) -> dict[str, Stored]:
             f"{file} is truncated: its header promises {8 + length + max(ends)} bytes, the file "
             f"has {size}; copy it again"
         )
-    found = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+    found = {name: _parse_entry(file, name, entry, 8 + length) for name, entry in header.items()}
     by_place = sorted(
         (stored.start, stored.end, name)
         for name, stored in found.items()
@@ -274,7 +282,7 @@ def _header(file: Path) -> dict[str, Stored]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises `ValueError` if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -292,12 +300,12 @@ def _end(entry: Any) -> int | None:
     return None
 
 
-def _stored(file: Path, name: str, entry: Any, first: int) -> Stored:
+def _parse_entry(file: Path, name: str, entry: Any, first: int) -> StoredTensor:
     """Return the tensor of a header entry; `first` is the position of the first tensor byte."""
-    if len(name) <= LONGEST_NAME:
+    if len(name) <= MAX_NAME_LENGTH:
         name_shown = name
     else:
-        name_shown = f"{name[:LONGEST_NAME]} ..."
+        name_shown = f"{name[:MAX_NAME_LENGTH]} ..."
     values: dict[str, Any] = entry if isinstance(entry, dict) else {}
     kind: Any = values.get("dtype")
     shape: Any = values.get("shape")
@@ -306,7 +314,12 @@ def _stored(file: Path, name: str, entry: Any, first: int) -> Stored:
         raise CheckpointError(
             f"{file}: {name_shown} is {kind}, which weft does not read; use unquantized weights"
         )
-    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+    if (
+        not _is_shape(shape)
+        or not _is_shape(offsets)
+        or len(offsets) != 2
+        or offsets[1] < offsets[0]
+    ):
         raise CheckpointError(
             f"{file}: {name_shown} has shape {shape} and offsets {offsets}; the header is damaged"
         )
@@ -317,17 +330,17 @@ def _stored(file: Path, name: str, entry: Any, first: int) -> Stored:
             f"header gives it "
             f"{offsets[1] - offsets[0]:,}; the file is damaged"
         )
-    return Stored(file, DTYPES[kind], tuple(shape), first + offsets[0])
+    return StoredTensor(file, DTYPES[kind], tuple(shape), first + offsets[0])
 
 
-def _sizes(values: Any) -> bool:
+def _is_shape(values: Any) -> bool:
     return isinstance(values, list) and all(type(each) is int and each >= 0 for each in values)
 
 
 def _load_old(directory: Path) -> dict[str, Tensor]:
     """Return the tensors of a `.bin` checkpoint, loaded without executing pickled code."""
     if (directory / OLD_INDEX).is_file():
-        files = list(_indexed(directory / OLD_INDEX))
+        files = list(_read_index(directory / OLD_INDEX))
     elif (directory / OLD_SINGLE).is_file():
         files = [OLD_SINGLE]
     else:
@@ -345,11 +358,11 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
             ) from None
         except (RuntimeError, ValueError, EOFError, OSError) as broken:
             raise CheckpointError(
-                f"{directory / file} cannot be read: {reason(broken)}"
+                f"{directory / file} cannot be read: {describe_cause(broken)}"
             ) from broken
         except Exception as refused:
             raise CheckpointError(
-                f"{directory / file} holds more than tensors and is not loaded: {reason(refused)}"
+                f"{directory / file} holds more than tensors and is not loaded: {describe_cause(refused)}"
             ) from refused
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
             raise CheckpointError(
@@ -384,7 +397,7 @@ def write(
     memory at a time. No file is larger than `shard_bytes`, unless a single tensor is. Each file has
     a temporary name until it is complete.
     """
-    shards = _shards(sizes, shard_bytes)
+    shards = _split_shards(sizes, shard_bytes)
     if len(shards) == 1:
         names = [SINGLE]
     else:
@@ -407,7 +420,7 @@ def write(
             file.unlink(missing_ok=True)
 
 
-def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def _split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():
@@ -426,7 +439,7 @@ def shard_name(index: int, count: int) -> str:
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file atomically. Raises `RunError` if writing fails."""
     try:
-        with replacing(file) as partial:
+        with replace_file(file) as partial:
             save_file(
                 {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
                 partial,

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from weft.checkpoints.names import SCORERS, Wanted, find
+from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, ModelSpec
-from weft.evaluation.models import check_talks, open_policy, open_scorer
+from weft.evaluation.models import check_generates_text, open_policy, open_scorer
 from weft.observe.short_names import POLICIES
 
 if TYPE_CHECKING:
-    from weft.evaluation.models import Opened
+    from weft.evaluation.models import OpenedModel
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,24 +43,28 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def policy(name: str, given: argparse.Namespace) -> Opened:
+def policy(name: str, given: argparse.Namespace) -> OpenedModel:
     """Open the model that answers. For a run, its newest checkpoint is used."""
-    return _told(open_policy(_spec(name, given, Wanted("MODEL", POLICIES), given.chat_template)))
+    return _told(
+        open_policy(_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
+    )
 
 
 def check_policies(names: Iterable[str]) -> None:
     """Raise `UserError` for the first name that is not a policy, before any model is loaded."""
     for name in names:
-        check_talks(str(find(name, Wanted("MODEL", POLICIES)).path))
+        check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
 
 
-def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> Opened:
+def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
     """Open the reward model with its own tokenizer and chat template."""
-    return _told(open_scorer(_spec(name, given, Wanted(option, SCORERS), None)))
+    return _told(open_scorer(_spec(name, given, ModelQuery(option, SCORERS), None)))
 
 
-def _spec(name: str, given: argparse.Namespace, wanted: Wanted, template: str | None) -> ModelSpec:
-    found = find(name, wanted)
+def _spec(
+    name: str, given: argparse.Namespace, wanted: ModelQuery, template: str | None
+) -> ModelSpec:
+    found = find_model(name, wanted)
     if found.note:
         say(found.note)
     tokenizer = TokenizerSpec(chat_template=template)
@@ -74,7 +78,7 @@ def _spec(name: str, given: argparse.Namespace, wanted: Wanted, template: str | 
     )
 
 
-def _told(opened: Opened) -> Opened:
+def _told(opened: OpenedModel) -> OpenedModel:
     for note in opened.notes:
         say(note)
     return opened

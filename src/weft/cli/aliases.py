@@ -15,7 +15,7 @@ from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
 from weft.experiments._allocation import HEURISTIC
 from weft.experiments.common import MFCOptions, RunConfig
-from weft.options import leaves, plain
+from weft.options import iterate_options, to_plain
 from weft.topology import Layout
 
 # Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the
@@ -156,13 +156,15 @@ def translation(
 
     `ranks` maps each spelling to the position at which it was set.
     """
-    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)), ranks=ranks or {})
+    done = Translation(
+        config, frozenset(leaf.name for leaf in iterate_options(config)), ranks=ranks or {}
+    )
     spread, done.notes = real.rename(
         [part for override in overrides for part in _parts(override, done.known)],
         config,
         done.known,
     )
-    given = {override.name: plain(override.value) for override in spread}
+    given = {override.name: to_plain(override.value) for override in spread}
     for override in spread:
         _check_node(override.name, config)
         special = SPECIAL.get(override.name)
@@ -185,7 +187,7 @@ def spellings_of(config: RunConfig) -> dict[str, list[str]]:
 
     Spellings that only leave out the option's group are not included.
     """
-    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
+    done = Translation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     found: dict[str, list[str]] = {}
     for spelling in (*RENAMED, *config.spellings):
         for target in _renamed(spelling, done):
@@ -204,7 +206,7 @@ def spellings_of(config: RunConfig) -> dict[str, list[str]]:
 
 def is_spelling(name: str, config: RunConfig) -> bool:
     """Return whether weft accepts the name: an option, a group, or an alternative spelling."""
-    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
+    done = Translation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     if name in SPECIAL or any(
         known == name or known.startswith(f"{name}.") for known in done.known
     ):

@@ -20,7 +20,7 @@ from weft.errors import ConfigError
 from weft.options import validate
 
 if TYPE_CHECKING:
-    from weft.evaluation.augment import Weak
+    from weft.evaluation.augment import WeakModel
 
 EPILOG = """kinds of bad replies beside a model's:
   shuffled   the words of the best reply in another order
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             f"--out={given.out}: is there already, and nothing is written over; name another file"
         )
     rows = augment.read(_paths(given))[: given.n]
-    plan = augment.Plan(
+    plan = augment.AugmentationOptions(
         given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference"
     )
     with _models.progress("rows") as bar:
@@ -176,11 +176,11 @@ def _paths(given: argparse.Namespace) -> list[str]:
     return [*given.paths, *named_data.files_of(replace(spec, sources=sources), given.mode)]
 
 
-def _weak(given: argparse.Namespace) -> Weak | None:
+def _weak(given: argparse.Namespace) -> WeakModel | None:
     if given.model is None:
         return None
-    from weft.evaluation.augment import Weak
-    from weft.evaluation.settings import Settings
+    from weft.evaluation.augment import WeakModel
+    from weft.evaluation.settings import SamplingSettings
 
     spec = GenerationSpec(
         max_new_tokens=given.max_new_tokens,
@@ -190,7 +190,7 @@ def _weak(given: argparse.Namespace) -> Weak | None:
     )
     validate(spec)
     reward = _models.scorer(given.reward, given) if given.reward else None
-    return Weak(_models.policy(given.model, given), Settings("weak", spec), reward)
+    return WeakModel(_models.policy(given.model, given), SamplingSettings("weak", spec), reward)
 
 
 def _said(given: argparse.Namespace, count: int) -> dict[str, Any]:

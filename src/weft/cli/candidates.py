@@ -20,7 +20,7 @@ from weft.cli.quickstart import FLAGS
 from weft.data.chat_templates import TEMPLATES
 from weft.errors import UserError
 from weft.observe.run_list import find_runs
-from weft.options import Leaf, leaves
+from weft.options import OptionDescription, iterate_options
 
 Word = tuple[str, str]  # (candidate, its description)
 
@@ -47,9 +47,9 @@ NAMED: dict[str, Callable[[], Iterable[str]]] = {
     "mode": lambda: ("local", "ray", "slurm"),
     "device": lambda: ("cpu", "cuda", "mps"),
     "allocation_mode": lambda: ("manual", "heuristic", "search"),
-    "reward": registry.verifiers.names,
-    "backend": registry.backends.names,
-    "interface": registry.interfaces.names,
+    "reward": registry.verifiers.list_names,
+    "backend": registry.backends.list_names,
+    "interface": registry.interfaces.list_names,
     "chat_template": lambda: TEMPLATES,
 }
 PATHS = (
@@ -129,7 +129,7 @@ def _quickstart_names(words: Sequence[str]) -> list[str]:
         for file in _user_files(words)
         for name in REGISTERED.findall(file.read_text(errors="replace"))
     ]
-    return sorted({*registry.quickstarts.names(), *named})
+    return sorted({*registry.quickstarts.list_names(), *named})
 
 
 def _user_files(words: Sequence[str]) -> list[Path]:
@@ -142,7 +142,7 @@ def _user_files(words: Sequence[str]) -> list[Path]:
 
 def _config(name: str, words: Sequence[str]) -> Any:
     """Return a quickstart's configuration; user code that loads a framework is not imported."""
-    if name not in registry.quickstarts.names():
+    if name not in registry.quickstarts.list_names():
         for file in _user_files(words):
             text = file.read_text(errors="replace")
             if name in REGISTERED.findall(text) and not HEAVY.search(text):
@@ -156,13 +156,13 @@ def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     given = {word.partition("=")[0] for word in words}
     open_ones = [
         leaf
-        for leaf in leaves(_config(name, words))
+        for leaf in iterate_options(_config(name, words))
         if leaf.name not in given and leaf.name.startswith(current)
     ]
     yield from next_parts(open_ones, current)
 
 
-def next_parts(options: Sequence[Leaf], current: str) -> Iterator[Word]:
+def next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
     """Iterate over the options that begin with `current`, up to their next dot.
 
     A group that is the only match is expanded.
@@ -185,7 +185,9 @@ def next_parts(options: Sequence[Leaf], current: str) -> Iterator[Word]:
 def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     """Iterate over the values of the option before the `=`."""
     option, _, begun = current.partition("=")
-    leaf = next((leaf for leaf in leaves(_config(name, words)) if leaf.name == option), None)
+    leaf = next(
+        (leaf for leaf in iterate_options(_config(name, words)) if leaf.name == option), None
+    )
     if leaf is None:
         return
     last = option.rsplit(".", 1)[-1]
@@ -195,11 +197,11 @@ def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     elif leaf.type.startswith("bool"):
         offered = list(BOOLS)
     elif option == "dataset.type":
-        offered = [(value, "") for value in registry.datasets.names()]
+        offered = [(value, "") for value in registry.datasets.list_names()]
     elif option == "dataset.named":
-        from weft.data.named.catalogue import names
+        from weft.data.named.catalogue import list_names
 
-        offered = [(value, "") for value in names()]
+        offered = [(value, "") for value in list_names()]
     elif last in NAMED:
         offered = [(value, "") for value in NAMED[last]()]
     elif last in PATHS:
@@ -210,7 +212,7 @@ def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
 
 def _help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
     yield "all", "every option"
-    parts = [leaf.name.split(".") for leaf in leaves(_config(name, words))]
+    parts = [leaf.name.split(".") for leaf in iterate_options(_config(name, words))]
     for group in dict.fromkeys(
         ".".join(part[:depth]) for part in parts for depth in range(1, len(part))
     ):

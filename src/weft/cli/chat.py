@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weft.checkpoints.names import Wanted, find, newest_run
+from weft.checkpoints.names import ModelQuery, find_model, find_newest_run
 from weft.cli.conversation import LABELS, Chat
 from weft.cli.parsing import Parser
 from weft.data.spec import TokenizerSpec
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
             "or two: weft chat A B"
         )
     spec = _generation_spec(given)
-    found = [find(newest_run(name), Wanted("MODEL_DIR")) for name in named]
+    found = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
     models = [_model(each.path, given) for each in found]
 
     from weft.cli.chat_view import View
@@ -169,7 +169,7 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, la
     opened = open_policy(model)
     tokenizer = opened.tokenizer
     facts = opened.engine.description
-    chat = Chat(opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.stop_ids()), view)
+    chat = Chat(opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.list_stop_ids()), view)
     chat.plain = plain or tokenizer.chat_template is None
     chat.context = opened.context
     if label:

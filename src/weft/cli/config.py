@@ -26,14 +26,14 @@ from weft.cli.sections import (
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError, set_for, unknown_name
+from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, qualify_error
 from weft.experiments._checks import check_dataset, check_local
 from weft.experiments.common import MFCOptions, RunConfig, parse_hooks
 from weft.graph.mfc import Call
 from weft.host.spec import locate, parse_reward
 from weft.options import validate as check
-from weft.reading import make_folder, reading
-from weft.redaction import redacted
+from weft.reading import explain_read_errors, make_folder
+from weft.redaction import redact
 from weft.writing import write
 
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
@@ -184,8 +184,8 @@ def show(given: argparse.Namespace) -> Iterator[str]:
     quickstart = given.quickstart or meant_for([library.get(name) for name in names])
     stack = _checked(names, library, quickstart, assigned)
     yield f"weft quickstart {quickstart} --configs {' '.join(names)}"
-    yield from map(redacted, stack.lines())
-    yield from (redacted(f"note: {note}") for note in stack.notes)
+    yield from map(redact, stack.lines())
+    yield from (redact(f"note: {note}") for note in stack.notes)
 
 
 def cp(given: argparse.Namespace) -> Iterator[str]:
@@ -194,7 +194,7 @@ def cp(given: argparse.Namespace) -> Iterator[str]:
     if given.file.exists():
         raise ConfigError(f"weft config cp: {given.file} is there already; name another file")
     make_folder(given.file.parent, f"weft config cp: {given.file.parent}", ConfigError)
-    with reading(f"weft config cp: {given.file}", ConfigError, "name another file"):
+    with explain_read_errors(f"weft config cp: {given.file}", ConfigError, "name another file"):
         write(given.file, _text(section))
     yield f"{section.name}: copied from {section.place()} to {given.file}"
 
@@ -351,9 +351,11 @@ def _check_named(config: RunConfig) -> None:
             _check_call(spec.name, value)
         elif isinstance(value, DatasetSpec):
             if value.type is not None and value.type not in registry.datasets:
-                raise set_for(
+                raise qualify_error(
                     f"{spec.name}.type",
-                    unknown_name("dataset type", value.type, registry.datasets.names()),
+                    build_unknown_name_error(
+                        "dataset type", value.type, registry.datasets.list_names()
+                    ),
                 )
             if value.path is not None or value.train_path is not None:
                 check_dataset(value)
@@ -369,16 +371,18 @@ def _check_named(config: RunConfig) -> None:
 def _check_call(name: str, call: MFCOptions) -> None:
     """Check that the interface and hooks of a call are registered or can be imported."""
     if call.interface is not None and call.interface not in registry.interfaces:
-        raise set_for(
+        raise qualify_error(
             f"{name}.interface",
-            unknown_name("interface", call.interface, registry.interfaces.names()),
+            build_unknown_name_error("interface", call.interface, registry.interfaces.list_names()),
         )
     for kind in ("pre_hooks", "post_hooks"):
         for hook in parse_hooks(getattr(call, kind)):
             if isinstance(hook, Call) and hook.function not in registry.functions:
-                raise set_for(
+                raise qualify_error(
                     f"{name}.{kind}",
-                    unknown_name("host function", hook.function, registry.functions.names()),
+                    build_unknown_name_error(
+                        "host function", hook.function, registry.functions.list_names()
+                    ),
                 )
 
 

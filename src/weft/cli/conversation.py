@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.engine.spec import GenerationSpec
-from weft.errors import ConfigError, RunError, UserError, nearest, unknown_name
+from weft.errors import ConfigError, RunError, UserError, build_unknown_name_error, find_nearest
 from weft.options import read, validate
-from weft.writing import opened
+from weft.writing import open_file
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -145,7 +145,7 @@ class Chat:
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
             words += [f"{name} {value:g}" for name, value in _limits(spec).items()]
-        return ", ".join([*words, f"at most {spec.most_new_tokens} tokens"])
+        return ", ".join([*words, f"at most {spec.new_token_limit} tokens"])
 
     # -- commands
 
@@ -161,7 +161,7 @@ class Chat:
             "save": lambda: self._save(rest),
         }
         if name not in commands:
-            close = nearest(name, [*commands, "quit"])
+            close = find_nearest(name, [*commands, "quit"])
             if close:
                 hint = f"did you mean /{' or /'.join(close)}?"
             else:
@@ -188,7 +188,7 @@ class Chat:
         name, _, value = rest.replace("=", " ").partition(" ")
         if name:
             if name not in SETTINGS:
-                raise unknown_name("setting", name, SETTINGS)
+                raise build_unknown_name_error("setting", name, SETTINGS)
             values: dict[str, Any] = {name: value.strip()}
             if name == "temperature":
                 if value.strip() in ("0", "0.0"):
@@ -208,7 +208,7 @@ class Chat:
             raise ConfigError("nothing was said yet")
         pairs = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
         rows = pairs if self.plain else [self._conversation()]
-        with opened(Path(name).expanduser(), "a", encoding="utf-8") as file:
+        with open_file(Path(name).expanduser(), "a", encoding="utf-8") as file:
             for row in rows:
                 told = {"model": self.name} if self.name else {}
                 file.write(json.dumps({"messages": row, **told}, ensure_ascii=False) + "\n")
@@ -230,7 +230,7 @@ class Chat:
         prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
         if self.context is None:
             return prompt
-        most = self.context - min(self.spec.most_new_tokens, self.context // 4)
+        most = self.context - min(self.spec.new_token_limit, self.context // 4)
         while len(prompt) > most and start + 2 < len(self.messages):
             start += 2
             prompt = self.tokenizer.encode_chat(

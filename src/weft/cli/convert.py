@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.checkpoints.names import ADAPTER, SCORERS, Wanted, find
+from weft.checkpoints.names import ADAPTER, SCORERS, ModelQuery, find_model
 from weft.cli.parsing import Parser
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
@@ -135,7 +135,7 @@ def _llama2c(arguments: argparse.Namespace) -> None:
     hf_io.save(arguments.output, parameters, config)
 
 
-def _read_vocabulary(path: Path, size: int) -> spm.Model:
+def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
     """Read a vocabulary file of llama2.c.
 
     The format is the length of the longest piece, then score, length and bytes of each piece.
@@ -162,7 +162,7 @@ def _read_vocabulary(path: Path, size: int) -> spm.Model:
             f"{path} holds more than the {size} pieces that the checkpoint has; it belongs to "
             f"another model"
         )
-    return spm.Model(
+    return spm.SentencePieceModel(
         tuple(pieces),
         unigram=False,
         charsmap=b"",
@@ -175,7 +175,7 @@ def _read_vocabulary(path: Path, size: int) -> spm.Model:
     )
 
 
-def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
+def _save_tokenizer(vocabulary: spm.SentencePieceModel, length: int, output: Path) -> None:
     """Save a fast tokenizer that starts with BOS.
 
     The unknown piece, which never occurs, serves as padding.
@@ -205,7 +205,7 @@ def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
 def _partition(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import stages
 
-    model = find(arguments.model_dir, Wanted("--model_dir")).path
+    model = find_model(arguments.model_dir, ModelQuery("--model_dir")).path
     sizes = stages.partition(model, arguments.output, arguments.num_stages, arguments.model_type)
     print(stages.describe(sizes))
 
@@ -219,41 +219,43 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import hf_io, peft_io
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
-    from weft.engine import saving
+    from weft.engine import checkpoint_tokens
     from weft.engine.spec import ModelSpec
     from weft.models.network import lora
-    from weft.models.network.parameters import values
+    from weft.models.network.parameters import find_canonical_values
 
     adapter = _adapter(arguments.adapter)
     settings = peft_io.read_adapter_config(adapter)
     head = peft_io.TASKS[settings["task_type"]]
-    base = hf_io.resolve(find(arguments.base, Wanted("--base")).path)
-    stored = hf_io.Reader(base, head).dtype
+    base = hf_io.resolve(find_model(arguments.base, ModelQuery("--base")).path)
+    stored = hf_io.ParameterReader(base, head).dtype
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
     network = peft_io.load_adapted(
         base, adapter, head, torch.promote_types(stored, dtype), exact=True
     )
-    held = values(network)
+    held = find_canonical_values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
         raise CheckpointError(
             f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?"
         )
-    merged = lora.merge(held, lora.scales(network))
+    merged = lora.merge(held, lora.collect_scales(network))
     config = network.config
     source = _tokenizer_of(adapter, base)
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:
         spec = ModelSpec(path=str(source), head=head, trained=True)
-        tokenizer = saving.padded(Tokenizer.load(TokenizerSpec(), spec.path), spec, network.pooling)
+        tokenizer = checkpoint_tokens.choose_padding(
+            Tokenizer.load(TokenizerSpec(), spec.path), spec, network.pooling
+        )
         tokenizer.save(arguments.output)
-        config = hf_io.with_ids(config, **saving.token_ids(tokenizer, head))
-        hf_io.write_generation(arguments.output, saving.generation_config(spec))
+        config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, head))
+        hf_io.write_generation(arguments.output, checkpoint_tokens.read_generation_config(spec))
     hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
 
 
 def _adapter(given: Path) -> Path:
     """Return the adapter's directory: the given one, or that of a run's newest checkpoint."""
-    place = Path(find(str(given), Wanted("--adapter")).path)
+    place = Path(find_model(str(given), ModelQuery("--adapter")).path)
     if (place / "adapter" / ADAPTER).is_file():
         return place / "adapter"
     return place
@@ -279,7 +281,7 @@ def _triton(arguments: argparse.Namespace) -> None:
     from weft.cli.open_assistant.commands import triton_model
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
-    from weft.engine.saving import skipped_padding
+    from weft.engine.checkpoint_tokens import find_skipped_padding
     from weft.engine.spec import ModelSpec
 
     mode = arguments.triton_mode
@@ -287,10 +289,10 @@ def _triton(arguments: argparse.Namespace) -> None:
     model = arguments.model or triton_model(
         [name for word in arguments.configs for name in word.split(",") if name], mode
     )
-    model = find(model, Wanted("MODEL", SCORERS if mode == "rm" else POLICIES)).path
+    model = find_model(model, ModelQuery("MODEL", SCORERS if mode == "rm" else POLICIES)).path
     if mode == "rm":
         spec = ModelSpec(path=model, head="score")
-        padding = skipped_padding(Tokenizer.load(TokenizerSpec(), model), spec)
+        padding = find_skipped_padding(Tokenizer.load(TokenizerSpec(), model), spec)
     triton.write(model, arguments.output, mode, arguments.name, padding)
 
 

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
-from weft.observe.dashboard import NOT_FOUND, Answer, Dashboard
+from weft.observe.dashboard import NOT_FOUND, Dashboard, DashboardAnswer
 
 HOST = "127.0.0.1"  # only this machine can connect
 PORT = 8808
@@ -121,7 +121,7 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing, because request paths contain the token."""
 
-        def _send(self, answer: Answer) -> None:
+        def _send(self, answer: DashboardAnswer) -> None:
             body = answer.body.encode("utf-8", errors="replace")
             kind = "text/html" if answer.status == 200 else "text/plain"
             self.send_response(answer.status)
@@ -146,17 +146,21 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
     raise ConfigError("no port is free on this machine")
 
 
-def respond(dashboard: Dashboard, token: str, target: str, host: str, known: str = "") -> Answer:
+def respond(
+    dashboard: Dashboard, token: str, target: str, host: str, known: str = ""
+) -> DashboardAnswer:
     """Return the answer to a request.
 
     Without the token, or under another host name, the answer reveals nothing about any run.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
-        return Answer(403, "This address is for this machine alone.")
+        return DashboardAnswer(403, "This address is for this machine alone.")
     split = urlsplit(target)
     given, _, page = unquote(split.path).removeprefix("/").partition("/")
     if not hmac.compare_digest(given.encode(), token.encode()):
-        return Answer(403, "The address lacks its token; take the one that weft dashboard printed.")
+        return DashboardAnswer(
+            403, "The address lacks its token; take the one that weft dashboard printed."
+        )
     if "/" in page:
         return NOT_FOUND
     return dashboard.answer(page, parse_qs(split.query), known)

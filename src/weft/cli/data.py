@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoints.names import TOKENIZERS, Wanted, find
+from weft.checkpoints.names import TOKENIZERS, ModelQuery, find_model
 from weft.cli.data_options import DataConfig, configure, named_options, stack_options
 from weft.cli.parsing import check_paths
-from weft.data.sources import check_at_hand
-from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
+from weft.data.sources import check_available
+from weft.data.spec import DatasetSpec, TokenizerSpec, list_source_specs
 from weft.errors import ConfigError, DataError, NoTemplate
 from weft.registry import datasets, import_user_code, import_user_folder
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     import_user_code(arguments.imports)
     config, paths = configure(arguments)
     for path in paths:
-        check_at_hand(path)
+        check_available(path)
     run: Callable[[DataConfig, list[str], argparse.Namespace], int | None] = arguments.run
     return run(config, paths, arguments) or 0
 
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument(
             "--type",
-            help=f"dataset type, by default guessed from the first row: {', '.join(datasets.names())}",
+            help=f"dataset type, by default guessed from the first row: {', '.join(datasets.list_names())}",
         )
         command.add_argument(
             "--tokenizer",
@@ -187,12 +187,12 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
 
     Raises `ConfigError` if the first row fits none.
     """
-    from weft.data.rows import LOOSE, is_tree, is_tree_message, looks_like
-    from weft.data.sources import Unreadable, find_files, read_rows
+    from weft.data.rows import SINGLE_MESSAGE_HINT, guess_type, is_tree, is_tree_message
+    from weft.data.sources import UnreadableRow, find_files, read_rows
 
     if spec.type is not None:
         return spec.type
-    if any(source.named is not None for source in sources_of(spec)):
+    if any(source.named is not None for source in list_source_specs(spec)):
         return USED_AS[mode]
     first = next(iter(paths), None) or spec.train_path or spec.path
     if first is None:
@@ -201,22 +201,22 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
             return str(sources[0]["type"])
         raise ConfigError("the dataset type is not known: set --type")
     place, row = next(read_rows(find_files(first)[0]))
-    if not isinstance(row, Unreadable) and is_tree(row):
+    if not isinstance(row, UnreadableRow) and is_tree(row):
         return USED_AS[mode]
-    if not isinstance(row, Unreadable) and is_tree_message(row):
+    if not isinstance(row, UnreadableRow) and is_tree_message(row):
         raise ConfigError(
-            f"{place}: this row is {LOOSE}, and so does weft data inspect --datasets oasst_export "
+            f"{place}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect --datasets oasst_export "
             f"data_path=FILE"
         )
-    found = None if isinstance(row, Unreadable) else looks_like(row)
+    found = None if isinstance(row, UnreadableRow) else guess_type(row)
     if found is None:
-        if isinstance(row, Unreadable):
+        if isinstance(row, UnreadableRow):
             has = "it is no JSON object"
         else:
             has = f"it has {', '.join(row) or 'no keys'}"
         raise ConfigError(
             f"{place}: this row tells no dataset type ({has}); set --type to one of "
-            f"{', '.join(datasets.names())}"
+            f"{', '.join(datasets.list_names())}"
         )
     return found
 
@@ -239,7 +239,7 @@ def _at_hand(spec: TokenizerSpec) -> TokenizerSpec:
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
         return spec
-    return replace(spec, path=find(str(spec.path), Wanted("--tokenizer")).path)
+    return replace(spec, path=find_model(str(spec.path), ModelQuery("--tokenizer")).path)
 
 
 def _console(arguments: argparse.Namespace) -> Console:
@@ -269,14 +269,14 @@ def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print rows in file order, reading no more than it prints."""
     from weft.cli.data_rows import shown_row
-    from weft.data.byte_tokenizer import byte_tokenizer
+    from weft.data.byte_tokenizer import load_byte_tokenizer
     from weft.data.loader import load_data
 
     spec = _spec(config, paths)
     notes = []
     kind = _type(spec, paths, arguments.mode)
     if config.tokenizer.path is None:
-        tokenizer = byte_tokenizer(config.tokenizer)
+        tokenizer = load_byte_tokenizer(config.tokenizer)
         form = config.tokenizer.chat_template or FORM
         notes.append(
             f"no tokenizer was named, so every byte is a token and messages are written in the "
@@ -303,7 +303,7 @@ def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
 
 def _draws(spec: DatasetSpec) -> bool:
     """Return whether all rows must be read to know which ones are trained on."""
-    sources = sources_of(spec)
+    sources = list_source_specs(spec)
     mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
     return mixed or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
 
@@ -314,16 +314,16 @@ def _draws(spec: DatasetSpec) -> bool:
 def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
     """Print the table of counts; without a tokenizer only rows are counted."""
     from weft.cli import named_data
-    from weft.data.loader import given_sources, load_data
+    from weft.data.loader import load_data, resolve_sources
 
     if config.tokenizer.path is None:
         spec = _spec(config, paths)
-        asked = named_data.Asked(given_sources(spec), arguments.mode, spec, arguments.yes)
+        asked = named_data.Asked(resolve_sources(spec), arguments.mode, spec, arguments.yes)
         return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
     console = _console(arguments)
     spec = _spec(config, paths)
     data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
-    console.print(data.table(), markup=False)
+    console.print(data.format_counts(), markup=False)
     for note in data.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
     return None
@@ -405,8 +405,8 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec = config.dataset
     console = _console(arguments)
-    named = {source.path: source.path for source in sources_of(spec) if source.named is None}
-    if any(source.named for source in sources_of(spec)):
+    named = {source.path: source.path for source in list_source_specs(spec) if source.named is None}
+    if any(source.named for source in list_source_specs(spec)):
         from weft.cli.named_data import files_of
 
         named |= files_of(spec, arguments.mode)
@@ -429,8 +429,8 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
         _finding(
             console,
             "repeated rows",
-            sum(len(p) - 1 for p in found.doubles),
-            [" = ".join(p[:4]) for p in found.doubles],
+            sum(len(p) - 1 for p in found.duplicates),
+            [" = ".join(p[:4]) for p in found.duplicates],
         )
         _finding(console, "rows with an empty answer", len(found.empty), found.empty)
         _finding(console, "unreadable rows", len(found.unreadable), found.unreadable)
@@ -439,13 +439,13 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
 
 
 def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any]) -> None:
-    from weft.data.datasets.base import Tokenized, configure
-    from weft.data.tokenizing import Job, encode_rows
+    from weft.data.datasets.base import TokenizedDataset, split_options
+    from weft.data.tokenizing import EncodingJob, encode_rows
 
     spec = config.dataset
     type_name = _type(spec, [path])
     made = datasets.get(type_name)
-    if not isinstance(made, Tokenized) and "form" not in vars(made):
+    if not isinstance(made, TokenizedDataset) and "form" not in vars(made):
         raise ConfigError(
             f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others"
         )
@@ -455,10 +455,10 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
         "overlong": "truncate",
         "truncate_side": spec.truncate_side,
     }
-    form, lengths = configure(made.form, {**limits, **spec.args})
+    form, lengths = split_options(made.form, {**limits, **spec.args})
     tokenizer = _tokenizer(config)
     form.check(tokenizer)
-    _, report, problems = encode_rows(Job(form, lengths, tokenizer), rows)
+    _, report, problems = encode_rows(EncodingJob(form, lengths, tokenizer), rows)
     sizes = [
         f"dataset.{name}={limits[name]}"
         for name in ("max_seqlen", "max_prompt_len")

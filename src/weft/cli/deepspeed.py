@@ -16,10 +16,10 @@ from weft.cli.help import shown as shown_value
 from weft.cli.overrides import Override
 from weft.errors import ConfigError
 from weft.experiments._allocation import SEARCH
-from weft.experiments._deepspeed import AUTO, Mapped, map_config
+from weft.experiments._deepspeed import AUTO, MappedDeepSpeedConfig, map_config
 from weft.experiments.common import RunConfig
-from weft.observe.configuration import flat
-from weft.options import plain, to_mapping
+from weft.observe.configuration import flatten_options
+from weft.options import to_mapping, to_plain
 from weft.reading import read_json
 
 BARE = {
@@ -80,7 +80,7 @@ class Taken:
     """
 
     shown: str  # the flag as it was written
-    mapped: Mapped
+    mapped: MappedDeepSpeedConfig
     assignments: list[Override]
     notes: list[str]
     autos: Sequence[str]  # keys with the value "auto", set by weft's options
@@ -91,13 +91,13 @@ class Taken:
 
         Raises `ConfigError` for batch sizes that are inconsistent on the run's data-parallel ranks.
         """
-        values = dict(flat(to_mapping(config)))
+        values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # which finds its ranks later
             problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
             if problem:
                 raise ConfigError(f"{self.shown}: {problem}")
         options = {
-            key: [option for name in AUTOS[key] for option in self.mapped.names(name)]
+            key: [option for name in AUTOS[key] for option in self.mapped.list_names(name)]
             for key in self.autos
         }
         found = [f"{key} is {_said(names, values)}" for key, names in options.items()]
@@ -122,14 +122,14 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
         config = BARE
     if not base.trained_roles:
         raise ConfigError("--deepspeed: nothing is trained here; leave it out")
-    lengths = [plain(each.value) for each in given if each.name in LENGTHS]
+    lengths = [to_plain(each.value) for each in given if each.name in LENGTHS]
     longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
     mapped = map_config(config, base.trained_roles, longest)
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
     flag = f"--deepspeed{f' {file}' if file else ''}"
     over = {
-        each.name: plain(each.value)
+        each.name: to_plain(each.value)
         for each in given
         if each.name in mapped.options and not each.removed
     }

@@ -18,9 +18,9 @@ from weft.cli import demo_task as task
 from weft.cli.demo_view import StageView
 from weft.cli.parsing import check_paths
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
-from weft.observe.memory import peak_memory_gb
-from weft.observe.metrics import duration
-from weft.observe.progress import Show
+from weft.observe.memory import measure_peak_memory_gb
+from weft.observe.metrics import format_duration
+from weft.observe.progress import DisplayOptions
 
 NAME = "demo"
 HELD_OUT = 200  # number of problems that no stage trains on
@@ -61,7 +61,7 @@ class Demo:
         from weft.launch.run import run
 
         begun = time.monotonic()
-        result = run(config, show=Show(view=StageView(self.console, doing)))
+        result = run(config, show=DisplayOptions(view=StageView(self.console, doing)))
         self.seconds[config.trial_name] = time.monotonic() - begun
         return result
 
@@ -188,7 +188,7 @@ def walk(demo: Demo, say: Callable[[str], None]) -> None:
     reward, first, last = judge(demo, actor)
     say(
         f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in "
-        f"{duration(demo.seconds['reward'])}"
+        f"{format_duration(demo.seconds['reward'])}"
     )
     say("[bold]3. PPO[/]  with that reward model")
     actor = ppo(demo, actor, reward)
@@ -201,14 +201,14 @@ def walk(demo: Demo, say: Callable[[str], None]) -> None:
 def _rise(demo: Demo, before: str, model: Path, stage: str) -> str:
     """Format the change in accuracy due to a stage."""
     rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure(stage, model):.1%}[/]"
-    return f"   held-out accuracy {rise} in {duration(demo.seconds[stage])}"
+    return f"   held-out accuracy {rise} in {format_duration(demo.seconds[stage])}"
 
 
 def conclude(demo: Demo, say: Callable[[str], None]) -> None:
     """Print the time taken and next steps."""
     say("")
     say(
-        f"Done in {duration(sum(demo.seconds.values()))}, with {peak_memory_gb():.1f} GB of "
+        f"Done in {format_duration(sum(demo.seconds.values()))}, with {measure_peak_memory_gb():.1f} GB of "
         f"memory at most."
     )
     say(f"  report  {demo.folder / 'grpo' / 'report.html'}")

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from weft.observe.metrics import duration, number, title
-from weft.observe.pace import Pace
+from weft.observe.metrics import find_title, format_duration, format_number
+from weft.observe.pace import RunPace
 
 BAR = 30  # columns
 
@@ -29,7 +29,7 @@ class StageView:
     def __init__(self, console: Console, doing: str) -> None:
         self._console = console
         self._doing = doing
-        self._pace = Pace()
+        self._pace = RunPace()
         shown = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(self, console=console, transient=True) if shown else None
 
@@ -46,26 +46,26 @@ class StageView:
     ) -> None:
         self._pace.expect(total, done, earlier)
 
-    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
-        self._pace.step(numbers)
-        return [self._pace.text()] if shown else []
+    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+        self._pace.record_step(numbers)
+        return [self._pace.format_line()] if shown else []
 
-    def sample(self, step: int, row: Mapping[str, Any]) -> None:
+    def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         """Show nothing; completions are for the report."""
 
-    def doing(self, what: str) -> AbstractContextManager[None]:
+    def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         """Show nothing; notes are in the log."""
 
-    def asked(self, line: str) -> None:
+    def show_stop_request(self, line: str) -> None:
         self._doing = line
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
         if self._live is not None:
             self._live.stop()
-        return [self._pace.summary(status)]
+        return [self._pace.format_summary(status)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         pace = self._pace
@@ -74,13 +74,13 @@ class StageView:
             grid.add_column(no_wrap=True, overflow="ellipsis")
         told = [self._doing]
         if pace.done:
-            told = [pace.counted()]
+            told = [pace.format_step()]
             told += (
-                [f"{title(pace.name)} {number(pace.values[-1])}"]
+                [f"{find_title(pace.name)} {format_number(pace.values[-1])}"]
                 if pace.name is not None and pace.values
                 else []
             )
-        told.append(duration(pace.elapsed))
+        told.append(format_duration(pace.elapsed))
         bar = ProgressBar(
             pace.total or 1, pace.done if pace.total else 0, width=BAR, complete_style="cyan"
         )

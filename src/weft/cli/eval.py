@@ -16,7 +16,7 @@ from weft.cli import _models
 from weft.cli.data_options import COPY, assignments_behind, named_options
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
-from weft.writing import destination
+from weft.writing import resolve_destination
 
 EPILOG = """examples:
   weft eval rm runs/E/T pairs.jsonl
@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` for unusable input.
     """
     given = parser().parse_args(list(argv))
-    from weft.evaluation.reward_model import by_category, evaluate
+    from weft.evaluation.reward_model import evaluate, summarize_by_category
 
     if given.out is not None:
-        destination(given.out)  # refused before the model is loaded
+        resolve_destination(given.out)  # refused before the model is loaded
     tried = _tried(given)
     opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
@@ -73,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
         rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
         with _models.progress(each.name) as bar:
             groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
-        found = by_category(groups)
-        everything = by_category([replace(group, category="") for group in groups])[""]
+        found = summarize_by_category(groups)
+        everything = summarize_by_category([replace(group, category="") for group in groups])[""]
         categories = {name: asdict(summary) for name, summary in found.items()}
         figures[each.name] = {"type": each.kind, "all": asdict(everything)}
         figures[each.name] |= {"categories": categories} if given.category else {}
@@ -127,7 +127,7 @@ def _by_name(
     """Return named datasets as files of rows, read as for training a reward model."""
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import Settings, by_name
-    from weft.data.named.prepare import Split, cache_root, prepare
+    from weft.data.named.prepare import ValidationSplit, find_cache_root, prepare
     from weft.data.spec import DatasetSpec
 
     copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
@@ -141,7 +141,7 @@ def _by_name(
         named_data.sources(given.datasets or [], "rm", spec, settings), spec, given.yes
     ):
         own = replace(source, args={**args, **source.args})
-        made = prepare(own, "rm", cache_root(None), Split()).source
+        made = prepare(own, "rm", find_cache_root(None), ValidationSplit()).source
         for split, path in (("train", made.path), ("valid", made.valid_path)):
             if path and given.split in (None, split):
                 name = str(source.named) if split == "train" else f"{source.named} (valid)"
@@ -162,16 +162,16 @@ def _kind(path: str, split: str | None) -> str:
 
     Raises `ConfigError` if it is no form with ranked replies.
     """
-    from weft.data.rows import is_tree, looks_like
-    from weft.data.sources import Unreadable, find_files, read_rows
+    from weft.data.rows import guess_type, is_tree
+    from weft.data.sources import UnreadableRow, find_files, read_rows
 
     place, row = next(read_rows(find_files(path, split)[0]))
-    if isinstance(row, Unreadable):
+    if isinstance(row, UnreadableRow):
         found = None
     elif is_tree(row):
         found = "ranking"
     else:
-        found = looks_like(row)
+        found = guess_type(row)
     if found is None:
         raise ConfigError(
             f"{place}: this row tells no form; set --type to preference, paired_comparison or "

@@ -16,10 +16,10 @@ from typing import Any
 
 from weft.cli.aliases import spellings_of
 from weft.engine.spec import ModelSpec
-from weft.errors import ConfigError, nearest
-from weft.experiments._common_options import EXAMPLES, common_options
+from weft.errors import ConfigError, find_nearest
+from weft.experiments._common_options import EXAMPLES, find_common_options
 from weft.experiments.common import RunConfig
-from weft.options import Leaf, leaves
+from weft.options import OptionDescription, iterate_options
 
 USAGE = "weft quickstart {name} experiment_name=E trial_name=T key=value ..."
 ALL = "all"
@@ -61,9 +61,9 @@ class Sheet:
     config: Any
     width: int
 
-    def options(self) -> list[Leaf]:
+    def options(self) -> list[OptionDescription]:
         """Every option that has an effect: a role that is not trained has no optimizer."""
-        return [leaf for leaf in leaves(self.config) if not self._idle(leaf.name)]
+        return [leaf for leaf in iterate_options(self.config) if not self._idle(leaf.name)]
 
     def _idle(self, name: str) -> bool:
         role, _, rest = name.partition(".")
@@ -78,7 +78,9 @@ class Sheet:
         about = textwrap.wrap(described(type(self.config)), self.width)
         return [USAGE.format(name=self.name), "", *about, *([""] if about else [])]
 
-    def section(self, title: str, options: Sequence[Leaf], *, brief: bool = False) -> Iterator[str]:
+    def section(
+        self, title: str, options: Sequence[OptionDescription], *, brief: bool = False
+    ) -> Iterator[str]:
         """Yield a heading and an entry per option; `brief` shortens texts and omits types."""
         left = WIDE_NAMES if self.width >= WIDE else NARROW_NAMES
         if isinstance(self.config, RunConfig):
@@ -146,7 +148,7 @@ def quickstart_help(name: str, config: Any, group: str = "", width: int = 80) ->
     options whose names contain the word.
     """
     sheet = Sheet(name, config, width)
-    if not group and isinstance(config, RunConfig) and (chosen := common_options(config)):
+    if not group and isinstance(config, RunConfig) and (chosen := find_common_options(config)):
         lines = list(_short(sheet, chosen))
     elif group in ("", ALL):
         lines = list(_everything(sheet))
@@ -214,9 +216,9 @@ def _group(sheet: Sheet, group: str) -> Iterator[str]:
     yield from sheet.section(group, found)
 
 
-def _no_group(sheet: Sheet, group: str, options: Sequence[Leaf]) -> ConfigError:
+def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) -> ConfigError:
     """Return the error for an unknown group, with suggestions."""
-    names = [leaf.name for leaf in leaves(sheet.config)]
+    names = [leaf.name for leaf in iterate_options(sheet.config)]
     if any(name.startswith(f"{group}.") for name in names):
         role = group.split(".")[0]
         return ConfigError(
@@ -241,7 +243,7 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[Leaf]) -> ConfigError:
                 [f"--help {group}: no such group; options with this in their name:", *listed, *more]
             )
         )
-    near = nearest(group, [*_all_groups(names), *names])
+    near = find_nearest(group, [*_all_groups(names), *names])
     return ConfigError(
         f"--help {group}: no such group; "
         + (f"did you mean {' or '.join(near)}?" if near else f"groups: {', '.join(groups(names))}")
@@ -258,7 +260,9 @@ def _all_groups(names: Iterable[str]) -> list[str]:
     return sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part))})
 
 
-def _meaning(leaf: Leaf, spelled: Sequence[str], needed: Sequence[str], *, brief: bool) -> str:
+def _meaning(
+    leaf: OptionDescription, spelled: Sequence[str], needed: Sequence[str], *, brief: bool
+) -> str:
     """Return an option's description, with its default and other spellings in brackets."""
     facts = [] if brief else [leaf.type]
     if leaf.name in needed and leaf.default in (None, ""):

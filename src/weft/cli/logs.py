@@ -9,7 +9,7 @@ from pathlib import Path
 from weft.cli.named_run import add_run, given_run
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
-from weft.observe.logs import Failure, Follower, LogFile, failures, log_files
+from weft.observe.logs import LogFile, LogFollower, LoggedFailure, find_failures, find_log_files
 
 POLL_SECONDS = 0.5
 QUIET_POLLS = 4  # polls without a new line after which an inactive run counts as finished
@@ -35,13 +35,15 @@ def main(argv: Sequence[str]) -> int:
 
     def files() -> list[LogFile]:
         return [
-            file for file in log_files(run) if given.worker is None or file.worker == given.worker
+            file
+            for file in find_log_files(run)
+            if given.worker is None or file.worker == given.worker
         ]
 
     chosen = files()
     if not chosen and not given.follow:
         raise ConfigError(_nothing(run, given.worker))
-    follower = Follower(chosen)
+    follower = LogFollower(chosen)
     _show(run, chosen, given.lines)
     if given.follow:
         _follow(run, follower, files)
@@ -49,27 +51,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(run: Path, files: Sequence[LogFile], lines: int) -> None:
-    from weft.launch.status import run_status, status_line
+    from weft.launch.status import format_status, read_run_status
 
-    print(status_line(run))
+    print(format_status(run))
     # Earlier failures were resolved by a restart.
-    found = [] if run_status(run) == "finished" else failures(files)
+    found = [] if read_run_status(run) == "finished" else find_failures(files)
     if found:
         print(f"\nfirst failure: {_place(found[0])}")
         print("\n".join(f"    {line}" for line in found[0].text))
         for each in found[1:]:
             print(f"then: {_place(each)}: {each.summary.strip()}")
     for file in files:
-        last = file.lines()[-lines:] if lines > 0 else []
+        last = file.read_lines()[-lines:] if lines > 0 else []
         print(f"\n== {file.name} ({file.path})")
         print("\n".join(last))
 
 
-def _place(found: Failure) -> str:
+def _place(found: LoggedFailure) -> str:
     return f"{found.file.name}, line {found.line}"
 
 
-def _follow(run: Path, follower: Follower, files: Callable[[], Sequence[LogFile]]) -> None:
+def _follow(run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFile]]) -> None:
     """Print new lines until no process works on the run."""
     from weft.launch.status import is_alive
 
@@ -77,7 +79,7 @@ def _follow(run: Path, follower: Follower, files: Callable[[], Sequence[LogFile]
     while quiet < QUIET_POLLS:
         added = False
         chosen = files()
-        for file, line in follower.new(chosen):
+        for file, line in follower.read_new_lines(chosen):
             print(f"[{file.name}] {line}" if len(chosen) > 1 else line, flush=True)
             added = True
         quiet = 0 if added or is_alive(run) else quiet + 1
@@ -85,7 +87,7 @@ def _follow(run: Path, follower: Follower, files: Callable[[], Sequence[LogFile]
 
 
 def _nothing(run: Path, worker: int | None) -> str:
-    there = log_files(run)
+    there = find_log_files(run)
     if not there:
         return f"{run} has no log yet; --follow waits for one"
     workers = [str(file.worker) for file in there if file.worker is not None]

@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.parsing import Parser
-from weft.errors import ConfigError, unknown_name
-from weft.observe.metrics import number, title
-from weft.observe.run_list import RunSummary, list_runs, tree_bytes
+from weft.errors import ConfigError, build_unknown_name_error
+from weft.observe.metrics import find_title, format_number
+from weft.observe.run_list import RunSummary, count_tree_bytes, list_runs
 
 STATUSES = ("running", "finished", "stopped", "failed", "unfinished")
 COLORS = {
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     )
     given = parser.parse_args(list(argv))
     if given.sort not in SORTS:
-        raise unknown_name("--sort", given.sort, SORTS)
+        raise build_unknown_name_error("--sort", given.sort, SORTS)
     root = Path(given.root).expanduser()
     filtered = bool(given.status or given.algorithm)
     runs = chosen(root, _words(given.status), _words(given.algorithm))
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
                 f"weft ls {demo} lists the runs of this demo", style="bright_black", soft_wrap=True
             )
         for run in runs:
-            if run.flagged:
+            if run.is_flagged:
                 line = Text.assemble(
                     (f"! {run.experiment}/{run.trial}: ", "bold yellow"), str(run.diagnosis)
                 )
@@ -123,7 +123,7 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
         )
     for status in statuses:
         if status not in STATUSES:
-            raise unknown_name("--status", status, STATUSES)
+            raise build_unknown_name_error("--status", status, STATUSES)
     return [
         run
         for run in list_runs(root, is_alive)
@@ -164,7 +164,7 @@ def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
         total_steps=None,
         metric=told.metric,
         value=told.value,
-        num_bytes=tree_bytes(folder),
+        num_bytes=count_tree_bytes(folder),
         changed=newest[0].changed,
     )
 
@@ -203,7 +203,7 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
                 name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left"
             )
     for run, row in zip(runs, rows, strict=True):
-        colour = "yellow" if run.flagged else COLORS.get(run.status, "")
+        colour = "yellow" if run.is_flagged else COLORS.get(run.status, "")
         texts = (Text(row[name], style=colour if name == "status" else "") for name in names)
         made.add_row(*texts)
     return made
@@ -214,9 +214,9 @@ def _cells(run: RunSummary) -> dict[str, str]:
     return {
         "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,
-        "status": f"{run.status} !" if run.flagged else run.status,
+        "status": f"{run.status} !" if run.is_flagged else run.status,
         "steps": steps(run),
-        "last": f"{title(run.metric)} {number(run.value)}" if run.metric else UNKNOWN,
+        "last": f"{find_title(run.metric)} {format_number(run.value)}" if run.metric else UNKNOWN,
         "size": size(run.num_bytes),
         "age": age(run.changed),
         "metric": run.metric or UNKNOWN,

@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import TextIO
 
 from weft import __version__
-from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
-from weft.observe.memory import growing_segments, keep_freed_memory
-from weft.reading import check_working_directory, place_problem
-from weft.redaction import redacted
+from weft.errors import ConfigError, Interrupted, UserError, WeftError, build_unknown_name_error
+from weft.observe.memory import build_segment_variables, keep_freed_memory
+from weft.reading import check_working_directory, find_path_problem
+from weft.redaction import redact
 
 GROUPS = {
     "train and sample": {
@@ -97,15 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded(lambda: dispatch(words), words)
     drop_empty(os.environ)
     keep_freed_memory()
-    os.environ.update(growing_segments(os.environ))
-    from weft.runtime.supervised import Wire
+    os.environ.update(build_segment_variables(os.environ))
+    from weft.runtime.supervisor_pipe import SupervisorPipe
 
-    wire = Wire.begin(os.environ)
-    code = guarded(lambda: dispatch(words, supervise=not wire.supervised), words)
-    wire.ends(code)
+    wire = SupervisorPipe.connect(os.environ)
+    code = guarded(lambda: dispatch(words, supervise=not wire.is_supervised), words)
+    wire.report_exit_code(code)
     if code:
         _end(code)
-    if wire.supervised:
+    if wire.is_supervised:
         # what a program does after this is for the process that supervises it
         raise SystemExit(code)
     return code
@@ -203,7 +203,7 @@ def _outcome(command: Callable[[], int], words: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
             return UNREAD
-        problem = place_problem(error)
+        problem = find_path_problem(error)
         if problem is not None:
             _show(f"error: {problem}", words)
             return 2
@@ -225,8 +225,8 @@ def _wrapped(text: str) -> str:
 
 def _show(message: str, words: Sequence[str]) -> None:
     if "--debug" in words:
-        print(redacted(traceback.format_exc()), file=sys.stderr)
-    print(redacted(message), file=sys.stderr)
+        print(redact(traceback.format_exc()), file=sys.stderr)
+    print(redact(message), file=sys.stderr)
 
 
 def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
@@ -234,14 +234,14 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
-        raise unknown_name("command", name, COMMANDS)
+        raise build_unknown_name_error("command", name, COMMANDS)
     check_working_directory()
     if name in TRAINING:
-        from weft.launch import foreign
+        from weft.launch import other_launchers
 
-        started = foreign.launched(os.environ)
+        started = other_launchers.detect_launcher(os.environ)
         if started is not None and started.rank == 0:
-            raise ConfigError(started.message(words))
+            raise ConfigError(started.format_message(words))
         if started is not None:
             # Launchers kill all processes when the first one ends, so the first prints the error.
             time.sleep(SPEAKS_SECONDS)

@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 from weft.cli.stacked_data import NO_SETTINGS, Settings
-from weft.data.datasets.base import Tokenized
-from weft.data.loader import LoadedData, named_apart
-from weft.data.mixture import Share, hold_out, per_epoch
-from weft.data.named import find, names
-from weft.data.named.entry import Entry
-from weft.data.named.fetch import local
-from weft.data.named.prepare import Prepared, Split, cache_root, prepare
-from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row, first_of
-from weft.data.sources import Unreadable, find_files, read_rows
-from weft.data.spec import DatasetSpec, SourceSpec, sources_of
-from weft.errors import ConfigError, DataError, UnknownName, nearest
+from weft.data.datasets.base import TokenizedDataset
+from weft.data.loader import LoadedData, assign_unique_names
+from weft.data.mixture import SourceShare, count_per_epoch, hold_out
+from weft.data.named import find_entry, list_names
+from weft.data.named.entry import CatalogueEntry
+from weft.data.named.fetch import find_local
+from weft.data.named.prepare import PreparedSource, ValidationSplit, find_cache_root, prepare
+from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row, find_first_key
+from weft.data.sources import UnreadableRow, find_files, read_rows
+from weft.data.spec import DatasetSpec, SourceSpec, list_source_specs
+from weft.errors import ConfigError, DataError, UnknownName, find_nearest
 from weft.extras import install
-from weft.writing import replacing
+from weft.writing import replace_file
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 LISTS = "weft data counts --datasets all names the datasets, weft config ls the sections"
@@ -68,11 +68,11 @@ def sources(
     """
     asked = [name for word in words for name in word.split(",") if name]
     if asked == ["all"]:
-        asked = [name for name in names(mode, spec.named_file) if "{" not in name]
+        asked = [name for name in list_names(mode, spec.named_file) if "{" not in name]
     elif "all" in asked:
         raise ConfigError(f"--datasets {' '.join(words)}: `all` stands alone")
     found = [source for word in asked for source in _of_word(word, mode, spec, settings)]
-    return settings.applied([*found, *sources_of(spec)], spec.named_file)
+    return settings.applied([*found, *list_source_specs(spec)], spec.named_file)
 
 
 def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> list[SourceSpec]:
@@ -81,11 +81,13 @@ def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> lis
     Raises `ConfigError` with the nearest names.
     """
     try:
-        return [SourceSpec(named=find(word, spec.named_file).name)]
+        return [SourceSpec(named=find_entry(word, spec.named_file).name)]
     except UnknownName as error:
         section = settings.section(word)
         if section is None:
-            close = nearest(word, [*names(None, spec.named_file), *settings.library.names()])
+            close = find_nearest(
+                word, [*list_names(None, spec.named_file), *settings.library.names()]
+            )
             hint = f"did you mean {' or '.join(close)}?" if close else LISTS
             raise ConfigError(f"unknown dataset or section {word!r}; {hint}") from error
     return settings.listed(section, mode)
@@ -97,11 +99,11 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
     These are local sources and, if the user agrees (`yes`, or a prompt on a terminal), sources that
     must be fetched.
     """
-    cache = cache_root(spec.cache_dir)
+    cache = find_cache_root(spec.cache_dir)
     missing = [
         source
         for source in wanted
-        if source.named and local(_entry(source, spec), source.path or None, cache) is None
+        if source.named and find_local(_entry(source, spec), source.path or None, cache) is None
     ]
     if not missing or yes:
         return list(wanted)
@@ -136,9 +138,11 @@ def count(
         share = source.valid_split
     elsewhere = spec.valid_path is not None
     if source.named is not None:
-        split = Split(0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0)
+        split = ValidationSplit(
+            0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0
+        )
         source = prepare(
-            source, asked.mode, cache_root(spec.cache_dir), split, spec.named_file
+            source, asked.mode, find_cache_root(spec.cache_dir), split, spec.named_file
         ).source
         share = 0.0
     read = _Rows(detect, OF_FORMS if source.named is not None else OF_ANY)
@@ -167,7 +171,7 @@ class _Rows:
         number = 0
         for file in find_files(path, split):
             for _, row in read_rows(file):
-                if isinstance(row, Unreadable):
+                if isinstance(row, UnreadableRow):
                     self.unreadable += 1
                     continue
                 number += 1
@@ -250,7 +254,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> None:
     """Write the table as CSV, with a column per language."""
     languages = sorted({language for each in counted for language in each.languages})
-    with replacing(file) as partial, partial.open("w", newline="") as stream:
+    with replace_file(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow([*_columns(drawn), *languages])
         for each in counted:
@@ -282,11 +286,11 @@ def said(source: SourceSpec) -> dict[str, Any]:
 def spread(data: LoadedData, limit: int) -> Iterator[str]:
     """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens."""
     for part in [*data.parts, *(part for part in data.valid.values())]:
-        if not isinstance(part.dataset, Tokenized):
+        if not isinstance(part.dataset, TokenizedDataset):
             raise ConfigError(
                 f"{part.name}: only weft's own dataset types tell the lengths of their rows"
             )
-        sizes = part.dataset.table.sizes()[part.indices]
+        sizes = part.dataset.table.compute_seqlens()[part.indices]
         if any(part is each for each in data.parts):
             label = part.name
         else:
@@ -302,26 +306,26 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     shares = []
     wrong = []
     allowed = allow(asked.sources, asked.spec, asked.yes)
-    for source, name in named_apart(allowed):
+    for source, name in assign_unique_names(allowed):
         try:
             counted.append(count(source, name, asked, tell))
         except DataError as error:
             wrong.append(str(error))
         else:
             shares.append(
-                Share(name, counted[-1].train, source.fraction, source.size, source.weight)
+                SourceShare(name, counted[-1].train, source.fraction, source.size, source.weight)
             )
     if wrong and not counted:
         raise DataError(wrong)
     drawn = any(share.fraction or share.size or share.weight for share in shares)
     counted = [
-        replace(each, per_epoch=n) for each, n in zip(counted, per_epoch(shares), strict=True)
+        replace(each, per_epoch=n) for each, n in zip(counted, count_per_epoch(shares), strict=True)
     ]
     if counted and asked.spec.valid_path is not None:
         elsewhere = SourceSpec(asked.spec.valid_path)
         found = count(
             elsewhere,
-            f"{named_apart([elsewhere])[0][1]} (valid)",
+            f"{assign_unique_names([elsewhere])[0][1]} (valid)",
             replace(asked, spec=DatasetSpec()),
             tell,
         )
@@ -346,24 +350,26 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
 def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
     """Return file of rows -> displayed name, for each named dataset in the options."""
     found: dict[str, str] = {}
-    for source in (each for each in sources_of(spec) if each.named is not None):
-        made = prepare(source, mode, cache_root(spec.cache_dir), Split(0.0), spec.named_file)
+    for source in (each for each in list_source_specs(spec) if each.named is not None):
+        made = prepare(
+            source, mode, find_cache_root(spec.cache_dir), ValidationSplit(0.0), spec.named_file
+        )
         found |= dict(
             zip(_files(made), (str(source.named), f"{source.named} (valid)"), strict=False)
         )
     return found
 
 
-def _entry(source: SourceSpec, spec: DatasetSpec) -> Entry:
-    return find(str(source.named), spec.named_file)
+def _entry(source: SourceSpec, spec: DatasetSpec) -> CatalogueEntry:
+    return find_entry(str(source.named), spec.named_file)
 
 
-def _files(made: Prepared) -> list[str]:
+def _files(made: PreparedSource) -> list[str]:
     return [made.source.path, *([made.source.valid_path] if made.source.valid_path else [])]
 
 
 def _messages(row: Row) -> list[Mapping[str, Any]]:
-    key = first_of(row, (*MESSAGE_KEYS, "prompt"))
+    key = find_first_key(row, (*MESSAGE_KEYS, "prompt"))
     listed = row[key] if key is not None else None
     if isinstance(listed, list):
         return [each for each in listed if isinstance(each, Mapping)]

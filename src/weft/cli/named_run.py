@@ -15,7 +15,7 @@ from weft.experiments.common import RunConfig, build_experiment
 from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
-from weft.runtime.directory import RunDirectory, admit, owner
+from weft.runtime.directory import RunDirectory, admit, find_owner
 
 RUNS = "./runs"
 LATEST = "latest"
@@ -65,15 +65,15 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
             f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL, or weft {command} RUN"
         )
     check_names(experiment_name=given.experiment, trial_name=given.trial)
-    from weft.launch.stop import run_directory
+    from weft.launch.stop import find_run_directory
 
-    return run_directory(given.experiment, given.trial, str(root))
+    return find_run_directory(given.experiment, given.trial, str(root))
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
     """Return the configuration with run names set, and a line that states a generated name.
 
-    The line is None if the user gave the names. The experiment is `asked_for`, a recipe or an
+    The line is None if the user gave the names. The experiment is `compute_max_length`, a recipe or an
     algorithm. The trial is the newest unfinished numbered one with the same configuration, else the
     next number.
     """
@@ -102,12 +102,12 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
     """Return whether the directory holds an unfinished run of this experiment with no process."""
     if (
-        not directory.holds_run()
-        or directory.status() == "finished"
-        or owner(directory.path) is not None
+        not directory.has_run()
+        or directory.read_status() == "finished"
+        or find_owner(directory.path) is not None
     ):
         return False
-    config = {**experiment.resolved(), "trial_name": directory.path.name}
+    config = {**experiment.resolve(), "trial_name": directory.path.name}
     control = replace(experiment.control, trial_name=directory.path.name)
     try:
         return admit(directory, control, config, experiment.left_at_default)

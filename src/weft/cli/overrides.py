@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.options import Scalar, Unread, plain
-from weft.reading import read_yaml, reading, reason, shortened
+from weft.options import CommandLineValue, UnparsedValue, to_plain
+from weft.reading import describe_cause, explain_read_errors, read_yaml, shorten
 
 WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?P<text>.*)", re.DOTALL)
 SWEEP = re.compile(r"[a-z]+\(")  # choice(..), range(..)
@@ -55,13 +55,13 @@ def parse(words: Sequence[str]) -> list[Override]:
             ValueError,
             RecursionError,
         ) as error:  # a number of 5,000 digits, brackets in brackets
-            raise ConfigError(f"{shortened(word)!r}: {reason(error)}") from error
+            raise ConfigError(f"{shorten(word)!r}: {describe_cause(error)}") from error
         if found.is_sweep_override():
             overrides.append(_as_it_stands(word, _sweep(word, found.key_or_group), sweep=True))
             continue
         value: Any = found.value()
         if isinstance(value, (bool, int, float)) or (value is None and "=" in word):
-            value = Scalar(value, word.split("=", 1)[1].strip())
+            value = CommandLineValue(value, word.split("=", 1)[1].strip())
         overrides.append(Override(found.key_or_group, value, removed=found.is_delete(), typed=word))
     return overrides
 
@@ -72,7 +72,7 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
     for each in overrides:
         # mappings add to each other
         if each.typed is not None and not isinstance(each.value, Mapping):
-            words.setdefault(each.name, []).append(shortened(each.typed))
+            words.setdefault(each.name, []).append(shorten(each.typed))
     return [
         f"{', '.join(given[:-1])} and {given[-1]} are all set; the last counts"
         if len(given) > 2
@@ -108,7 +108,9 @@ def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Over
         raise error
     whole = None if items is not None else text
     return Override(
-        found["name"], Scalar(whole or text, text, Unread(whole, items, sweep, error)), typed=word
+        found["name"],
+        CommandLineValue(whole or text, text, UnparsedValue(whole, items, sweep, error)),
+        typed=word,
     )
 
 
@@ -128,14 +130,14 @@ def _items(text: str) -> tuple[str, ...] | None:
 
 def _unreadable(word: str, error: Exception) -> ConfigError:
     if "=" not in word:
-        word = shortened(word)
+        word = shorten(word)
         return ConfigError(
             f"{word!r}: is not of the form key=value; write for example {word}=VALUE, or see --help"
         )
     name, _ = word.split("=", 1)
     where = str(error).splitlines()[0]
     return ConfigError(
-        f"{shortened(word)!r}: cannot be read ({shortened(where)}); quote texts with special "
+        f"{shorten(word)!r}: cannot be read ({shorten(where)}); quote texts with special "
         f"characters: {name}=\"'...'\""
     )
 
@@ -145,7 +147,7 @@ def merge(values: dict[str, Any], override: Override) -> None:
     *groups, last = override.name.split(".")
     inner = values
     if last == NUMBERS and isinstance(override.value, list | tuple):
-        override = replace(override, value=",".join(str(plain(each)) for each in override.value))
+        override = replace(override, value=",".join(str(to_plain(each)) for each in override.value))
     for group in groups:
         below = inner.setdefault(group, {})
         if not isinstance(below, dict):
@@ -195,7 +197,7 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
         return values
     from omegaconf import OmegaConf
 
-    with reading("an interpolation ${...} cannot be resolved", ConfigError):
+    with explain_read_errors("an interpolation ${...} cannot be resolved", ConfigError):
         own = OmegaConf.create(_texts(values))
         whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), own)
         resolved = OmegaConf.to_container(whole, resolve=True)
@@ -209,7 +211,7 @@ def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
         key: _texts(value)
         if isinstance(value, Mapping)
         else value.value
-        if isinstance(value, Scalar)
+        if isinstance(value, CommandLineValue)
         else value
         for key, value in values.items()
     }
@@ -222,5 +224,5 @@ def _only(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, A
         if isinstance(value, Mapping):
             kept[key] = _only(resolved[key], value)
         else:
-            kept[key] = value if isinstance(value, Scalar) else resolved[key]
+            kept[key] = value if isinstance(value, CommandLineValue) else resolved[key]
     return kept

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoints.names import Wanted, find
+from weft.checkpoints.names import ModelQuery, find_model
 from weft.cli import plan_memory
 from weft.cli.parsing import check_paths
 from weft.engine.memory import BYTES
@@ -24,7 +24,7 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
-    from weft.realloc.traffic import Traffic
+    from weft.realloc.traffic import ReallocationTraffic
 
 LARGEST = 5  # number of parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
@@ -184,11 +184,11 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
 
 def realloc(arguments: argparse.Namespace) -> None:
     """Plan the transfers between two layouts and print their cost."""
-    from weft.checkpoints.hf_io import parameter_shapes
+    from weft.checkpoints.hf_io import compute_parameter_shapes
     from weft.engine.spec import ModelSpec
-    from weft.engine.torch.source import check_layout
+    from weft.engine.torch.network_source import check_layout
     from weft.realloc.plan import holdings_of, plan
-    from weft.realloc.traffic import least, traffic
+    from weft.realloc.traffic import count_least_bytes, count_traffic
 
     meshes = [_mesh(arguments, side) for side in SIDES]
     config = _config(arguments.model)
@@ -204,22 +204,22 @@ def realloc(arguments: argparse.Namespace) -> None:
     def node_of(rank: int) -> int:
         return rank // per_node
 
-    shapes = parameter_shapes(config)
+    shapes = compute_parameter_shapes(config)
     source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
     itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])
     transfers = plan(source, target, node_of=node_of)
-    cost = traffic(transfers, source, target, itemsize=itemsize, node_of=node_of)
+    cost = count_traffic(transfers, source, target, itemsize=itemsize, node_of=node_of)
     found = {
         "model": arguments.model or "a Llama of 1.2 billion parameters",
         "dtype": arguments.dtype,
         "source": _described(meshes[0]),
         "target": _described(meshes[1]),
         "ranks": [_of_rank(rank, cost, node_of(rank)) for rank in sorted({*source, *target})],
-        "sent": cost.moved,
+        "sent": cost.moved_bytes,
         "sent_inside_nodes": cost.inside,
         "sent_between_nodes": cost.across,
-        "least": least(source, target, itemsize=itemsize),
-        "transfers": sum(not each.stays for each in transfers),
+        "least": count_least_bytes(source, target, itemsize=itemsize),
+        "transfers": sum(not each.is_local for each in transfers),
         "largest": [{"name": name, "sent": size} for name, size in cost.names.most_common(LARGEST)],
     }
     print(json.dumps(found, indent=2) if arguments.json else _page(found))
@@ -236,7 +236,7 @@ def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
         spec = ModelSpec(
             pipeline_schedule=given("schedule"), pipeline_stages_per_rank=given("stages")
         )
-        return parse_mesh(given("mesh"), spec.placed(layout))
+        return parse_mesh(given("mesh"), spec.with_virtual_stages(layout))
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def _config(model: str | None) -> TransformerConfig:
     from weft.checkpoints.hf_io import read_config
 
     if model:
-        return read_config(find(model, Wanted("--model")).path)[1]
+        return read_config(find_model(model, ModelQuery("--model")).path)[1]
     return find_family(SMALL_LLAMA).config(SMALL_LLAMA)
 
 
@@ -268,7 +268,7 @@ def _described(mesh: Mesh) -> dict[str, Any]:
     return {"layout": str(mesh.layout), "devices": list(mesh.ranks)}
 
 
-def _of_rank(rank: int, cost: Traffic, node: int) -> dict[str, int]:
+def _of_rank(rank: int, cost: ReallocationTraffic, node: int) -> dict[str, int]:
     return {
         "rank": rank,
         "node": node,

@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoints.names import Wanted, find
+from weft.checkpoints.names import ModelQuery, find_model
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.engine.fits import Case
+    from weft.engine.memory_options import MemoryCase
 
 TOLD = "which GPU holds the training of a model, and what makes it fit a smaller one"
 EPILOG = """examples:
@@ -58,11 +58,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     Raises `UserError` for a model without a readable config.json, or for invalid options.
     """
-    from weft.engine import fits
+    from weft.engine import memory_options
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens}: a micro-batch has at least one token")
-    path = find(arguments.model, Wanted("MODEL")).path
+    path = find_model(arguments.model, ModelQuery("MODEL")).path
     case, parameters, trained, layout = case_of(
         path, arguments.options, arguments.tokens, arguments.dtype
     )
@@ -77,13 +77,13 @@ def main(arguments: argparse.Namespace) -> int:
         f"{settings.dtype}, "
         f"{arguments.tokens:,} tokens{'' if layout == 'd1' else f', each of {layout}'}"
     )
-    lacks = fits.lacking(
+    lacks = memory_options.find_install_command(
         *(["fp8=true"] if settings.fp8 else []), f"optimizer.state_dtype={settings.state_dtype}"
     )
     print(
         "\n".join(
             [
-                *fits.table(fits.ways({"model": case})),
+                *memory_options.format_table(memory_options.list_memory_options({"model": case})),
                 *([f"as set it needs {lacks}"] if lacks else []),
             ]
         )
@@ -96,7 +96,7 @@ NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 
 def case_of(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
-) -> tuple[Case, int, int, str]:
+) -> tuple[MemoryCase, int, int, str]:
     """Return (training case, number of parameters, number of trained parameters, layout).
 
     The case describes one GPU, or one rank of a layout, with a minibatch of several micro-batches.
@@ -105,10 +105,10 @@ def case_of(
     import torch
 
     from weft.cli import overrides
-    from weft.engine.memory import Work
-    from weft.engine.planned import planned_facts
+    from weft.engine.memory import CallDemand
+    from weft.engine.planned_engine import describe_planned_engine
     from weft.engine.spec import ModelSpec
-    from weft.launch.memory import case_of as case
+    from weft.launch.memory import build_case as case
     from weft.options import read, to_mapping, validate
     from weft.topology import Mesh
 
@@ -122,11 +122,11 @@ def case_of(
     spec.trained = True
     layout = spec.resolve_layout()
     gpu = torch.device("cuda")
-    facts = planned_facts(spec, Mesh.first(layout), gpu)
+    facts = describe_planned_engine(spec, Mesh.on_first_devices(layout), gpu)
     if facts.get("sizes") is None:
         raise ConfigError(
             f"backend={spec.backend}: does not tell its sizes before it runs; leave it out"
         )
-    work = Work(tokens=tokens, rows=tokens, backward=True, parts=2)
+    work = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
     shown = "d1" if layout.num_devices == 1 else str(layout)
     return case(spec, facts, [work], gpu), facts["num_parameters"], facts["num_trainable"], shown

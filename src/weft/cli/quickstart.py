@@ -14,12 +14,12 @@ from weft import registry
 from weft.cli import deepspeed, overrides
 from weft.cli.aliases import spellings, translate
 from weft.cli.help import described, quickstart_help, show, terminal_width
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, find_nearest
 from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig, build_experiment
-from weft.options import Config, coerce, leaves, read, to_mapping, validate
-from weft.redaction import masked, redacted
-from weft.runtime.supervised import Wire
+from weft.options import Config, coerce, iterate_options, read, to_mapping, validate
+from weft.redaction import mask_values, redact
+from weft.runtime.supervisor_pipe import SupervisorPipe
 
 if TYPE_CHECKING:
     from weft.cli.deepspeed import Taken
@@ -139,7 +139,8 @@ def _run(
 
         validate(config)
         print(
-            yaml.safe_dump(masked(to_mapping(config)), sort_keys=False, allow_unicode=True), end=""
+            yaml.safe_dump(mask_values(to_mapping(config)), sort_keys=False, allow_unicode=True),
+            end="",
         )
         return 0
     if words.print_script and config.mode != "slurm":
@@ -149,12 +150,12 @@ def _run(
         config = _name(config, words)
     # Check first: torch is loaded only after all checks pass.
     from weft.launch import dry_run, run, slurm
-    from weft.launch.supervise import Supervisor, uses_ray
-    from weft.observe.progress import Show, terminal_width
+    from weft.launch.supervisor import Supervisor, needs_ray
+    from weft.observe.progress import DisplayOptions, find_terminal_width
 
     if words.dry_run is not None:
-        plan = slurm.plan if config.mode == "slurm" else dry_run
-        print("\n".join(plan(config, data=words.dry_run != CONFIG, width=terminal_width())))
+        plan = slurm.plan_job if config.mode == "slurm" else dry_run
+        print("\n".join(plan(config, data=words.dry_run != CONFIG, width=find_terminal_width())))
         return 0
     if config.mode == "slurm":
         here = ("--print-script", "mode=slurm", "--mode=slurm")
@@ -164,14 +165,14 @@ def _run(
             if not given
         ]
         command = ["quickstart", *(word for word in argv if word not in here), *names, "mode=ray"]
-        print(slurm.start(config, command, print_only=words.print_script))
+        print(slurm.start_job(config, command, print_only=words.print_script))
         return 0
-    several = uses_ray(experiment := build_experiment(config), config.mode)
+    several = needs_ray(experiment := build_experiment(config), config.mode)
     tell_start(experiment, several=several)
     if supervise and several:
         os.environ[NAMED] = f"{config.experiment_name}/{config.trial_name}"
         return Supervisor(experiment).run()
-    run(config, show=Show(verbose=words.verbose))
+    run(config, show=DisplayOptions(verbose=words.verbose))
     return 0
 
 
@@ -192,7 +193,7 @@ def speaks() -> bool:
 
     A supervised process does not, because its supervisor has printed it.
     """
-    return not Wire.of(os.environ).supervised
+    return not SupervisorPipe.from_environment(os.environ).is_supervised
 
 
 def tell_start(experiment: Experiment, *, several: bool) -> None:
@@ -202,7 +203,7 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
     if speaks():
         ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
         name = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
-        make_view("", progress=False).note(
+        make_view("", progress=False).print_note(
             f"starting {name}: loading torch{ray}, then reading rows"
         )
 
@@ -210,7 +211,7 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
 def tell(notes: Sequence[str]) -> None:
     """Print notes for the user, once per run."""
     for note in notes if speaks() else ():
-        print(redacted(f"note: {note}"), file=sys.stderr)
+        print(redact(f"note: {note}"), file=sys.stderr)
 
 
 def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -262,7 +263,7 @@ def configure(
     for assignment in assignments:
         _check_group(base, assignment)
         overrides.merge(nested, assignment)
-    known = [leaf.name for leaf in leaves(base)] + (
+    known = [leaf.name for leaf in iterate_options(base)] + (
         spellings(base) if isinstance(base, RunConfig) else []
     )
     config = read(base, overrides.resolve(nested, to_mapping(base)), known=known)
@@ -344,7 +345,7 @@ def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
 
     If it is an option written as a flag, the error shows weft's form.
     """
-    close = nearest(word, FLAGS)
+    close = find_nearest(word, FLAGS)
     if close:
         return ConfigError(f"unknown flag {word!r}; did you mean {close[0]}?")
     name = word.lstrip("-").replace("-", "_")

@@ -17,7 +17,7 @@ from typing import Any
 from weft.cli.overrides import Override
 from weft.errors import ConfigError
 from weft.experiments.common import RunConfig
-from weft.options import plain
+from weft.options import to_plain
 
 GPUS_PER_NODE = 8  # ReaL's default of n_gpus_per_node
 DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
@@ -90,7 +90,7 @@ def rename(
     Raises `ConfigError`.
     """
     overrides = list(overrides)
-    done = _Renaming(config, known, {each.name: plain(each.value) for each in overrides})
+    done = _Renaming(config, known, {each.name: to_plain(each.value) for each in overrides})
     for override in overrides:
         _rename_one(done, override)
     for call, sizes in done.layouts.items():
@@ -128,7 +128,7 @@ def _rename_one(done: _Renaming, override: Override) -> None:
     elif name in RENAMED:
         done.put(override, RENAMED[name], override.value)
     elif last == "init_critic_from_actor":
-        done.put(override, "ppo.critic_init", "actor" if plain(override.value) else None)
+        done.put(override, "ppo.critic_init", "actor" if to_plain(override.value) else None)
     elif last in LEFT_OUT:
         done.leave_out(override, LEFT_OUT[last])
     else:
@@ -146,7 +146,7 @@ def _without_group(done: _Renaming, name: str) -> str:
 
 def _change_value(done: _Renaming, override: Override, last: str) -> None:
     """Keep an option that weft also has, and translate ReaL's value for it."""
-    value = plain(override.value)
+    value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
         done.put(override, override.name, "adamw")
     elif override.name == "allocation_mode" and value in ALLOCATIONS:
@@ -168,13 +168,13 @@ def _read_type(done: _Renaming, override: Override, role: str, what: str) -> Non
         done.leave_out(override, "weft reads sizes from config.json")
         return
     is_critic = role in ("critic", "rew") or done.config.algorithm == "rw"
-    if plain(override.value) is not is_critic:
+    if to_plain(override.value) is not is_critic:
         if is_critic:
             kind = "gives each sequence or token one value"
         else:
             kind = "is a language model"
         raise ConfigError(
-            f"{override.name}={plain(override.value)!r}: {role!r} {kind} in this experiment; "
+            f"{override.name}={to_plain(override.value)!r}: {role!r} {kind} in this experiment; "
             f"leave the option out"
         )
     done.leave_out(override, "the role says it")
@@ -188,7 +188,7 @@ def _collect_degree(done: _Renaming, override: Override, call: str, degree: str)
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.made.append(override)
         return
-    size = plain(override.value)
+    size = to_plain(override.value)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(f"{override.name}={size!r}: must be a whole number, at least 1")
     done.layouts.setdefault(call, {})[degree] = size
@@ -198,14 +198,14 @@ def _read_sequence_parallel(done: _Renaming, override: Override, call: str) -> N
     """Set sequence parallelism as an option of the call's model."""
     role = call.partition("_")[0]
     target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
-    if plain(override.value) is True:
+    if to_plain(override.value) is True:
         done.leave_out(override, f"{target} is true by default")
     elif not any(each.name == target for each in done.made):
         done.put(override, target, override.value)
 
 
 def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> None:
-    if plain(override.value) is True:
+    if to_plain(override.value) is True:
         done.put(override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind])
     else:
         done.leave_out(override, f"{role}.dtype says it")
@@ -213,7 +213,7 @@ def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> Non
 
 def _read_nodes(done: _Renaming, override: Override) -> None:
     """Set Slurm's list of nodes; without Slurm the names only number the devices."""
-    _node_names(str(plain(override.value)))  # raises if it is not a list of nodes
+    _node_names(str(to_plain(override.value)))  # raises if it is not a list of nodes
     if done.given.get("mode") == "slurm":
         done.put(override, "slurm.nodelist", override.value)
     else:

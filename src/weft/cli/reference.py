@@ -17,7 +17,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiments.common import MFCOptions, RunConfig
-from weft.options import Leaf, leaves
+from weft.options import OptionDescription, iterate_options
 
 SHIPPED = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
 HEAD = """# Options
@@ -39,31 +39,35 @@ SPELLED = """weft also accepts these spellings of Hugging Face and of older prog
 def page() -> str:
     """Return the whole page as Markdown."""
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
-    run = [leaf for leaf in leaves(configs["sft"]) if _is_run(leaf.name)]
+    run = [leaf for leaf in iterate_options(configs["sft"]) if _is_run(leaf.name)]
     parts = [HEAD, "## Run\n", *_table(run)]
     parts += [
         "\n## Model\n",
         MODEL.format(different=_different(configs)) + "\n",
-        *_table(leaves(ModelSpec())),
+        *_table(iterate_options(ModelSpec())),
     ]
-    usual = {leaf.name for leaf in leaves(ModelSpec())}
+    usual = {leaf.name for leaf in iterate_options(ModelSpec())}
     parts += [
         "\n## Behind a URL\n",
         f"{SERVED}\n",
-        *_table(leaf for leaf in leaves(ServedSpec()) if leaf.name not in usual),
+        *_table(leaf for leaf in iterate_options(ServedSpec()) if leaf.name not in usual),
     ]
-    parts += ["\n## Data\n", "Below `dataset`.\n", *_table(leaves(DatasetSpec()))]
+    parts += ["\n## Data\n", "Below `dataset`.\n", *_table(iterate_options(DatasetSpec()))]
     parts += [
         "\n## Sampling\n",
         "Below `ppo.gen`, `grpo.gen`, `online_dpo.gen`, `distill.gen` and `gen`.\n",
-        *_table(leaves(GenerationSpec())),
+        *_table(iterate_options(GenerationSpec())),
     ]
     calls = "; ".join(
         f"{name} {', '.join(f'`{c}`' for c in _calls(config))}" for name, config in configs.items()
     )
-    parts += ["\n## Calls\n", CALL.format(calls=calls) + "\n", *_table(leaves(MFCOptions()))]
+    parts += [
+        "\n## Calls\n",
+        CALL.format(calls=calls) + "\n",
+        *_table(iterate_options(MFCOptions())),
+    ]
     for name, config in configs.items():
-        own = [leaf for leaf in leaves(config) if _is_own(leaf.name, config)]
+        own = [leaf for leaf in iterate_options(config) if _is_own(leaf.name, config)]
         parts += [f"\n## {name}\n", _paragraphs(type(config)) + "\n", *_table(own)]
     parts += ["\n## Other spellings\n", SPELLED + "\n", *_spellings(configs)]
     return "\n".join(parts) + "\n"
@@ -85,11 +89,11 @@ def _is_own(name: str, config: RunConfig) -> bool:
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
         return False
     if isinstance(value, MFCOptions):
-        shared = {leaf.name for leaf in leaves(MFCOptions())}
+        shared = {leaf.name for leaf in iterate_options(MFCOptions())}
     else:
         shared = set()
     if config.generation and name.startswith(f"{config.generation}."):
-        shared |= {leaf.name for leaf in leaves(GenerationSpec())}
+        shared |= {leaf.name for leaf in iterate_options(GenerationSpec())}
         return name.removeprefix(f"{config.generation}.") not in shared
     return name.split(".", 1)[-1] not in shared
 
@@ -102,12 +106,12 @@ def _calls(config: Any) -> list[str]:
 
 def _different(configs: dict[str, Any]) -> str:
     """Return the defaults of roles that differ from those in the table of model options."""
-    usual = {leaf.name: leaf.default for leaf in leaves(ModelSpec())}
+    usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     found: dict[str, list[str]] = {}
     for name, config in configs.items():
         for spec in fields(config):
             value = getattr(config, spec.name)
-            for leaf in leaves(value) if isinstance(value, ModelSpec) else ():
+            for leaf in iterate_options(value) if isinstance(value, ModelSpec) else ():
                 if leaf.name in usual and leaf.default != usual[leaf.name]:
                     found.setdefault(
                         f"`{spec.name}.{leaf.name}` is {shown(leaf.default)}", []
@@ -116,7 +120,7 @@ def _different(configs: dict[str, Any]) -> str:
     return f"Other defaults: {said}." if said else ""
 
 
-def _table(options: Iterable[Leaf]) -> list[str]:
+def _table(options: Iterable[OptionDescription]) -> list[str]:
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for leaf in options:
         cells = (

@@ -15,7 +15,7 @@ from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError
 from weft.observe import compare
 from weft.observe.page import write
-from weft.observe.report import NAME, build_report, page
+from weft.observe.report import NAME, build_page, build_report
 from weft.observe.run_files import KNOWN, RunFiles
 
 EPILOG = """examples:
@@ -74,7 +74,7 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
         return compare.build_comparison(runs, output or Path(compare.NAME))
     if output is None:
         return build_report(runs[0])
-    return write(output, page(RunFiles.read(runs[0])).html())
+    return write(output, build_page(RunFiles.read(runs[0])).render())
 
 
 def _find(word: str, root: Path) -> Path:

@@ -18,7 +18,7 @@ from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError
 from weft.observe.lenient import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
-from weft.observe.run_list import find_runs, tree_bytes
+from weft.observe.run_list import count_tree_bytes, find_runs
 
 CHECKPOINTS = "checkpoints"
 RECOVER = "recover"
@@ -39,7 +39,7 @@ class Removal:
 
     @property
     def num_bytes(self) -> int:
-        return sum(0 if path.is_symlink() else tree_bytes(path) for path in self.paths)
+        return sum(0 if path.is_symlink() else count_tree_bytes(path) for path in self.paths)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,11 +100,11 @@ def checked(run: Path) -> Path:
         )
     if run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ConfigError(f"{run} holds the folder that you are in; go somewhere else first")
-    from weft.launch.status import is_alive, status_line
+    from weft.launch.status import format_status, is_alive
 
     if is_alive(run):
         raise ConfigError(
-            f"{status_line(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}"
+            f"{format_status(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}"
         )
     inside = [path for folder in _folders(run) for path in find_runs(folder)]
     if inside:
@@ -141,7 +141,7 @@ def described(removal: Removal) -> Iterator[str]:
     if removal.whole:
         yield f"{removal.run} ({status}), {size(removal.num_bytes)}:"
     for path in [] if removal.whole else removal.paths:
-        yield f"{path}, {size(0 if path.is_symlink() else tree_bytes(path))}:"
+        yield f"{path}, {size(0 if path.is_symlink() else count_tree_bytes(path))}:"
     inside = [p for path in removal.paths if not path.is_symlink() for p in path.iterdir()]
     listed = sorted(inside, key=lambda p: -_bytes(p))
     for path in listed[:LISTED]:
@@ -162,7 +162,7 @@ def described(removal: Removal) -> Iterator[str]:
 def _bytes(path: Path) -> int:
     if path.is_symlink():
         return 0
-    return tree_bytes(path) if path.is_dir() else path.stat().st_size
+    return count_tree_bytes(path) if path.is_dir() else path.stat().st_size
 
 
 def _users(removal: Removal) -> Iterator[Path]:

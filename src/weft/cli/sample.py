@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.options import validate
 
 if TYPE_CHECKING:
-    from weft.evaluation.settings import Settings
+    from weft.evaluation.settings import SamplingSettings
 
 EPILOG = """examples:
   weft sample report runs/E/T OTHER_MODEL --prompts prompts.jsonl --settings greedy,k50 --samples 2 --out answers
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _settings(given: argparse.Namespace) -> list[Settings]:
+def _settings(given: argparse.Namespace) -> list[SamplingSettings]:
     from weft.evaluation.settings import choose
 
     base = GenerationSpec(max_new_tokens=given.max_new_tokens, seed=given.seed)
@@ -169,7 +169,7 @@ def _settings(given: argparse.Namespace) -> list[Settings]:
 def report(given: argparse.Namespace) -> None:
     """Answer the prompts with each model; write `OUT/MODEL.json` and `OUT/report.html`."""
     from weft.evaluation import sampling_report
-    from weft.evaluation.answers import sample
+    from weft.evaluation.answers import sample_answers
     from weft.evaluation.prompts import read_prompts
 
     made = [name for name in given.models if name.endswith(".json")]
@@ -184,8 +184,8 @@ def report(given: argparse.Namespace) -> None:
     prompts = read_prompts(given.prompts, given.n) if asked else []
     for name in asked:
         opened = _models.policy(name, given)
-        with _models.progress(sampling_report.short(opened.name)) as bar:
-            answers = sample(
+        with _models.progress(sampling_report.shorten_name(opened.name)) as bar:
+            answers = sample_answers(
                 opened,
                 prompts,
                 settings,
@@ -195,14 +195,16 @@ def report(given: argparse.Namespace) -> None:
                 progress=bar,
             )
         built = sampling_report.build(opened.name, _arguments(given), prompts, settings, answers)
-        file = _free(given.out, sampling_report.short(opened.name), reports)
+        file = _free(given.out, sampling_report.shorten_name(opened.name), reports)
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
         print(file)
     page = given.out / "report.html"
     sampling_report.write(
         page,
-        sampling_report.page([reports[name] for name in sorted(reports, key=list(reports).index)]),
+        sampling_report.render_page(
+            [reports[name] for name in sorted(reports, key=list(reports).index)]
+        ),
     )
     print(page)
 
@@ -234,21 +236,21 @@ def score(given: argparse.Namespace) -> None:
     opened = _models.scorer(given.reward, given)
     rows = list[tuple[str, str, float, float, int]]()
     for path, read in reports:
-        prompts = sampling_report.prompts_of(read)
+        prompts = sampling_report.extract_prompts(read)
         outputs = [
             [text for result in row["results"] for text in result["outputs"]]
             for row in read["prompts"]
         ]
-        sampling_report.add_scores(read, rewards.score(opened, prompts, outputs))
+        sampling_report.add_scores(read, rewards.score_replies(opened, prompts, outputs))
         read["reward_model"] = opened.name
         sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
         rows += [
             (str(read["model_name"]), name, *found)
-            for name, found in sampling_report.means(read).items()
+            for name, found in sampling_report.compute_means(read).items()
         ]
     rows.sort(key=lambda row: -row[2])
     shown = [
-        (sampling_report.short(model), setting, f"{mean:.4f} \u00b1 {error:.4f}", str(count))
+        (sampling_report.shorten_name(model), setting, f"{mean:.4f} \u00b1 {error:.4f}", str(count))
         for model, setting, mean, error, count in rows
     ]
     _print_table(("model", "setting", "mean reward", "answers"), shown)
@@ -274,7 +276,7 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def best(given: argparse.Namespace) -> None:
     """Sample n answers per prompt, score them, and keep the best."""
     from weft.evaluation import best_of, rewards
-    from weft.evaluation.answers import Answer, sample
+    from weft.evaluation.answers import SampledAnswer, sample_answers
     from weft.evaluation.prompts import read_prompts
 
     settings = _settings(given)
@@ -282,7 +284,7 @@ def best(given: argparse.Namespace) -> None:
     reward = _models.scorer(given.reward, given)
     opened = _models.policy(given.model, given)
     with _models.progress("answers") as bar:
-        sampled = sample(
+        sampled = sample_answers(
             opened,
             prompts,
             settings,
@@ -291,10 +293,12 @@ def best(given: argparse.Namespace) -> None:
             plain=given.plain,
             progress=bar,
         )
-    answers: list[list[Answer]] = [
+    answers: list[list[SampledAnswer]] = [
         [answer for said in of_prompt for answer in said] for of_prompt in sampled
     ]
-    scores = rewards.score(reward, prompts, [[answer.text for answer in said] for said in answers])
+    scores = rewards.score_replies(
+        reward, prompts, [[answer.text for answer in said] for said in answers]
+    )
     choices = best_of.choose(prompts, answers, scores, finished_only=not given.keep_cut)
     for name, count in best_of.save(choices, given.out, least=given.least).items():
         print(f"{given.out / name}  {count} rows")

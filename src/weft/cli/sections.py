@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from weft.errors import ConfigError, nearest
-from weft.reading import MOST_YAML, files_below, parse_yaml, read_text
+from weft.errors import ConfigError, find_nearest
+from weft.reading import MOST_YAML, iterate_files, parse_yaml, read_text
 
 OWN_FOLDER = "configs"  # folder of user sections, in the working directory
 SHIPPED = "weft"  # name of the folder of shipped sections in messages
@@ -116,7 +116,7 @@ class Library:
 
     def _unknown(self, name: str) -> ConfigError:
         known = {s.name: s for _, contents in self.contents for s in contents.sections}
-        close = nearest(name, known)
+        close = find_nearest(name, known)
         if Path(name).suffix in SUFFIXES and Path(name).is_file():
             return ConfigError(
                 f"--configs {name}: takes names of sections; a file of options is read with "
@@ -138,7 +138,7 @@ def yaml_files(folder: Path, what: str) -> list[Path]:
     """
     return sorted(
         path
-        for path in files_below(folder, what, ConfigError)
+        for path in iterate_files(folder, what, ConfigError)
         if path.suffix in SUFFIXES and path.is_file()
     )
 
@@ -206,11 +206,14 @@ def _option_groups() -> frozenset[str]:
     """Return the option groups of the shipped quickstarts, such as `model` and `dataset`."""
     from weft import registry
     from weft.cli.reference import SHIPPED as QUICKSTARTS
-    from weft.options import leaves
+    from weft.options import iterate_options
 
     configs = [registry.quickstarts.get(name)() for name in QUICKSTARTS]
     return frozenset(
-        leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name
+        leaf.name.split(".")[0]
+        for config in configs
+        for leaf in iterate_options(config)
+        if "." in leaf.name
     )
 
 

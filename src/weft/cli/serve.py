@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.checkpoints.names import SCORERS, Wanted, find
+from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.cli.parsing import Parser
-from weft.engine.limits import cache_problem
+from weft.engine.limits import find_cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
-from weft.observe.short_names import served_name
+from weft.observe.short_names import build_served_name
 from weft.reading import read_text
 
 if TYPE_CHECKING:
-    from weft.serve.served import Served
+    from weft.serve.served_model import ServedModel
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
 # Seconds that a thread in Python code, such as a slow template, keeps the event loop waiting: an
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
         import uvicorn  # noqa: F401
 
         from weft.serve import server
-        from weft.serve.limits import Limits
+        from weft.serve.limits import ServerLimits
     except ImportError as error:
         from weft.extras import install
 
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda *_: ended.set())
-    limits = Limits(
+    limits = ServerLimits(
         body_bytes=int(given.max_body_mb * 2**20),
         seconds=given.timeout,
         most_prompt=given.max_prompt_tokens,
@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         most_load=given.max_load,
     )
     served = models(given)
-    ports = server.Ports(given.host, given.http_port, given.grpc_port, given.metrics_port)
+    ports = server.ServerPorts(given.host, given.http_port, given.grpc_port, given.metrics_port)
     with server.Server(served, ports, limits, token) as running:
         for line in _lines(running.urls, served, source):
             print(line, flush=True)
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _lines(urls: dict[str, str], models: Sequence[Served], source: str) -> list[str]:
+def _lines(urls: dict[str, str], models: Sequence[ServedModel], source: str) -> list[str]:
     told = [
         f"{model.name}: {'policy' if model.spec is not None else 'reward model'}"
         for model in models
@@ -226,7 +226,7 @@ def _check(given: argparse.Namespace) -> None:
     if given.kv_cache_gb is None:
         problem = None
     else:
-        problem = cache_problem(given.kv_cache_gb)
+        problem = find_cache_problem(given.kv_cache_gb)
     if problem is not None:
         raise ConfigError(f"--kv-cache-gb={given.kv_cache_gb:g}: {problem}")
 
@@ -268,25 +268,25 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     return token, source
 
 
-def models(given: argparse.Namespace) -> list[Served]:
+def models(given: argparse.Namespace) -> list[ServedModel]:
     """Load the requested policy and reward model. Raises `UserError`."""
     asked: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
     if given.model is not None:
-        path = _found(given.model, Wanted("MODEL"))
+        path = _found(given.model, ModelQuery("MODEL"))
         scores = is_scorer(path)
         if scores and given.reward is not None:
             raise CheckpointError(
                 f"{path} is a reward model, too; name a policy, or leave out --reward"
             )
         name = (given.name or given.reward_name) if scores else given.name
-        asked.append((path, name or served_name(path), "score" if scores else "lm"))
+        asked.append((path, name or build_served_name(path), "score" if scores else "lm"))
     if given.reward is not None:
-        path = _found(given.reward, Wanted("--reward", SCORERS))
+        path = _found(given.reward, ModelQuery("--reward", SCORERS))
         if not is_scorer(path):
             raise CheckpointError(
                 f"--reward={given.reward} has no score head; train one with weft quickstart rw"
             )
-        name = given.reward_name or served_name(path)
+        name = given.reward_name or build_served_name(path)
         if [name] == [policy for _, policy, _ in asked]:
             if given.reward_name is not None:
                 raise ConfigError(f"both models are called {name}; set --name or --reward-name")
@@ -295,17 +295,17 @@ def models(given: argparse.Namespace) -> list[Served]:
     return [_load(given, *each) for each in asked]
 
 
-def _found(name: str, wanted: Wanted) -> str:
-    found = find(name, wanted)
+def _found(name: str, wanted: ModelQuery) -> str:
+    found = find_model(name, wanted)
     if found.note:
         print(found.note, file=sys.stderr)
     return found.path
 
 
-def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> Served:
+def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
     """Load one model with its tokenizer and its worker, which is not started."""
-    from weft.serve.served import LOGPROBS, REWARDS, Served
-    from weft.serve.worker import Worker
+    from weft.serve.served_model import LOGPROBS, REWARDS, ServedModel
+    from weft.serve.worker import ServingWorker
 
     model = ModelSpec(
         path=path,
@@ -323,14 +323,14 @@ def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> Served
             max_new_tokens=given.max_new_tokens,
             seed=int.from_bytes(os.urandom(4), "little"),
             tokenizer=tokenizer,
-            stop_ids=tokenizer.stop_ids(),
+            stop_ids=tokenizer.list_stop_ids(),
             kv_cache_gb=given.kv_cache_gb,
         )
-    return Served(
+    return ServedModel(
         name=name,
-        worker=Worker(engine, spec, given.max_tokens_per_pass),
+        worker=ServingWorker(engine, spec, given.max_tokens_per_pass),
         tokenizer=tokenizer,
-        known=int(engine.description["vocab_size"]),
+        vocab_size=int(engine.description["vocab_size"]),
         output=LOGPROBS if head == "lm" else REWARDS,
         context=opened.context,
         spec=spec,

@@ -20,13 +20,13 @@ from weft.cli.ls import UNKNOWN, age, size, steps
 from weft.cli.named_run import find_run
 from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError, UserError
-from weft.observe.configuration import CHOSEN, defaults_of, flat
+from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
 from weft.observe.lenient import read_config
-from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
+from weft.observe.metrics import EVAL, TIME, compute_rank, format_duration, format_number, is_finite
 from weft.observe.run_files import CONFIG, HARDWARE
-from weft.observe.run_list import METRICS, RunSummary, last_lines, summarize, tree_bytes
+from weft.observe.run_list import METRICS, RunSummary, count_tree_bytes, read_last_lines, summarize
 from weft.observe.run_record import RunRecord
-from weft.redaction import masked, masked_words
+from weft.redaction import mask_values, mask_words
 
 METRICS_SHOWN = 12
 CHECKPOINTS_SHOWN = 5  # newest checkpoints shown per role
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     given = parser.parse_args(list(argv))
     run = find_run(given.run, Path(given.fileroot).expanduser())
-    config = masked(_config(run))
+    config = mask_values(_config(run))
     if given.config:
         print(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")
         return 0
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             "path": str(run),
             "status": summary.status,
             "step": summary.step,
-            **masked(record.plain()),
+            **mask_values(record.to_plain()),
         }
         print(
             json.dumps(
@@ -118,7 +118,7 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
         return
     last = record.starts[-1]
     yield "command"
-    yield from command_lines(masked_words(last.command), terminal_width())
+    yield from command_lines(mask_words(last.command), terminal_width())
     versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
     rows = [
         ("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")
@@ -150,7 +150,7 @@ def _changed(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
     """Return (options that differ from the default, as (value, default); their heading)."""
-    values = dict(flat(config))
+    values = dict(flatten_options(config))
     defaults = _defaults(config, algorithm)
     if defaults is None:
         return {
@@ -179,25 +179,25 @@ def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any
     except UserError as error:
         print(f"note: {error}", file=sys.stderr)
         return None
-    return defaults_of(base)
+    return compute_defaults(base)
 
 
 def _checkpoints(run: Path) -> Iterator[str]:
     from weft.runtime.directory import RunDirectory
 
     directory = RunDirectory(run)
-    folders = sorted(p.name for p in directory.checkpoints.glob("*") if p.is_dir())
+    folders = sorted(p.name for p in directory.checkpoints_folder.glob("*") if p.is_dir())
     rows = []
     for role in folders:
-        found = directory.saved_steps(role)
+        found = directory.list_saved_steps(role)
         if found:
             if len(found) > CHECKPOINTS_SHOWN:
                 more = f"{len(found) - CHECKPOINTS_SHOWN} older, "
             else:
                 more = ""
-            newest = directory.checkpoints / role / f"step{found[-1]}"
+            newest = directory.checkpoints_folder / role / f"step{found[-1]}"
             listed = ", ".join(f"step{step}" for step in found[-CHECKPOINTS_SHOWN:])
-            rows.append((role, f"{more}{listed} ({size(tree_bytes(newest))} each)  {newest}"))
+            rows.append((role, f"{more}{listed} ({size(count_tree_bytes(newest))} each)  {newest}"))
     if rows:
         yield "checkpoints"
         yield from _aligned(rows)
@@ -205,22 +205,23 @@ def _checkpoints(run: Path) -> Iterator[str]:
 
 
 def _last_metrics(run: Path) -> Iterator[str]:
-    lines = last_lines(run / METRICS)
+    lines = read_last_lines(run / METRICS)
     if not lines:
         return
     last = lines[-1]
     names = [
-        name for name in last if "/" in name and not name.startswith(TIME) and finite(last[name])
+        name for name in last if "/" in name and not name.startswith(TIME) and is_finite(last[name])
     ]
-    names.sort(key=rank)
+    names.sort(key=compute_rank)
     evaluated = [name for name in names if name.startswith(EVAL)]
     rows = [
-        (name, number(last[name])) for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated])
+        (name, format_number(last[name]))
+        for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated])
     ]
-    if finite(last.get("step_seconds")):
-        rows.append(("step_seconds", duration(last["step_seconds"])))
-    if finite(last.get("peak_memory_gb")):
-        rows.append(("peak_memory_gb", number(last["peak_memory_gb"])))
+    if is_finite(last.get("step_seconds")):
+        rows.append(("step_seconds", format_duration(last["step_seconds"])))
+    if is_finite(last.get("peak_memory_gb")):
+        rows.append(("peak_memory_gb", format_number(last["peak_memory_gb"])))
     yield f"metrics of step {last['step']}"
     yield from _aligned(rows)
     yield ""

@@ -17,9 +17,9 @@ from weft.cli.open_assistant.keys import KEYS, TRLX, map_keys
 from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, TRL, Mapped
 from weft.cli.overrides import Override, flatten
 from weft.cli.sections import READY, SHIPPED, Library, Section
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig
-from weft.options import coerce, leaves, plain
+from weft.options import coerce, iterate_options, to_plain
 
 COMMAND_LINE = "command line"
 PPO_CONFIG = "ppo_config"  # section that Open-Assistant's RL trainer always reads
@@ -72,7 +72,9 @@ class Stack:
                 said = ""
             else:
                 said = f", {key.removeprefix(TRL)}"
-            rows.append((f"  {override.name} = {shown(plain(override.value))}", f"{where}{said}"))
+            rows.append(
+                (f"  {override.name} = {shown(to_plain(override.value))}", f"{where}{said}")
+            )
         width = min(max((len(left) for left, _ in rows), default=0), 72)
         return [
             f"settings: {' '.join(self.names)}",
@@ -121,7 +123,7 @@ def read_stack(
         reader.word(override, len(sections))
     stack = Stack(tuple(section.name for section in sections))
     if "deepspeed_config" in reader.theirs:
-        stack.deepspeed = plain(reader.theirs["deepspeed_config"].value)
+        stack.deepspeed = to_plain(reader.theirs["deepspeed_config"].value)
     _resolve(reader, stack)
     return stack
 
@@ -198,7 +200,7 @@ class _Reader:
                 self.own[name] = where
         elif self._is_theirs(name):
             self._put_theirs(
-                name, Set(plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank)
+                name, Set(to_plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank)
             )
         elif inner and group in ("datasets", "datasets_extra"):
             self._entry(group, inner, override)
@@ -206,7 +208,7 @@ class _Reader:
             before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
             whole = {
                 **(before.value if isinstance(before.value, Mapping) else {}),
-                inner: plain(override.value),
+                inner: to_plain(override.value),
             }
             self.theirs[group], self.inner[name] = replace(before, value=whole), where
         elif name in KEYS and not is_spelling(name, self.base):
@@ -226,7 +228,7 @@ class _Reader:
         entries = list(before.value or ()) if before is not None else []
         named = [entry if isinstance(entry, str) else next(iter(entry), "") for entry in entries]
         if before is None or name not in named or not parameter:
-            close = nearest(name, named)
+            close = find_nearest(name, named)
             if close:
                 hint = f"did you mean {key}.{close[0]}?"
             else:
@@ -239,7 +241,7 @@ class _Reader:
                 name: _with(
                     entry.get(name) or {} if isinstance(entry, Mapping) else {},
                     parameter,
-                    plain(override.value),
+                    to_plain(override.value),
                 )
             }
             if each == name
@@ -269,7 +271,7 @@ class _Reader:
             self.mode != RL
             or name in KEYS
             or name in TRLX
-            or any(leaf.name == name for leaf in leaves(self.base))
+            or any(leaf.name == name for leaf in iterate_options(self.base))
         ):
             return name
         if f"{TRL}{name}" in TRLX:
@@ -289,7 +291,7 @@ class _Reader:
 
     def _put_theirs(self, name: str, where: Set) -> None:
         if name not in KEYS and name not in TRLX:
-            close = nearest(name, TRLX)
+            close = find_nearest(name, TRLX)
             if close:
                 hint = f"; did you mean {' or '.join(each.removeprefix(TRL) for each in close)}?"
             else:
@@ -302,13 +304,13 @@ class _Reader:
         self.theirs[name] = where
 
     def _unknown(self, name: str) -> str:
-        options = [leaf.name for leaf in leaves(self.base)]
+        options = [leaf.name for leaf in iterate_options(self.base)]
         last = name.rsplit(".", 1)[-1]
         same_end = [option for option in options if option.rsplit(".", 1)[-1] == last]
         of_trlx = [key.removeprefix(TRL) for key in TRLX if self.mode == RL and key.startswith(TRL)]
         close = list(
             dict.fromkeys(
-                [*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]
+                [*same_end, *find_nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]
             )
         )[:3]
         if close:
@@ -381,7 +383,7 @@ def _mapped(reader: _Reader) -> Mapped:
     Raises `ConfigError` naming every rejected value and its place.
     """
     set_ = {name: each for name, each in reader.theirs.items() if each.value is not None}
-    given = {name: plain(each.value) for name, each in reader.own.items() if not each.removed}
+    given = {name: to_plain(each.value) for name, each in reader.own.items() if not each.removed}
     values = {name: each.value for name, each in set_.items()}
     ranks = {name: each.rank for name, each in (*set_.items(), *reader.inner.items())}
     mapped = map_keys(Mapped(reader.base, values, ranks, given))

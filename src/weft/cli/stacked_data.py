@@ -14,11 +14,11 @@ from weft.cli.open_assistant import datasets
 from weft.cli.open_assistant.mapped import Mapped
 from weft.cli.sections import Contents, Library, Section
 from weft.cli.stack import Stack, meant_for, read_stack
-from weft.data.loader import given_sources
-from weft.data.named import find
+from weft.data.loader import resolve_sources
+from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, SourceSpec
-from weft.errors import ConfigError, nearest
-from weft.options import plain, read
+from weft.errors import ConfigError, find_nearest
+from weft.options import read, to_plain
 
 QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # mode -> quickstart
 GROUP = "datasets."  # prefix of a dataset's name on the command line
@@ -61,7 +61,7 @@ class Settings:
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
         values = _values(read_stack([section.name], alone, base, self.options))
         spec = read(DatasetSpec(), values.get("dataset", {}))
-        found = [source for source in given_sources(spec) if source.path or source.named]
+        found = [source for source in resolve_sources(spec) if source.path or source.named]
         if not found:
             raise ConfigError(f"{section.place()}: section {section.name!r} lists no data sets")
         share = spec.valid_split or None
@@ -80,7 +80,7 @@ class Settings:
         names = [source.named for source in sources if source.named]
         said = {_known(name, files): each for name, each in self.parameters.items()}
         for name in said.keys() - set(names):
-            close = nearest(name, names)
+            close = find_nearest(name, names)
             raise ConfigError(
                 f"datasets.{name}: is none of the data sets that are asked for; "
                 + (
@@ -139,7 +139,7 @@ def by_name(
                 f"{each.name}: write datasets.NAME.PARAMETER=value, such as "
                 f"datasets.webgpt.fraction=0.5"
             )
-        found.setdefault(name, {})[parameter] = plain(each.value)
+        found.setdefault(name, {})[parameter] = to_plain(each.value)
     return found, others
 
 
@@ -153,7 +153,7 @@ def _values(stack: Stack) -> dict[str, Any]:
 def _known(name: str, files: Sequence[str]) -> str:
     """Return the dataset name that an alias stands for."""
     try:
-        return find(name, files).name
+        return find_entry(name, files).name
     except ConfigError:
         return name
 

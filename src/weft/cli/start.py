@@ -76,17 +76,17 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     registry.import_user_code(given.imports)
     if given.list:
         print(
-            "\n".join(registry.experiments.names())
+            "\n".join(registry.experiments.list_names())
             or "no experiments are registered (--import FILE.py, or experiments/)"
         )
         return 0
     _check(given, "start")
-    from weft.launch import check_machines, dry_run, registered, run, scheduling, slurm
-    from weft.launch.supervise import Supervisor, uses_ray
-    from weft.observe.progress import Show, terminal_width
+    from weft.launch import build_registered, build_scheduling, check_machines, dry_run, run, slurm
+    from weft.launch.supervisor import Supervisor, needs_ray
+    from weft.observe.progress import DisplayOptions, find_terminal_width
 
     experiment = _as_told(
-        registered(
+        build_registered(
             given.experiment, given.trial, allocation_mode=_allocation_mode(given.allocation_mode)
         ),
         given,
@@ -94,23 +94,25 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
     reads = given.dry_run != "config"
-    asked = scheduling(given.experiment)
+    asked = build_scheduling(given.experiment)
     if given.mode == "slurm" and given.dry_run is not None:
-        print("\n".join(slurm.plan(experiment, asked, data=reads, width=terminal_width())))
+        print("\n".join(slurm.plan_job(experiment, asked, data=reads, width=find_terminal_width())))
         return 0
     if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
-        print(slurm.start(experiment, command, asked, print_only=given.print_script))
+        print(slurm.start_job(experiment, command, asked, print_only=given.print_script))
         return 0
     tell(check_machines(given.experiment, given.mode))
     if given.dry_run is not None:
-        print("\n".join(dry_run(experiment, mode=given.mode, data=reads, width=terminal_width())))
+        print(
+            "\n".join(dry_run(experiment, mode=given.mode, data=reads, width=find_terminal_width()))
+        )
         return 0
-    several = uses_ray(experiment, given.mode)
+    several = needs_ray(experiment, given.mode)
     tell_start(experiment, several=several)
     if supervise and several:
         return Supervisor(experiment).run()
-    run(experiment, mode=given.mode, show=Show(verbose=given.verbose))
+    run(experiment, mode=given.mode, show=DisplayOptions(verbose=given.verbose))
     return 0
 
 
@@ -144,7 +146,7 @@ def _allocation_mode(text: str | None) -> str | None:
     if text is None:
         return None
     mode = ALLOCATIONS.get(text, text)
-    problem = checks.allocation_problem(mode)
+    problem = checks.find_allocation_problem(mode)
     if problem:
         raise ConfigError(f"--allocation_mode {text}: {problem}")
     return mode
@@ -173,7 +175,7 @@ def find_config(argv: Sequence[str]) -> int:
         raise ConfigError(f"--regex {given.regex!r}: is no regular expression: {error}") from error
     registry.import_user_folder()
     registry.import_user_code(given.imports)
-    names = [name for name in registry.experiments.names() if pattern.match(name)]
+    names = [name for name in registry.experiments.list_names() if pattern.match(name)]
     print("\n".join(names) or "no registered experiment has such a name")
     return 0
 
@@ -215,7 +217,7 @@ def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def _check_mode(mode: str) -> None:
-    problem = checks.mode_problem(mode)
+    problem = checks.find_mode_problem(mode)
     if problem:
         raise ConfigError(f"--mode {mode}: {problem}")
 

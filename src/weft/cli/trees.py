@@ -13,12 +13,12 @@ from typing import Any
 
 from weft.cli.parsing import check_paths
 from weft.data import message_trees
-from weft.data.message_trees import Tree, Wanted
+from weft.data.message_trees import Tree, TreeFilter
 from weft.data.mixture import hold_out
 from weft.data.rows import BadRow
-from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
-from weft.writing import replacing
+from weft.writing import replace_file
 
 COUNT = ("count", "counts")  # aliases of stats
 EPILOG = """examples:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         kept = (
             made
             for tree in trees
-            if (made := message_trees.pruned(tree, _wanted(arguments))) is not None
+            if (made := message_trees.prune(tree, _wanted(arguments))) is not None
         )
         count = write(arguments.output, kept)
         print(f"{count:,} trees in {arguments.output}")
@@ -129,8 +129,8 @@ def read(path: str) -> Iterator[Tree]:
         for file in find_files(path):
             for at, row in read_rows(file):
                 place = str(at)
-                if isinstance(row, Unreadable):
-                    raise BadRow(row.wrong)
+                if isinstance(row, UnreadableRow):
+                    raise BadRow(row.reason)
                 yield row
 
     try:
@@ -145,7 +145,7 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
     count = 0
     with (
-        replacing(Path(path)) as partial,
+        replace_file(Path(path)) as partial,
         (gzip.open if path.endswith(".gz") else open)(partial, "wt", encoding="utf-8") as out,
     ):
         for each in objects:
@@ -156,7 +156,7 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 
 def stats(trees: Iterable[Tree]) -> list[str]:
     """Return lines of counts."""
-    every = Wanted(states=(), reviewed=False)
+    every = TreeFilter(states=(), reviewed=False)
     counts = Counter[str]()
     langs = Counter[str]()
     states = Counter[str]()
@@ -164,7 +164,7 @@ def stats(trees: Iterable[Tree]) -> list[str]:
     for tree in trees:
         counts["trees"] += 1
         states[str(tree.get("tree_state"))] += 1
-        for node in message_trees.nodes(tree["prompt"]):
+        for node in message_trees.iterate_nodes(tree["prompt"]):
             counts["messages"] += 1
             roles[str(node.get("role"))] += 1
             langs[str(node.get("lang"))] += 1
@@ -172,9 +172,9 @@ def stats(trees: Iterable[Tree]) -> list[str]:
             counts["synthetic"] += bool(node.get("synthetic"))
             counts["with a rank"] += node.get("rank") is not None
             counts["with labels"] += bool(node.get("labels"))
-        counts["threads (sft)"] += sum(1 for _ in message_trees.threads(tree, every))
-        counts["rankings (rm)"] += sum(1 for _ in message_trees.rankings(tree, every))
-        counts["prompts (rl)"] += sum(1 for _ in message_trees.prompts(tree, every))
+        counts["threads (sft)"] += sum(1 for _ in message_trees.iterate_threads(tree, every))
+        counts["rankings (rm)"] += sum(1 for _ in message_trees.iterate_rankings(tree, every))
+        counts["prompts (rl)"] += sum(1 for _ in message_trees.iterate_prompts(tree, every))
     tables = {"roles": roles, "languages": langs, "states": states}
     said = [f"{count:>9,}  {name}" for name, count in counts.items()]
     return said + [
@@ -194,10 +194,10 @@ def _split(trees: list[Tree], arguments: argparse.Namespace) -> None:
         print(f"{count:,} trees in {path}")
 
 
-def _wanted(arguments: argparse.Namespace) -> Wanted:
+def _wanted(arguments: argparse.Namespace) -> TreeFilter:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k {arguments.top_k}: must be at least 1")
-    return Wanted(
+    return TreeFilter(
         langs=tuple(lang for lang in arguments.lang.split(",") if lang),
         states=() if arguments.states == "all" else tuple(arguments.states.split(",")),
         top_k=arguments.top_k,

@@ -16,26 +16,32 @@ import torch
 Array = Any  # a numpy array, a torch tensor, or any other array of the array API standard
 
 
-def concat(arrays: Sequence[Array]) -> Array:
+def concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenate arrays, converted to the library of the first one."""
     first = arrays[0]
-    return array_api_compat.array_namespace(first).concat([as_kind(first, each) for each in arrays])
+    return array_api_compat.array_namespace(first).concat(
+        [convert_like(first, each) for each in arrays]
+    )
 
 
-def take(array: Array, rows: npt.NDArray[np.int64]) -> Array:
+def take_rows(array: Array, rows: npt.NDArray[np.int64]) -> Array:
     """Return the given rows, on the device of `array`."""
     xp = array_api_compat.array_namespace(array)
     return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
 
 
-def ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def concatenate_ranges(
+    starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
     """Concatenate the ranges start, start + 1, ..., start + count - 1."""
     ends = np.cumsum(counts)
     shift = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
 
 
-def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> Array:
+def take_segments(
+    array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]
+) -> Array:
     """Concatenate segments of `array`; segment i is rows `starts[i]` to `starts[i + 1]`.
 
     `index` lists the segments. Consecutive segments are returned as a view.
@@ -44,10 +50,10 @@ def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int6
         return array[:0]
     if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
         return array[int(starts[index[0]]) : int(starts[index[-1] + 1])]
-    return take(array, ranges(starts[index], starts[index + 1] - starts[index]))
+    return take_rows(array, concatenate_ranges(starts[index], starts[index + 1] - starts[index]))
 
 
-def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
+def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
     """Split an array into views of consecutive rows; `lengths` are their row counts."""
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
@@ -58,7 +64,7 @@ def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
     ]
 
 
-def as_kind(like: Array, values: Any) -> Array:
+def convert_like(like: Array, values: Any) -> Array:
     """Convert `values` (an array or numbers) to the library and device of `like`."""
     xp = array_api_compat.array_namespace(like)
     if array_api_compat.is_array_api_obj(values) and array_api_compat.array_namespace(values) is xp:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import DataError
-from weft.reading import reading
+from weft.reading import explain_read_errors
 
 if TYPE_CHECKING:
     import pyarrow
@@ -26,16 +26,18 @@ MAGIC = b"ARROW1"  # first bytes of the Arrow file format; other files use the s
 Restore = Callable[[Any], Any]
 
 
-def read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (row number from 1, row) of a file. Raises `DataError` if it cannot be parsed."""
-    batches, form = (_parquet, "Parquet") if file.name.endswith(PARQUET) else (_arrow, "Arrow")
+    batches, form = (
+        (_read_parquet, "Parquet") if file.name.endswith(PARQUET) else (_read_arrow, "Arrow")
+    )
     number = 0
-    with reading(f"{file}: not {form}, or damaged", DataError):
+    with explain_read_errors(f"{file}: not {form}, or damaged", DataError):
         for batch in batches(file):
             restored = {
                 field.name: restore
                 for field in batch.schema
-                if (restore := _restorer(field.type)) is not None
+                if (restore := _build_restorer(field.type)) is not None
             }
             for row in batch.to_pylist():
                 for name, restore in restored.items():
@@ -44,13 +46,13 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
 
 
-def _parquet(file: Path) -> Iterator[pyarrow.RecordBatch]:
+def _read_parquet(file: Path) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow.parquet  # takes 0.25 s, so imported only for Parquet files
 
     yield from pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=BATCH)
 
 
-def _arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
+def _read_arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow.ipc
 
     with file.open("rb") as stream:
@@ -63,7 +65,7 @@ def _arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
             yield from pyarrow.ipc.open_stream(stream)
 
 
-def _restorer(kind: pyarrow.DataType) -> Restore | None:
+def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
     """Return the function that removes null struct keys from values of an Arrow type.
 
     Returns None if the type contains neither structs nor maps.
@@ -72,17 +74,17 @@ def _restorer(kind: pyarrow.DataType) -> Restore | None:
     from pyarrow import types
 
     if isinstance(kind, pyarrow.BaseExtensionType):
-        return _restorer(kind.storage_type)
+        return _build_restorer(kind.storage_type)
     if types.is_struct(kind):
         inner = {
-            kind.field(index).name: _restorer(kind.field(index).type)
+            kind.field(index).name: _build_restorer(kind.field(index).type)
             for index in range(kind.num_fields)
         }
-        return lambda value: None if value is None else _struct(value, inner)
+        return lambda value: None if value is None else _restore_struct(value, inner)
     if types.is_map(kind):
-        of_items = _restorer(kind.item_type)
+        of_items = _build_restorer(kind.item_type)
         return lambda value: (
-            None if value is None else {key: _each(item, of_items) for key, item in value}
+            None if value is None else {key: _restore_each(item, of_items) for key, item in value}
         )
     is_list = (
         types.is_list,
@@ -92,16 +94,16 @@ def _restorer(kind: pyarrow.DataType) -> Restore | None:
         types.is_large_list_view,
     )
     if any(check(kind) for check in is_list):
-        of_entries = _restorer(kind.value_type)
+        of_entries = _build_restorer(kind.value_type)
         if of_entries is None:
             return None
         return lambda value: None if value is None else [of_entries(entry) for entry in value]
     return None
 
 
-def _struct(value: dict[str, Any], inner: dict[str, Restore | None]) -> dict[str, Any]:
-    return {key: _each(item, inner[key]) for key, item in value.items() if item is not None}
+def _restore_struct(value: dict[str, Any], inner: dict[str, Restore | None]) -> dict[str, Any]:
+    return {key: _restore_each(item, inner[key]) for key, item in value.items() if item is not None}
 
 
-def _each(value: Any, restore: Restore | None) -> Any:
+def _restore_each(value: Any, restore: Restore | None) -> Any:
     return value if restore is None else restore(value)

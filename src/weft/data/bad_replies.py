@@ -15,28 +15,28 @@ import numpy as np
 
 from weft import randomness
 from weft.data import dialogue, trees
-from weft.data.asked import (
-    as_messages,
-    conversation,
-    listed_messages,
-    need_prompt,
-    prompt_text,
-    with_system,
+from weft.data.messages import Message, normalize_messages
+from weft.data.prompt_columns import (
+    prepend_system,
+    read_conversation,
+    read_message_list,
+    read_messages,
+    read_prompt_text,
+    require_prompt_key,
 )
-from weft.data.messages import Message, normalise
 from weft.data.rows import (
     ANSWER_KEYS,
     MESSAGE_KEYS,
     PROMPT_KEYS,
     BadRow,
     Row,
-    first_of,
+    find_first_key,
+    guess_type,
     is_tree,
-    looks_like,
-    need,
-    row_id,
-    text,
-    texts,
+    read_id,
+    read_text,
+    read_texts,
+    require_key,
 )
 
 Random = np.random.Generator
@@ -45,10 +45,10 @@ REJECTED = ("rejected", "rejected_messages")
 
 
 @dataclass(frozen=True)
-class Replied:
-    """One prompt, as `text` or as `messages`, and its replies, best first.
+class PromptReplies:
+    """One prompt, as `read_text` or as `messages`, and its replies, best first.
 
-    If both `text` and `messages` are empty, the replies are complete texts.
+    If both `read_text` and `messages` are empty, the replies are complete texts.
     """
 
     id: str
@@ -57,13 +57,13 @@ class Replied:
     replies: tuple[str, ...]
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def prompt_columns(self) -> dict[str, Any]:
         """Return the prompt as columns of a row."""
         if self.text is None and self.messages:
             return {"messages": list(self.messages)}
         return {"prompt": self.text}
 
-    def alike(self, reply: str) -> str:
+    def match_whitespace(self, reply: str) -> str:
         """Return `reply` with the leading whitespace of the row's best reply.
 
         Otherwise the whitespace would reveal that the reply is artificial.
@@ -71,92 +71,97 @@ class Replied:
         best = self.replies[0]
         return best[: len(best) - len(best.lstrip())] + reply.strip()
 
-    def has(self, reply: str) -> bool:
+    def has_reply(self, reply: str) -> bool:
         """Return whether `reply` equals one of the row's replies, ignoring whitespace."""
         return " ".join(reply.split()) in {" ".join(own.split()) for own in self.replies}
 
 
-def replied_rows(row: Row, number: int) -> Iterator[Replied]:
+def read_replies(row: Row, number: int) -> Iterator[PromptReplies]:
     """Iterate over the prompts of a row with their replies.
 
     The row is a ranking, a pair, an answer, a conversation or an Open-Assistant tree; a tree yields
     several. Raises `BadRow` if the row has no reply.
     """
     if is_tree(row):
-        yield from _of_tree(row)
+        yield from _read_tree(row)
         return
-    name = row_id(row) or str(number)
-    form = looks_like(row)
+    name = read_id(row) or str(number)
+    form = guess_type(row)
     if form == "preference":
-        yield _pair(name, row)
+        yield _read_pair(name, row)
     elif form in ("ranking", "paired_comparison"):
         if form == "ranking":
-            replies = texts(row, "replies")
+            replies = read_texts(row, "replies")
         else:
-            replies = [texts(row, key)[0] for key in ("pos_answers", "neg_answers")]
-        yield _asked(name, row, form, replies)
+            replies = [read_texts(row, key)[0] for key in ("pos_answers", "neg_answers")]
+        yield _read_prompt(name, row, form, replies)
     elif form == "chat":
-        key = need(row, MESSAGE_KEYS, "chat")
-        yield _talk(name, with_system(row, listed_messages(row, key)))
+        key = require_key(row, MESSAGE_KEYS, "chat")
+        yield _read_conversation(name, prepend_system(row, read_message_list(row, key)))
     elif form == "prompt_answer":
-        yield _asked(name, row, form, [text(row, need(row, ANSWER_KEYS, form))])
+        yield _read_prompt(name, row, form, [read_text(row, require_key(row, ANSWER_KEYS, form))])
     else:
         raise BadRow(
             "it has no reply: give a ranking, a pair, an answer, a conversation, or a message tree"
         )
 
 
-def _asked(name: str, row: Row, form: str, replies: Sequence[str]) -> Replied:
+def _read_prompt(name: str, row: Row, form: str, replies: Sequence[str]) -> PromptReplies:
     if (
         form == "ranking"
-        and first_of(row, (*PROMPT_KEYS, *MESSAGE_KEYS)) is None
+        and find_first_key(row, (*PROMPT_KEYS, *MESSAGE_KEYS)) is None
         and "prompt" in row
     ):
-        return Replied(name, None, (), tuple(replies))
-    key = need_prompt(row, None, form)
+        return PromptReplies(name, None, (), tuple(replies))
+    key = require_prompt_key(row, None, form)
     if isinstance(row[key], str) and dialogue.HUMAN not in row[key] and not row.get("history"):
-        return Replied(name, prompt_text(row, key), tuple(conversation(row, key)), tuple(replies))
-    return Replied(name, None, tuple(conversation(row, key)), tuple(replies))
+        return PromptReplies(
+            name, read_prompt_text(row, key), tuple(read_conversation(row, key)), tuple(replies)
+        )
+    return PromptReplies(name, None, tuple(read_conversation(row, key)), tuple(replies))
 
 
-def _pair(name: str, row: Row) -> Replied:
-    keys = [key for names in (CHOSEN, REJECTED) if (key := first_of(row, names)) is not None]
+def _read_pair(name: str, row: Row) -> PromptReplies:
+    keys = [key for names in (CHOSEN, REJECTED) if (key := find_first_key(row, names)) is not None]
     found = [row[key] for key in keys]
     if len(found) < 2:
         raise BadRow("it has no two replies to compare")
     if all(isinstance(each, str) for each in found) and not all(
         dialogue.HUMAN in each for each in found
     ):
-        return _asked(
+        return _read_prompt(
             name,
             row,
             "preference",
-            [text({"chosen": found[0]}, "chosen"), text({"rejected": found[1]}, "rejected")],
+            [
+                read_text({"chosen": found[0]}, "chosen"),
+                read_text({"rejected": found[1]}, "rejected"),
+            ],
         )
     talks = [
-        normalise(dialogue.messages(row[key]))
+        normalize_messages(dialogue.split_messages(row[key]))
         if isinstance(row[key], str)
-        else as_messages(row, key, "assistant")
+        else read_messages(row, key, "assistant")
         for key in keys
     ]
     if talks[0][0]["role"] == "assistant":
-        return _asked(name, row, "preference", [_said(talk, []) for talk in talks])
-    shared = _talk(name, with_system(row, talks[0]))
-    return Replied(
+        return _read_prompt(name, row, "preference", [_find_reply(talk, []) for talk in talks])
+    shared = _read_conversation(name, prepend_system(row, talks[0]))
+    return PromptReplies(
         name,
         None,
         shared.messages,
-        (shared.replies[0], _said(with_system(row, talks[1]), shared.messages)),
+        (shared.replies[0], _find_reply(prepend_system(row, talks[1]), shared.messages)),
     )
 
 
-def _talk(name: str, messages: Sequence[Message]) -> Replied:
+def _read_conversation(name: str, messages: Sequence[Message]) -> PromptReplies:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise BadRow("the conversation does not end with a reply")
-    return Replied(name, None, tuple(messages[:-1]), (_said(messages, messages[:-1]),))
+    return PromptReplies(name, None, tuple(messages[:-1]), (_find_reply(messages, messages[:-1]),))
 
 
-def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
+def _find_reply(talk: Sequence[Message], before: Sequence[Message]) -> str:
     """Return the content of the single reply by which `talk` extends `before`."""
     added = talk[len(before) :]
     if list(talk[: len(before)]) != list(before) or len(added) != 1:
@@ -170,62 +175,66 @@ def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
     return str(added[0]["content"])
 
 
-def _of_tree(row: Row) -> Iterator[Replied]:
+def _read_tree(row: Row) -> Iterator[PromptReplies]:
     ranked = set()
-    for path, replies in trees.rankings(row):
+    for path, replies in trees.iterate_rankings(row):
         ranked.add(path[-1]["message_id"])
         said = tuple(reply["text"] for reply in replies)
-        yield Replied(path[-1]["message_id"], None, tuple(normalise(trees.messages(path))), said)
-    for path in trees.threads(row):
+        yield PromptReplies(
+            path[-1]["message_id"], None, tuple(normalize_messages(trees.to_messages(path))), said
+        )
+    for path in trees.iterate_threads(row):
         if len(path) > 1 and path[-2]["message_id"] not in ranked:
             ranked.add(path[-2]["message_id"])
-            asked = tuple(normalise(trees.messages(path[:-1])))
-            yield Replied(path[-2]["message_id"], None, asked, (path[-1]["text"],))
+            asked = tuple(normalize_messages(trees.to_messages(path[:-1])))
+            yield PromptReplies(path[-2]["message_id"], None, asked, (path[-1]["text"],))
 
 
 # -- Functions that make a reply worse
 
 
-def _shuffled(reply: str, random: Random) -> str:
+def _shuffle_words(reply: str, random: Random) -> str:
     words = reply.split()
     return " ".join(words[place] for place in random.permutation(len(words)))
 
 
-def _cut(reply: str, random: Random) -> str:
+def _truncate_words(reply: str, random: Random) -> str:
     """Return the first 20 to 60 % of the words, without final punctuation."""
     words = reply.split()
     return " ".join(words[: max(1, int(len(words) * random.uniform(0.2, 0.6)))]).rstrip(".!?")
 
 
-def _repeated(reply: str, random: Random) -> str:
+def _repeat_sentence(reply: str, random: Random) -> str:
     """Repeat the first sentence (at most 12 words) 3 to 6 times."""
     first = " ".join(re.split(r"(?<=[.!?])\s", reply.strip(), maxsplit=1)[0].split()[:12])
     return " ".join([first] * int(random.integers(3, 7)))
 
 
-WORSE: Mapping[str, Callable[[str, Random], str]] = {
-    "shuffled": _shuffled,
-    "cut": _cut,
-    "repeated": _repeated,
+DEGRADATIONS: Mapping[str, Callable[[str, Random], str]] = {
+    "shuffled": _shuffle_words,
+    "cut": _truncate_words,
+    "repeated": _repeat_sentence,
 }
-OTHER = "other"  # kind of bad reply: the best reply to another prompt
-KINDS = (*WORSE, OTHER)
+OTHER_PROMPT = "other"  # kind of bad reply: the best reply to another prompt
+KINDS = (*DEGRADATIONS, OTHER_PROMPT)
 LEAST_WORDS = 4  # replies with fewer words are not made worse
 
 
-def worse(kind: str, row: Replied, others: Sequence[Replied], seed: int) -> str | None:
+def make_worse_reply(
+    kind: str, row: PromptReplies, others: Sequence[PromptReplies], seed: int
+) -> str | None:
     """Return a reply worse than all of the row's, or None if none can be made.
 
     `kind` is one of `KINDS`. The result depends only on seed, kind, row and `others`.
     """
-    low, high = randomness.key(seed, f"worse/{kind}", id=row.id)
+    low, high = randomness.derive_key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])
-    if kind == OTHER:
+    if kind == OTHER_PROMPT:
         taken = [each for each in others if each.id != row.id]
         made = taken[int(random.integers(len(taken)))].replies[0] if taken else ""
     else:
         if len(row.replies[0].split()) >= LEAST_WORDS:
-            made = WORSE[kind](row.replies[0], random)
+            made = DEGRADATIONS[kind](row.replies[0], random)
         else:
             made = ""
-    return None if not made.strip() or row.has(made) else row.alike(made)
+    return None if not made.strip() or row.has_reply(made) else row.match_whitespace(made)

@@ -15,22 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data import packing
-from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized, reads_table
-from weft.data.mixing import pair_short
-from weft.data.mixture import Index, Share, epoch_order, generator, per_epoch
+from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.datasets.base import MapDataset, StreamDataset, TokenizedDataset, is_table_dataset
+from weft.data.mixture import (
+    Index,
+    SourceShare,
+    compute_epoch_order,
+    count_per_epoch,
+    make_generator,
+)
 from weft.data.sample import SequenceSample
-from weft.data.tokenized_ahead import TableAhead
+from weft.data.sample_pairing import pair_short
 from weft.errors import DataError, UserError
 
-# Fields of `Batching` that are always part of the fingerprint; others only if not at their default.
-SIZES = ("num_ids", "num_tokens", "option")
+# Fields of `BatchingOptions` that are always part of the fingerprint; others only if not at their default.
+SIZE_FIELDS = ("num_ids", "num_tokens", "option")
 # Samples used for the memory forecast while some rows are not tokenized yet.
-FEW_SAMPLES = 512
-LARGE = 8  # number of largest batches in the memory forecast, and of evenly spread ones
+MAX_FORECAST_SAMPLES = 512
+NUM_LARGE_BATCHES = 8  # number of largest batches in the memory forecast, and of evenly spread ones
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchingOptions:
     """Batch size: exactly one of a number of ids and a maximum number of tokens.
 
     `by_length`: sort samples by length, shortest first. Samples shorter than `mixing_below` tokens
@@ -49,19 +55,19 @@ class Batching:
         """Return whether batch boundaries depend on the lengths of the samples."""
         return self.num_tokens is not None or self.by_length or self.mixing > 0
 
-    def bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
+    def compute_bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
         """Return the boundaries of the batches of samples with these token counts.
 
         Raises `ConfigError` if the longest sample exceeds the token limit of a batch.
         """
         if self.num_tokens is not None:
-            return packing.cut_by_budget(costs, self.num_tokens, self.option)
+            return packing.split_by_budget(costs, self.num_tokens, self.option)
         assert self.num_ids is not None
         return [*range(0, len(costs), self.num_ids), len(costs)]
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceSubset:
     """The samples `indices` of a dataset under one source name.
 
     `prefix`: prepend the name to ids, so that ids of different sources do not collide.
@@ -96,18 +102,18 @@ class Part:
         ids = (f"{self.name}/{sample.ids[0]}",) if self.prefix else sample.ids
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
 
-    def at(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
+    def take(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
         """Return several samples as one `SequenceSample`.
 
         If the dataset's samples differ between epochs, returns those of `epoch`.
         """
-        if not reads_table(self.dataset):
+        if not is_table_dataset(self.dataset):
             return SequenceSample.gather([self[index] for index in indices])
         rows = self.indices[np.asarray(indices, dtype=np.int64)].tolist()
-        if epoch is not None and self.dataset.redrawn is not None:
-            chosen = self.dataset.redrawn.at(rows, epoch, self.name)
+        if epoch is not None and self.dataset.epoch_samples is not None:
+            chosen = self.dataset.epoch_samples.take(rows, epoch, self.name)
         else:
-            chosen = self.dataset.table.at(rows)
+            chosen = self.dataset.table.take(rows)
         if self.prefix:
             ids = tuple(f"{self.name}/{id}" for id in chosen.ids)
         else:
@@ -117,27 +123,27 @@ class Part:
         )
 
     @property
-    def ahead(self) -> TableAhead | None:
+    def background_table(self) -> BackgroundTokenTable | None:
         """Return the dataset's table if its rows are tokenized during training, else None."""
-        table = self.dataset.table if isinstance(self.dataset, Tokenized) else None
-        return table if isinstance(table, TableAhead) else None
+        table = self.dataset.table if isinstance(self.dataset, TokenizedDataset) else None
+        return table if isinstance(table, BackgroundTokenTable) else None
 
-    def expected_costs(self) -> npt.NDArray[Any]:
+    def estimate_tokens(self) -> npt.NDArray[Any]:
         """Return the token count of each sample, estimated if its row is not tokenized yet."""
-        if self.ahead is None:
-            return self.costs()
-        return self.ahead.expected_costs()[self.indices]
+        if self.background_table is None:
+            return self.count_tokens()
+        return self.background_table.estimate_tokens()[self.indices]
 
-    def costs(self) -> npt.NDArray[np.int64]:
+    def count_tokens(self) -> npt.NDArray[np.int64]:
         """Return the token count of each sample."""
-        if isinstance(self.dataset, Tokenized):
-            return self.dataset.table.costs()[self.indices]
+        if isinstance(self.dataset, TokenizedDataset):
+            return self.dataset.table.count_tokens()[self.indices]
         return np.asarray(
             [int(self[i].token_costs().sum()) for i in range(len(self))], dtype=np.int64
         )
 
 
-class Loader(Protocol):
+class BatchLoader(Protocol):
     """Endless iterator over batches; a batch never spans two epochs.
 
     `state_dict` is the exact position, as JSON values.
@@ -169,11 +175,11 @@ class Loader(Protocol):
         ...
 
     def next_batch(self) -> SequenceSample: ...
-    def num_batches(self, epochs: int) -> int:
+    def count_batches(self, epochs: int) -> int:
         """Return the total number of batches of the first `epochs` epochs."""
         ...
 
-    def large_batches(self) -> list[SequenceSample]:
+    def build_large_batches(self) -> list[SequenceSample]:
         """Return batches of the first epoch for the memory forecast, the largest known one first.
 
         Includes batches with fewer tokens which can need as much memory. Called before the first
@@ -193,9 +199,9 @@ class MapLoader:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        shares: Sequence[Share],
-        batching: Batching,
+        parts: Sequence[SourceSubset],
+        shares: Sequence[SourceShare],
+        batching: BatchingOptions,
         *,
         seed: int,
         shuffle: bool = True,
@@ -206,11 +212,13 @@ class MapLoader:
         self._seed = seed
         self._shuffle = shuffle
         if batching.needs_costs:
-            self._costs: list[npt.NDArray[np.int64]] | None = [part.costs() for part in parts]
+            self._costs: list[npt.NDArray[np.int64]] | None = [
+                part.count_tokens() for part in parts
+            ]
         else:
             self._costs = None
         self._position = (0, 0)  # epoch, batch
-        self._planned: tuple[int, tuple[Index, Index], list[int]] | None = None
+        self._cached_plan: tuple[int, tuple[Index, Index], list[int]] | None = None
         self.epoch_done = False
         self._announce_order()
 
@@ -220,22 +228,22 @@ class MapLoader:
 
     @property
     def num_ids(self) -> int:
-        return sum(per_epoch(self._shares))
+        return sum(count_per_epoch(self._shares))
 
     @property
     def batches_per_epoch(self) -> int:
-        return len(self._plan(self.epoch)[1]) - 1
+        return len(self._plan_epoch(self.epoch)[1]) - 1
 
     @property
     def epoch_fraction(self) -> float:
         return self.epoch + self._position[1] / self.batches_per_epoch
 
-    def num_batches(self, epochs: int) -> int:
+    def count_batches(self, epochs: int) -> int:
         if self._costs is None:
             return epochs * self.batches_per_epoch
-        return sum(len(self._plan(epoch)[1]) - 1 for epoch in range(epochs))
+        return sum(len(self._plan_epoch(epoch)[1]) - 1 for epoch in range(epochs))
 
-    def large_batches(self) -> list[SequenceSample]:
+    def build_large_batches(self) -> list[SequenceSample]:
         """Return the batches with the most tokens, and as many spread evenly over the epoch.
 
         Evenly spread batches are included because their rows can share shorter prefixes. Returns
@@ -243,31 +251,32 @@ class MapLoader:
         While rows are not tokenized yet, returns fewer batches and estimates their tokens from
         bytes.
         """
-        (source, index), bounds = self._plan(0)
-        if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
-            return [self._batch(0, 0)]
+        (source, index), bounds = self._plan_epoch(0)
+        if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):
+            return [self._build_batch(0, 0)]
         # Limit the number of samples to tokenize before training.
-        number = LARGE
-        if any(part.ahead is not None for part in self._parts):
-            number = min(LARGE, max(1, FEW_SAMPLES // max(1, bounds[1])))
+        number = NUM_LARGE_BATCHES
+        if any(part.background_table is not None for part in self._parts):
+            number = min(NUM_LARGE_BATCHES, max(1, MAX_FORECAST_SAMPLES // max(1, bounds[1])))
         # Find the largest batches by their total number of tokens.
-        costs = [part.expected_costs() for part in self._parts]
+        costs = [part.estimate_tokens() for part in self._parts]
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
         largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:number]
         spread = np.linspace(0, len(bounds) - 2, number).astype(int)
         return [
-            self._batch(0, batch) for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])
+            self._build_batch(0, batch)
+            for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])
         ]
 
-    def _batch(self, epoch: int, batch: int) -> SequenceSample:
-        (source, index), bounds = self._plan(epoch)
+    def _build_batch(self, epoch: int, batch: int) -> SequenceSample:
+        (source, index), bounds = self._plan_epoch(epoch)
         rows = slice(bounds[batch], bounds[batch + 1])
         sources = source[rows]
         indices = index[rows]
         # Take the samples of each source, then restore the order of the batch.
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         picked = [
-            part.at(indices[at].tolist(), epoch)
+            part.take(indices[at].tolist(), epoch)
             for part, at in zip(self._parts, places, strict=True)
             if len(at)
         ]
@@ -277,8 +286,8 @@ class MapLoader:
 
     def next_batch(self) -> SequenceSample:
         epoch, batch = self._position
-        bounds = self._plan(epoch)[1]
-        sample = self._batch(epoch, batch)
+        bounds = self._plan_epoch(epoch)[1]
+        sample = self._build_batch(epoch, batch)
         self.epoch_done = batch + 1 == len(bounds) - 1
         self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
         if self.epoch_done:
@@ -288,17 +297,19 @@ class MapLoader:
     def _announce_order(self) -> None:
         """Tell tables that are tokenized during training which rows are needed next."""
         unfinished = [
-            (number, part) for number, part in enumerate(self._parts) if part.ahead is not None
+            (number, part)
+            for number, part in enumerate(self._parts)
+            if part.background_table is not None
         ]
         if not unfinished:
             return
         epoch, batch = self._position
-        (source, index), bounds = self._plan(epoch)
+        (source, index), bounds = self._plan_epoch(epoch)
         source = source[bounds[batch] :]
         index = index[bounds[batch] :]
         for number, part in unfinished:
-            assert part.ahead is not None, "only unfinished parts are listed"
-            part.ahead.prioritize(part.indices[index[source == number]])
+            assert part.background_table is not None, "only unfinished parts are listed"
+            part.background_table.prioritize(part.indices[index[source == number]])
 
     def state_dict(self) -> dict[str, Any]:
         epoch, batch = self._position
@@ -306,7 +317,7 @@ class MapLoader:
             "epoch": epoch,
             "batch": batch,
             "epoch_done": self.epoch_done,
-            "data": self._fingerprint(),
+            "data": self._compute_fingerprint(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -314,7 +325,7 @@ class MapLoader:
 
         Raises `UserError` if the data, batch size or seed differ from those of the saved run.
         """
-        if state["data"] != self._fingerprint():
+        if state["data"] != self._compute_fingerprint():
             raise UserError(
                 "the saved position belongs to other data: the rows, the mixture, the batch size "
                 "or the seed have changed; "
@@ -324,47 +335,49 @@ class MapLoader:
         self.epoch_done = bool(state["epoch_done"])
         self._announce_order()
 
-    def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
+    def _plan_epoch(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
         """Return ((source, sample) in order, batch boundaries) of an epoch.
 
         The last result is cached.
         """
-        if self._planned is None or self._planned[0] != epoch:
-            source, sample = epoch_order(self._shares, self._seed, epoch, self._shuffle)
+        if self._cached_plan is None or self._cached_plan[0] != epoch:
+            source, sample = compute_epoch_order(self._shares, self._seed, epoch, self._shuffle)
             costs = np.ones(len(source), dtype=np.int64)
             if self._costs is not None:
                 costs = np.asarray(
                     [self._costs[s][i] for s, i in zip(source, sample, strict=True)], dtype=np.int64
                 )
-            order, bounds = self._laid_out(costs, epoch)
-            self._planned = (epoch, (source[order], sample[order]), bounds)
-        return self._planned[1], self._planned[2]
+            order, bounds = self._arrange_samples(costs, epoch)
+            self._cached_plan = (epoch, (source[order], sample[order]), bounds)
+        return self._cached_plan[1], self._cached_plan[2]
 
-    def _laid_out(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
+    def _arrange_samples(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
         """Return (order of the samples, batch boundaries) for samples with these token counts."""
         how = self._batching
         order = np.arange(len(costs), dtype=np.int64)
         if how.by_length:  # stable sort: samples of equal length stay in random order
             order = np.argsort(costs, kind="stable")
         if not how.mixing:
-            return order, how.bounds(costs[order])
+            return order, how.compute_bounds(costs[order])
         mixed, starts = pair_short(
-            costs[order], how.mixing_below, how.mixing, generator(self._seed, "mixing", epoch)
+            costs[order], how.mixing_below, how.mixing, make_generator(self._seed, "mixing", epoch)
         )
         units = np.ones(len(starts) - 1, dtype=np.int64)
-        return order[mixed], [int(starts[at]) for at in how.bounds(units)]
+        return order[mixed], [int(starts[at]) for at in how.compute_bounds(units)]
 
-    def _fingerprint(self) -> str:
+    def _compute_fingerprint(self) -> str:
         """Return a hash of everything that the order of ids depends on."""
         shares = [asdict(share) for share in self._shares]
-        usual = asdict(Batching())
-        sizes = {k: v for k, v in asdict(self._batching).items() if k in SIZES or v != usual[k]}
+        usual = asdict(BatchingOptions())
+        sizes = {
+            k: v for k, v in asdict(self._batching).items() if k in SIZE_FIELDS or v != usual[k]
+        }
         text = json.dumps([shares, sizes, self._seed, self._shuffle], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @runtime_checkable
-class Epochs(Protocol):
+class EpochAwareDataset(Protocol):
     """An iterable dataset whose epochs differ; `set_epoch` is called before `iter()`."""
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -383,8 +396,8 @@ class StreamLoader:
         self._limit = len(dataset) if isinstance(dataset, Sized) else None
         self._position = (0, 0)
         self._iterator: Iterator[SequenceSample] | None = None
-        self._ahead: SequenceSample | None = None
-        self._counted: tuple[int, int] | None = None
+        self._next_sample: SequenceSample | None = None
+        self._first_epoch_counts: tuple[int, int] | None = None
         self._largest: SequenceSample | None = None
         self.epoch_done = False
 
@@ -394,22 +407,22 @@ class StreamLoader:
 
     @property
     def num_ids(self) -> int:
-        return self._count()[0]
+        return self._count_first_epoch()[0]
 
     @property
     def batches_per_epoch(self) -> int:
-        return self._limit if self._limit is not None else self._count()[1]
+        return self._limit if self._limit is not None else self._count_first_epoch()[1]
 
     @property
     def epoch_fraction(self) -> float:
         return self.epoch + self._position[1] / self.batches_per_epoch
 
-    def num_batches(self, epochs: int) -> int:
+    def count_batches(self, epochs: int) -> int:
         return epochs * self.batches_per_epoch
 
-    def large_batches(self) -> list[SequenceSample]:
+    def build_large_batches(self) -> list[SequenceSample]:
         """Return the largest batch. Raises `DataError` if the first epoch has no batch."""
-        self._count()
+        self._count_first_epoch()
         if self._largest is None:
             raise DataError(
                 f"{self._name}: an iterable dataset yields SequenceSamples, the first epoch gave "
@@ -420,11 +433,11 @@ class StreamLoader:
     def next_batch(self) -> SequenceSample:
         epoch, batch = self._position
         if self._iterator is None:
-            self._iterator = self._open(epoch)
+            self._iterator = self._open_epoch(epoch)
             for _ in range(batch):
                 next(self._iterator)
-            self._ahead = next(self._iterator, None)
-        sample = self._ahead
+            self._next_sample = next(self._iterator, None)
+        sample = self._next_sample
         if not isinstance(sample, SequenceSample):
             found = "nothing" if sample is None else type(sample).__name__
             raise DataError(
@@ -432,8 +445,8 @@ class StreamLoader:
                 f"{found}"
             )
         at_limit = self._limit is not None and batch + 1 >= self._limit
-        self._ahead = None if at_limit else next(self._iterator, None)
-        self.epoch_done = self._ahead is None
+        self._next_sample = None if at_limit else next(self._iterator, None)
+        self.epoch_done = self._next_sample is None
         if self.epoch_done:
             self._iterator = None
         self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
@@ -452,18 +465,18 @@ class StreamLoader:
         """Restore a saved position."""
         self._position = (int(state["epoch"]), int(state["batch"]))
         self.epoch_done = bool(state["epoch_done"])
-        self._iterator = self._ahead = None
+        self._iterator = self._next_sample = None
 
-    def _open(self, epoch: int) -> Iterator[SequenceSample]:
-        if isinstance(self._dataset, Epochs):
+    def _open_epoch(self, epoch: int) -> Iterator[SequenceSample]:
+        if isinstance(self._dataset, EpochAwareDataset):
             self._dataset.set_epoch(epoch)
         return iter(self._dataset)
 
-    def _count(self) -> tuple[int, int]:
+    def _count_first_epoch(self) -> tuple[int, int]:
         """Return (ids, batches) of the first epoch, counted by iterating over it once."""
-        if self._counted is None:
+        if self._first_epoch_counts is None:
             ids = batches = most = 0
-            for batch in self._open(0):
+            for batch in self._open_epoch(0):
                 ids = ids + batch.num_ids
                 batches = batches + 1
                 if (tokens := int(batch.token_costs().sum())) > most:
@@ -471,7 +484,7 @@ class StreamLoader:
                     most = tokens
                 if batches == self._limit:
                     break
-            self._counted = (ids, batches)
+            self._first_epoch_counts = (ids, batches)
             # If the dataset is its own iterator, counting has advanced it: start again.
-            self._iterator = self._ahead = None
-        return self._counted
+            self._iterator = self._next_sample = None
+        return self._first_epoch_counts

@@ -18,7 +18,7 @@ FORM = "chatml"
 WITH_ITS_TOKENS = "template"  # value of `add_tokens`: the special tokens of the chat template
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def build_byte_level() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte, `<s>`, `</s>`, `<pad>` and no chat template."""
     alphabet = {
         token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -31,7 +31,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     )
 
 
-def byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+def load_byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """Return the byte tokenizer with the options of `spec`; the default chat template is `FORM`.
 
     Raises `UserError`.
@@ -41,9 +41,9 @@ def byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         added = [*spec.add_tokens, WITH_ITS_TOKENS]
     else:
         added = spec.add_tokens
-    hf = byte_level()
+    hf = build_byte_level()
     hf.name_or_path = NAME
-    tokenizer_files.prepare(
+    tokenizer_files.apply_spec(
         hf,
         replace(spec, chat_template=template, add_tokens=list(dict.fromkeys(added))),
         NAME,

@@ -13,21 +13,21 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.data import cuts, rendered, template_check
-from weft.data.cuts import Cut
+from weft.data import rendered, template_check, template_omissions
 from weft.data.messages import Message
-from weft.data.prefix import common_prefix
-from weft.data.template_check import within
-from weft.data.turns import Span, Template, assistant_spans
+from weft.data.prefix import count_common_prefix
+from weft.data.template_check import limit_time
+from weft.data.template_omissions import TemplateOmission
+from weft.data.turns import Span, TemplateFunctions, find_assistant_spans
 from weft.errors import DataError
-from weft.reading import reading
+from weft.reading import explain_read_errors
 
-UNTRAINED = "messages[] after the last reply"
-REFUSES = "the chat template refuses these messages"
+UNTRAINED_MESSAGES = "messages[] after the last reply"
+REFUSAL = "the chat template refuses these messages"
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def generation_spans(
+def find_generation_spans(
     template: str, messages: Sequence[Message], tools: Any, tokens: Mapping[str, Any]
 ) -> list[Span] | None:
     """Return the character spans of the `{% generation %}` blocks in the rendered conversation.
@@ -36,7 +36,7 @@ def generation_spans(
     """
     if not MARKER.search(template):
         return None
-    with reading(REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
+    with explain_read_errors(REFUSAL, DataError), limit_time(template_check.CONVERSATION_SECONDS):
         rendered: Any = render_jinja_template(
             [list(messages)],
             tools,
@@ -48,7 +48,7 @@ def generation_spans(
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedConversation:
     """Token ids of a conversation; `mask` is True on trained tokens.
 
     `unused` names the parts of the row that no token represents; `cut` lists the parts of trained
@@ -58,10 +58,12 @@ class Masked:
     ids: list[int]
     mask: list[bool]
     unused: frozenset[str] = frozenset()
-    cut: tuple[Cut, ...] = ()
+    cut: tuple[TemplateOmission, ...] = ()
 
 
-def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> Masked:
+def mask_conversation(
+    template: TemplateFunctions, messages: Sequence[Message], tools: Any
+) -> MaskedConversation:
     """Tokenize a conversation and mark the assistant's trained turns with their end tokens.
 
     A token that contains characters of both the template and the assistant is trained, since the
@@ -72,14 +74,14 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
     text = template.render(messages, tools, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in turns if messages[index].get("train", True)]
-    lost = rendered.left_out(template.render, messages, tools, prompt=False)
-    unused = rendered.check(lost, messages, template.name, trained)
+    lost = rendered.find_lost_fields(template.render, messages, tools, prompt=False)
+    unused = rendered.check_lost_fields(lost, messages, template.name, trained)
     if trained and turns[-1] < len(messages) - 1:
-        unused |= {UNTRAINED}
+        unused |= {UNTRAINED_MESSAGES}
     # Locate the trained turns in the text.
     marked = template.marked(messages, tools)
     if marked is None:
-        spans = assistant_spans(template, messages, tools, text, trained)
+        spans = find_assistant_spans(template, messages, tools, text, trained)
     elif len(marked) != len(turns):
         raise DataError(
             f"the chat template of {template.name} marks {len(marked)} parts with {{% generation "
@@ -87,20 +89,28 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
             f"{len(turns)} turns; it must mark each of them once"
         )
     else:
-        ends = [(a, _with_end(text, b, template.turn_end)) for a, b in marked]
+        ends = [(a, _skip_end_token(text, b, template.turn_end)) for a, b in marked]
         spans = [span for turn, span in zip(turns, ends, strict=True) if turn in trained]
     # Collect the parts that the template omits from these turns.
-    cut: list[Cut] = []
+    cut: list[TemplateOmission] = []
     for turn, (a, b) in zip(trained, spans, strict=True):
         written = text[a:b]
         content = messages[turn]["content"]
-        if (turn, "content") not in lost and not rendered.writes(written, content):
-            part = cuts.missing(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
-            raise rendered.not_rendered(messages[turn], turn, ["content"], template.name, part)
+        if (turn, "content") not in lost and not rendered.has_content(written, content):
+            part = template_omissions.find_missing_words(
+                written, content.rpartition(rendered.END_OF_THOUGHT)[2]
+            )
+            raise rendered.build_not_rendered_error(
+                messages[turn], turn, ["content"], template.name, part
+            )
         fields = {field for index, field in lost if index == turn}
-        cut += cuts.Turn(template, messages, tools, turn, written).cuts(fields)
-    return Masked(
-        *mask_spans(template.encode, template.offsets, text, spans), unused, cuts.joined(cut)
+        cut += template_omissions.TrainedTurn(
+            template, messages, tools, turn, written
+        ).find_omissions(fields)
+    return MaskedConversation(
+        *mask_spans(template.encode, template.offsets, text, spans),
+        unused,
+        template_omissions.merge_omissions(cut),
     )
 
 
@@ -118,7 +128,9 @@ def mask_spans(
     found = offsets(text)
     if found is None:
         ids = encode(text)
-        ranges = [tuple(common_prefix(encode(text[:at]), ids) for at in span) for span in spans]
+        ranges = [
+            tuple(count_common_prefix(encode(text[:at]), ids) for at in span) for span in spans
+        ]
         return ids, [any(a <= i < b for a, b in ranges) for i in range(len(ids))]
     ids, places = found
     mask = [False] * len(ids)
@@ -128,7 +140,7 @@ def mask_spans(
     return ids, mask
 
 
-def ended(
+def insert_eos(
     ids: list[int], mask: list[bool], eos: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[list[int], list[bool]]:
     """Insert EOS after the last reply if only whitespace follows it."""
@@ -138,7 +150,7 @@ def ended(
     return [*ids[:last], eos], [*mask[:last], True]
 
 
-def _with_end(text: str, stop: int, end: str | None) -> int:
+def _skip_end_token(text: str, stop: int, end: str | None) -> int:
     """Return `stop`, moved past the end token if it follows."""
     rest = text[stop:].lstrip()
     if end and rest.startswith(end):

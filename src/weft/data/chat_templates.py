@@ -45,6 +45,6 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
 }
 
 
-def text_of(name: str) -> str:
+def read_template_text(name: str) -> str:
     """Return the Jinja text of the template with this name."""
     return (FOLDER / f"{name}.jinja").read_text().removesuffix("\n")

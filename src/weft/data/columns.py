@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.data.asked import HISTORY, INPUT, SYSTEM
 from weft.data.messages import CONTEXT, FACTS
+from weft.data.prompt_columns import HISTORY, INPUT, SYSTEM
 from weft.data.rows import ANSWER_KEYS, LABEL_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row
-from weft.data.sources import Place, Unreadable, find_files, read_rows
-from weft.errors import ConfigError, nearest
+from weft.data.sources import RowLocation, UnreadableRow, find_files, read_rows
+from weft.errors import ConfigError, find_nearest
 
 ANYWHERE = ("id", SYSTEM, INPUT, HISTORY, "tools", *FACTS, CONTEXT)
 ASKED = (*PROMPT_KEYS, *MESSAGE_KEYS)
@@ -37,13 +37,13 @@ SHOWN = 20  # maximum number of columns listed in an error message
 
 # column name of the dataset type -> column of the file, or a.b for key b of the mapping in column a
 Columns = Mapping[str, str]
-Read = tuple[Place, Row | Unreadable]
+Read = tuple[RowLocation, Row | UnreadableRow]
 
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, with similar names, for a column that rows of this type do not have.
 
-    `args` are the dataset arguments; their `*_key` values are further column names.
+    `args` are the dataset arguments; their `*_build_measure_key` values are further column names.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":
@@ -52,7 +52,7 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     for name, column in columns.items() if type in NAMES else ():
         known = (*NAMES[type], *ANYWHERE, *own)
         if name not in known:
-            close = nearest(name, known)
+            close = find_nearest(name, known)
             if column in known:
                 swapped = f"; names come first: {{{column}: {name}}}"
             else:
@@ -68,42 +68,42 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
             )
 
 
-def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
+def read_renamed_rows(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
     """Iterate over the rows of a source with its columns renamed.
 
     Raises `ConfigError` after the last row for a column that no row has.
     """
-    return renamed(
+    return rename_columns(
         (row for file in find_files(path, split) for row in read_rows(file)), columns, path
     )
 
 
-def renamed(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
-    """Iterate over rows with their columns renamed; see `rows_of`."""
+def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
+    """Iterate over rows with their columns renamed; see `read_renamed_rows`."""
     missing = dict(columns)
     there = dict[str, None]()
     for place, row in rows:
-        if isinstance(row, Unreadable) or not columns:
+        if isinstance(row, UnreadableRow) or not columns:
             yield place, row
             continue
-        there.update(dict.fromkeys(_paths(row)))
+        there.update(dict.fromkeys(_iterate_paths(row)))
         found = {
             name: value
             for name, column in columns.items()
-            if (value := _value(row, column)) is not ABSENT
+            if (value := _read_value(row, column)) is not ABSENT
         }
         for name in found:
             missing.pop(name, None)
         used = set(columns.values())
         yield place, {**{key: value for key, value in row.items() if key not in used}, **found}
     if missing and there:
-        raise ConfigError(_missing(missing, list(there), path))
+        raise ConfigError(_describe_missing(missing, list(there), path))
 
 
-def _missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
+def _describe_missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
     """Return the error message for columns that no row has."""
     name, column = next(iter(missing.items()))
-    close = nearest(column, there)
+    close = find_nearest(column, there)
     hint = f"did you mean {' or '.join(close)}? The" if close else "the"
     more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
     return (
@@ -115,7 +115,7 @@ def _missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> 
 ABSENT = object()
 
 
-def _value(row: Row, column: str) -> Any:
+def _read_value(row: Row, column: str) -> Any:
     """Return the value of a column, or `ABSENT`.
 
     `a.b` is key b of the mapping in column a, `a.0` the first entry of the list in column a.
@@ -133,10 +133,10 @@ def _value(row: Row, column: str) -> Any:
     return value
 
 
-def _paths(row: Row, prefix: str = "") -> Iterator[str]:
+def _iterate_paths(row: Row, prefix: str = "") -> Iterator[str]:
     """Iterate over the column names of a row; keys of nested mappings are dotted names."""
     for key, value in row.items():
         if isinstance(value, Mapping) and value:
-            yield from _paths(value, f"{prefix}{key}.")
+            yield from _iterate_paths(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

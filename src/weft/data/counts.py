@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.data.chat import UNTRAINED
-from weft.data.table import Report
-from weft.data.tokenized_ahead import TableAhead
+from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.chat import UNTRAINED_MESSAGES
+from weft.data.table import TokenizationReport
 
 COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers cut", "dropped")
 
@@ -25,8 +25,8 @@ class SourceCount:
     train: int
     evaluation: int
     per_epoch: int
-    report: Report | None = None
-    ahead: TableAhead | None = None
+    report: TokenizationReport | None = None
+    ahead: BackgroundTokenTable | None = None
 
     @property
     def label(self) -> str:
@@ -35,7 +35,7 @@ class SourceCount:
             return self.name
         return f"{self.name} (valid)"
 
-    def cells(self) -> tuple[str, ...]:
+    def format_cells(self) -> tuple[str, ...]:
         done = self.report
         unknown = ("", "", "") if self.ahead is None else ("later",) * 3
         if done is None:
@@ -51,7 +51,7 @@ class SourceCount:
             *cut,
         )
 
-    def notes(self, limits: str) -> list[str]:
+    def build_notes(self, limits: str) -> list[str]:
         """Return lines on dropped and truncated rows, omitted parts of turns, and unused columns.
 
         `limits` are the options that limit the length of rows, in words.
@@ -62,13 +62,13 @@ class SourceCount:
             by_template = []
         else:
             by_template = [f"{self.label}: {cut}" for cut in self.report.cut]
-        return [*self._left_out(limits), *by_template, *self.unused_notes()]
+        return [*self._build_length_notes(limits), *by_template, *self.build_unused_notes()]
 
-    def unused_notes(self) -> list[str]:
+    def build_unused_notes(self) -> list[str]:
         """Return lines on the columns that are not used."""
         if self.report is None:
             return []
-        columns = [name for name in self.report.unused if name != UNTRAINED]
+        columns = [name for name in self.report.unused if name != UNTRAINED_MESSAGES]
         if columns:
             notes = [
                 f"{self.label}: columns that rows of type {self.type} do not use: "
@@ -76,11 +76,11 @@ class SourceCount:
             ]
         else:
             notes = []
-        if UNTRAINED in self.report.unused:
+        if UNTRAINED_MESSAGES in self.report.unused:
             notes.append(f"{self.label}: messages after the last reply of a row are not used")
         return notes
 
-    def _left_out(self, limits: str) -> list[str]:
+    def _build_length_notes(self, limits: str) -> list[str]:
         done = self.report
         if done is None:
             return []
@@ -98,16 +98,18 @@ class SourceCount:
         return []
 
 
-def render(counts: Sequence[SourceCount]) -> str:
+def render_table(counts: Sequence[SourceCount]) -> str:
     """Return a plain-text table with a line per source, and a total if there are several."""
-    counts = _by_source(counts)
-    rows = [COLUMNS, *(count.cells() for count in counts)]
+    counts = _merge_by_source(counts)
+    rows = [COLUMNS, *(count.format_cells() for count in counts)]
     if len(counts) > 1:
         sums = [
             sum(getattr(count, name) for count in counts)
             for name in ("train", "evaluation", "per_epoch")
         ]
-        done = sum((count.report for count in counts if count.report is not None), Report())
+        done = sum(
+            (count.report for count in counts if count.report is not None), TokenizationReport()
+        )
         numbers = [*sums, done.prompts_cut, done.answers_cut, done.dropped]
         rows.append(("total", "", *(f"{number:,}" for number in numbers)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -121,7 +123,7 @@ def render(counts: Sequence[SourceCount]) -> str:
     return "\n".join(lines)
 
 
-def _by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
+def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
     """Merge the training and evaluation counts of each source."""
     found: dict[str, SourceCount] = {}
     for count in counts:
@@ -135,7 +137,7 @@ def _by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
             train=before.train + count.train,
             evaluation=before.evaluation + count.evaluation,
             per_epoch=before.per_epoch + count.per_epoch,
-            report=sum(reports, Report()) if reports else None,
+            report=sum(reports, TokenizationReport()) if reports else None,
             ahead=before.ahead or count.ahead,
         )
     return list(found.values())

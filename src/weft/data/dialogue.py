@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from weft.data.prefix import common_start
+from weft.data.prefix import count_common_start
 
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 
 
-def shared_prompt(one: str, other: str) -> str:
+def find_shared_prompt(one: str, other: str) -> str:
     """Return the common beginning of two dialogues, up to its last `\\n\\nAssistant:`.
 
     Returns "" if it contains none.
     """
-    at = one.rfind(ASSISTANT, 0, common_start(one, other))
+    at = one.rfind(ASSISTANT, 0, count_common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
 
 
-def assistant_spans(text: str) -> list[tuple[int, int]]:
+def find_assistant_spans(text: str) -> list[tuple[int, int]]:
     """Return the character spans [start, stop) of the assistant's turns.
 
     A text without any turns is one span.
@@ -38,7 +38,7 @@ def assistant_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-def messages(text: str) -> list[dict[str, str]]:
+def split_messages(text: str) -> list[dict[str, str]]:
     """Split a dialogue into chat messages; text before the first turn is the system message.
 
     Empty turns are dropped, except a last turn of the assistant, which is an empty reply or is
@@ -47,7 +47,7 @@ def messages(text: str) -> list[dict[str, str]]:
     marks = [
         (at, role, mark)
         for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant"))
-        for at in _places(text, mark)
+        for at in _find_marks(text, mark)
     ]
     marks.sort()
     turns = [("system", text[: marks[0][0]] if marks else text)]
@@ -62,7 +62,7 @@ def messages(text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": said} for role, said in kept]
 
 
-def _places(text: str, mark: str) -> list[int]:
+def _find_marks(text: str, mark: str) -> list[int]:
     """Return the position of every occurrence of `mark`."""
     found = []
     at = text.find(mark)
@@ -72,9 +72,9 @@ def _places(text: str, mark: str) -> list[int]:
     return found
 
 
-def shared_words(one: str, other: str) -> int:
+def count_shared_words(one: str, other: str) -> int:
     """Return the length in characters of the common beginning of two texts, in whole words."""
-    length = min(common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
+    length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():
         length -= 1
     return max(length, 0)

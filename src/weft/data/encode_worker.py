@@ -12,22 +12,22 @@ import pickle
 import sys
 from typing import Any, BinaryIO
 
-from weft.data.tokenized_ahead import pack
-from weft.data.tokenizing import Job, encode_rows
+from weft.data.background_tokenizing import pack_outcome
+from weft.data.tokenizing import EncodingJob, encode_rows
 from weft.errors import UserError
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer chunks until the other end closes."""
-    setup = _message(requests)
+    setup = _read_message(requests)
     if not setup:
         return
-    job: Job = pickle.loads(setup)
-    while raw := _message(requests):
+    job: EncodingJob = pickle.loads(setup)
+    while raw := _read_message(requests):
         try:
             outcome: Any = encode_rows(job, pickle.loads(raw))
             if job.packed:
-                outcome = pack(outcome)
+                outcome = pack_outcome(outcome)
         except UserError as error:  # for example a tokenizer without a chat template
             outcome = error
         answer = pickle.dumps(outcome)
@@ -35,7 +35,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def _message(stream: BinaryIO) -> bytes:
+def _read_message(stream: BinaryIO) -> bytes:
     """Return the next message, or b"" if the other end has closed, even within a message."""
     size = int.from_bytes(stream.read(8), "little")
     raw = stream.read(size)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.data.dress import Dress
 from weft.data.spec import DatasetSpec
+from weft.data.system_tags import ConversationAdditions
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 
-ONE_ANSWER = ("chat", "prompt_answer", "text")  # dataset types with one completion per row
+SINGLE_ANSWER_TYPES = ("chat", "prompt_answer", "text")  # dataset types with one completion per row
 MARK = "weft-looks-for-this-system-text"  # probe text that a template either writes or omits
 
 
-def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with the additions of `spec` to conversations (`Dress`).
+def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with the additions of `spec` to conversations (`ConversationAdditions`).
 
     Raises `ConfigError` if options conflict or the chat template does not write these additions.
     """
@@ -29,7 +29,7 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
             "dataset.system_tag_length=true adds to dataset.system_tags, which is false; set both"
         )
     # Check that the chat template writes the additional system messages.
-    dress = Dress(
+    dress = ConversationAdditions(
         spec.system_prefix,
         spec.system_tags,
         spec.system_tag_length,
@@ -38,13 +38,13 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
     )
     asked = {"role": "user", "content": "Hi"}
     said = [{"role": "system", "content": MARK}]
-    if dress.prefix is not None and not _writes(tokenizer, [*said, asked]):
+    if dress.prefix is not None and not _is_system_rendered(tokenizer, [*said, asked]):
         raise ConfigError(
             f"dataset.system_prefix: the chat template of {tokenizer.name} does not write a "
             f"system message; name one that does "
             f"with {tokenizer.option}.chat_template=chatml"
         )
-    if dress.tags and not _writes(
+    if dress.tags and not _is_system_rendered(
         tokenizer, [asked, *said, {"role": "assistant", "content": "Hello"}]
     ):
         raise ConfigError(
@@ -52,19 +52,19 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
             f"system message before a reply; "
             f"name one that does with {tokenizer.option}.chat_template=oasst_v25"
         )
-    if dress == replace(tokenizer.dress, dropout=dress.dropout):
+    if dress == replace(tokenizer.additions, dropout=dress.dropout):
         return tokenizer
-    return replace(tokenizer, dress=dress)
+    return replace(tokenizer, additions=dress)
 
 
-def check(spec: DatasetSpec, type: str) -> None:
+def check_type_options(spec: DatasetSpec, type: str) -> None:
     """Raise `ConfigError` for an option that rows of this type do not support."""
     usual = DatasetSpec()
     for name in ("label_masking", "random_window", "sample_mixing"):
-        if getattr(spec, name) != getattr(usual, name) and type not in ONE_ANSWER:
+        if getattr(spec, name) != getattr(usual, name) and type not in SINGLE_ANSWER_TYPES:
             raise ConfigError(
                 f"dataset.{name}={getattr(spec, name)!r}: for rows of one answer "
-                f"({', '.join(ONE_ANSWER)}), not for {type}; "
+                f"({', '.join(SINGLE_ANSWER_TYPES)}), not for {type}; "
                 "leave it out"
             )
     if spec.system_tags and type == "prompt":
@@ -83,7 +83,7 @@ def check(spec: DatasetSpec, type: str) -> None:
         )
 
 
-def check_own(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
+def check_custom_options(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
     """Raise `ConfigError` for an option that a user's dataset class would have to implement.
 
     Datasets with random access (`by_index`) can be sorted.
@@ -95,7 +95,7 @@ def check_own(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
             )
 
 
-def _writes(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> bool:
+def _is_system_rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> bool:
     try:
         return MARK in tokenizer.render(messages)
     except DataError:

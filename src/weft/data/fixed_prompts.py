@@ -8,37 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.datasets.prompt import Prompt
+from weft.data.datasets.prompt import PromptEncoder
 from weft.data.rows import BadRow
 from weft.data.sample import SequenceSample
-from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
-from weft.reading import check_file, reading
+from weft.reading import check_file, explain_read_errors
 
-MOST_REPORTED = 20  # maximum number of invalid rows in an error message
+MAX_REPORTED = 20  # maximum number of invalid rows in an error message
 TEXT = (".txt", ".text")
 
 
-def prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
+def read_prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
     """Iterate over (place, row) of a file of prompts.
 
     Formats: JSON, JSONL(.gz), Parquet, JSON strings one per line, or .txt with a prompt per line.
     """
     if path.endswith(TEXT):
-        yield from _texts(path)
+        yield from _read_texts(path)
         return
     for file in find_files(path):
         for place, row in read_rows(file, texts_as="prompt"):
             yield str(place), row
 
 
-def _texts(path: str) -> Iterator[tuple[str, Any]]:
+def _read_texts(path: str) -> Iterator[tuple[str, Any]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: no such file")
     check_file(file, path, DataError)
-    with reading(path, DataError, "name a file of text"):
+    with explain_read_errors(path, DataError, "name a file of text"):
         lines = file.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -60,9 +60,9 @@ def read_fixed_prompts(
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []
-    for place, row in prompt_rows(path):
+    for place, row in read_prompt_rows(path):
         try:
-            ids = _tokens(row, tokenizer, as_chat=as_chat)
+            ids = _encode_prompt(row, tokenizer, as_chat=as_chat)
             if most is not None and len(ids) > most:
                 raise BadRow(
                     f"the prompt has {len(ids):,} tokens, and the model's context leaves {most:,} "
@@ -71,7 +71,7 @@ def read_fixed_prompts(
             tokens.append(ids)
         except (BadRow, DataError) as error:
             wrong.append(f"{place}: {error}")
-            if len(wrong) == MOST_REPORTED:
+            if len(wrong) == MAX_REPORTED:
                 break
     if wrong:
         raise DataError("\n".join([f"{option}={path}: these rows are not valid prompts:", *wrong]))
@@ -83,10 +83,10 @@ def read_fixed_prompts(
     return SequenceSample.from_default(names, {"prompt": lengths}, {"prompt": flat})
 
 
-def _tokens(row: Any, tokenizer: Tokenizer, *, as_chat: bool) -> list[int]:
-    if isinstance(row, Unreadable):
-        raise BadRow(row.wrong)
+def _encode_prompt(row: Any, tokenizer: Tokenizer, *, as_chat: bool) -> list[int]:
+    if isinstance(row, UnreadableRow):
+        raise BadRow(row.reason)
     if not isinstance(row, Mapping):
         raise BadRow("it is not a JSON object")
-    (encoded,) = Prompt(as_chat=as_chat).encode(row, tokenizer)
+    (encoded,) = PromptEncoder(as_chat=as_chat).encode(row, tokenizer)
     return list(encoded.prompt)

@@ -19,7 +19,7 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 
 
 @dataclass(frozen=True)
-class Rearranged:
+class GroupRearrangement:
     """Assignment of existing sequences to new ids.
 
     `index[key]`: indices of the old sequences in their new order. `counts[key]`: number of
@@ -34,18 +34,18 @@ class Rearranged:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-def part_name(part: Mapping[str, Any]) -> str:
+def format_part_name(part: Mapping[str, Any]) -> str:
     """Return `id[first:stop]`, which is unique for each part."""
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
 
-def cut_groups(
+def split_groups(
     ids: Sequence[str],
     lengths: Mapping[str, Ints],
     offsets: Mapping[str, Ints],
     max_tokens: int,
     option: str,
-) -> Rearranged:
+) -> GroupRearrangement:
     """Split groups into runs of completions of at most `max_tokens`, counting the prompt for each.
 
     The metadata record the origin of each part. Raises `DataError` for a key that has neither one
@@ -79,7 +79,7 @@ def cut_groups(
         if costs.sum() <= max_tokens:
             bounds = [0, count]
         else:
-            bounds = packing.cut_by_budget(costs, max_tokens, option)
+            bounds = packing.split_by_budget(costs, max_tokens, option)
         # Record the parts and the sequences they consist of.
         for low, high in pairwise(bounds):
             parts.append({"id": id, "first": low, "stop": high, "count": count, "shared": shared})
@@ -87,10 +87,14 @@ def cut_groups(
             for key, start in first.items():
                 span = (0, 1) if key in shared else (low, high)
                 chosen[key].append(np.arange(start + span[0], start + span[1], dtype=np.int64))
-    return _rearranged(tuple(map(part_name, parts)), rows, chosen, {PART: tuple(parts)})
+    return _build_rearrangement(
+        tuple(map(format_part_name, parts)), rows, chosen, {PART: tuple(parts)}
+    )
 
 
-def join_groups(parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]) -> Rearranged:
+def join_groups(
+    parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]
+) -> GroupRearrangement:
     """Join parts into their groups; ids are in the order of their first part.
 
     A shared key is taken from the first part; keys added since the split have one sequence per
@@ -102,17 +106,17 @@ def join_groups(parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints])
     rows = [sorted(group, key=lambda row: parts[row]["first"]) for group in found.values()]
     chosen: dict[str, list[Index]] = {key: [] for key in offsets}
     for group in rows:
-        _check_whole([parts[row] for row in group])
+        _check_complete([parts[row] for row in group])
         shared = parts[group[0]]["shared"]
         for key, offset in offsets.items():
             taken = group[:1] if key in shared else group
             chosen[key].append(
                 np.concatenate([np.arange(offset[r], offset[r + 1], dtype=np.int64) for r in taken])
             )
-    return _rearranged(tuple(found), [group[0] for group in rows], chosen, {})
+    return _build_rearrangement(tuple(found), [group[0] for group in rows], chosen, {})
 
 
-def _check_whole(parts: Sequence[Mapping[str, Any]]) -> None:
+def _check_complete(parts: Sequence[Mapping[str, Any]]) -> None:
     at = 0
     for part in parts:
         if part["first"] != at:
@@ -125,16 +129,16 @@ def _check_whole(parts: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _rearranged(
+def _build_rearrangement(
     ids: tuple[str, ...],
     rows: list[int],
     chosen: Mapping[str, list[Index]],
     metadata: Mapping[str, tuple[Any, ...]],
-) -> Rearranged:
+) -> GroupRearrangement:
     none = np.zeros(0, dtype=np.int64)
     index = {key: np.concatenate([none, *spans]) for key, spans in chosen.items()}
     counts = {
         key: np.asarray([len(span) for span in spans], dtype=np.int64)
         for key, spans in chosen.items()
     }
-    return Rearranged(ids, rows, index, counts, metadata)
+    return GroupRearrangement(ids, rows, index, counts, metadata)

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 
 from weft.errors import CheckpointError, DataError
 
-SECONDS = 4.0  # timeout of a query to the hub
+TIMEOUT_SECONDS = 4.0  # timeout of a query to the hub
 MODEL_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]  # files of a model without weights
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
@@ -30,7 +30,7 @@ Kind = Literal["model", "dataset"]
 Found = TypeVar("Found")
 
 
-def cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
+def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
     """Return whether one of these files of a hub model is in the local cache."""
     try:
         return any(
@@ -45,8 +45,8 @@ def check_model(option: str, name: str, hint: str = "") -> None:
 
     `option` is the option the user set. Raises `CheckpointError`, which ends with `hint`.
     """
-    if not cached(name):
-        _ask(option, name, name, "model", hint)
+    if not is_cached(name):
+        _query_hub(option, name, name, "model", hint)
 
 
 def check_dataset(option: str, path: str, hint: str = "") -> None:
@@ -55,12 +55,12 @@ def check_dataset(option: str, path: str, hint: str = "") -> None:
     Raises `DataError`, which ends with `hint`.
     """
     name = path.partition(":")[0]
-    if not _dataset_folder(name):
-        _ask(option, path, name, "dataset", hint)
+    if not _has_dataset_folder(name):
+        _query_hub(option, path, name, "dataset", hint)
 
 
 @functools.cache
-def folder(name: str) -> Path:
+def find_model_folder(name: str) -> Path:
     """Return the local directory with a hub model's configuration and tokenizer.
 
     Queries the hub once and falls back to the cache. Raises the errors in `FAILURES`.
@@ -70,7 +70,7 @@ def folder(name: str) -> Path:
     )
 
 
-def _dataset_folder(name: str) -> bool:
+def _has_dataset_folder(name: str) -> bool:
     try:
         huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
     except FAILURES:
@@ -78,7 +78,7 @@ def _dataset_folder(name: str) -> bool:
     return True
 
 
-def within(seconds: float, ask: Callable[[], Found]) -> Found:
+def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
     """Call `ask` with a timeout and return its result.
 
     Raises the errors of `ask`, and `TimeoutError` after `seconds`: without it a failing name lookup
@@ -103,7 +103,7 @@ def within(seconds: float, ask: Callable[[], Found]) -> Found:
     return answers[0]
 
 
-def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
+def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
     """Query the hub for `name`; the timeout covers DNS, connection and answer.
 
     `typed` is the name as the user wrote it.
@@ -114,7 +114,7 @@ def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
     else:
         info = api.dataset_info
     try:
-        within(SECONDS, lambda: info(name, timeout=SECONDS))
+        call_with_timeout(TIMEOUT_SECONDS, lambda: info(name, timeout=TIMEOUT_SECONDS))
     except (
         Exception
     ) as failed:  # any error of the HTTP library: the hub did not confirm that it has `name`
@@ -122,11 +122,11 @@ def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
         lacks = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(
             f"{what}: there is no such {lacks}, and "
-            f"{_reason(failed, kind)}{'; ' if hint else ''}{hint}"
+            f"{_explain_failure(failed, kind)}{'; ' if hint else ''}{hint}"
         ) from failed
 
 
-def _reason(failed: Exception, kind: Kind) -> str:
+def _explain_failure(failed: Exception, kind: Kind) -> str:
     """Return an explanation of a failed query."""
     if isinstance(failed, OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} prevents weft from asking the hub"

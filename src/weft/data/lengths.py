@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.data.cuts import Cut
-from weft.data.rows import TooLong
+from weft.data.rows import RowTooLong
 from weft.data.spec import OVERLONG
+from weft.data.template_omissions import TemplateOmission
 from weft.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedSample:
     """Token ids of one sample: a prompt, K completions with masks, values per completion, metadata.
 
     A sample of a prompt alone has no completions. `part` distinguishes the samples of one row.
@@ -28,11 +28,11 @@ class Encoded:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
     unused: frozenset[str] = frozenset()
-    cut: tuple[Cut, ...] = ()
+    cut: tuple[TemplateOmission, ...] = ()
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthLimits:
     """Limits on the length of a row; None means no limit.
 
     `overlong` is the treatment of longer rows; `truncate_side` is the end at which prompts are cut.
@@ -59,16 +59,16 @@ class Lengths:
             )
 
 
-def fit(
-    encoded: Encoded, lengths: Lengths, bos_id: int | None
-) -> tuple[Encoded | None, frozenset[str]]:
+def fit_to_limits(
+    encoded: EncodedSample, lengths: LengthLimits, bos_id: int | None
+) -> tuple[EncodedSample | None, frozenset[str]]:
     """Truncate or drop a row to meet its limits.
 
     Returns (the row, or None if dropped; the actions taken: a subset of "prompt" and "answer", or
     "dropped"). A prompt is truncated to `max_prompt_len`. If prompt and longest completion exceed
     `max_seqlen`, completions lose their ends; a prompt that leaves no room for them is truncated
     too, to at least half of `max_seqlen`. A prompt truncated from the left keeps its BOS. A row
-    with a completion without any trained token left is dropped. Raises `TooLong` if `overlong` is
+    with a completion without any trained token left is dropped. Raises `RowTooLong` if `overlong` is
     error.
     """
     # Compute the number of prompt tokens (`limit`) and of completion tokens (`room`) to keep.
@@ -84,12 +84,12 @@ def fit(
         return encoded, frozenset()
     # The row is too long: raise, drop it, or truncate it.
     if lengths.overlong == "error":
-        raise _too_long(num_prompt, longest, lengths)
+        raise _build_too_long_error(num_prompt, longest, lengths)
     if lengths.overlong == "drop":
         return None, frozenset({"dropped"})
     short = replace(
         encoded,
-        prompt=_cut(encoded.prompt, limit, lengths.truncate_side, bos_id),
+        prompt=_truncate_prompt(encoded.prompt, limit, lengths.truncate_side, bos_id),
         completions=[completion[:room] for completion in encoded.completions],
         masks=[mask[:room] for mask in encoded.masks],
     )
@@ -99,14 +99,14 @@ def fit(
     return short, frozenset(part for part, is_cut in cut.items() if is_cut)
 
 
-def _too_long(num_prompt: int, longest: int, lengths: Lengths) -> TooLong:
+def _build_too_long_error(num_prompt: int, longest: int, lengths: LengthLimits) -> RowTooLong:
     if lengths.max_prompt_len is not None and num_prompt > lengths.max_prompt_len:
-        return TooLong("prompt", num_prompt, "dataset.max_prompt_len", lengths.max_prompt_len)
+        return RowTooLong("prompt", num_prompt, "dataset.max_prompt_len", lengths.max_prompt_len)
     assert lengths.max_seqlen is not None, "without limits nothing is too long"
-    return TooLong("row", num_prompt + longest, "dataset.max_seqlen", lengths.max_seqlen)
+    return RowTooLong("row", num_prompt + longest, "dataset.max_seqlen", lengths.max_seqlen)
 
 
-def _cut(prompt: list[int], limit: int, side: str, bos_id: int | None) -> list[int]:
+def _truncate_prompt(prompt: list[int], limit: int, side: str, bos_id: int | None) -> list[int]:
     if len(prompt) <= limit:
         return prompt
     if side == "right":

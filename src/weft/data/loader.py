@@ -11,85 +11,88 @@ from pathlib import Path
 import numpy as np
 
 from weft.data import features
-from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
+from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.batches import BatchingOptions, BatchLoader, MapLoader, SourceSubset, StreamLoader
 from weft.data.columns import check_names
-from weft.data.counts import SourceCount, render
+from weft.data.counts import SourceCount, render_table
 from weft.data.datasets.base import (
     DatasetUtility,
     MapDataset,
     StreamDataset,
-    Tokenized,
+    TokenizedDataset,
     is_by_index,
 )
-from weft.data.mixture import Share, generator, hold_out, per_epoch
-from weft.data.named.prepare import Split, cache_root, mode_of, prepare
-from weft.data.progress import Reporter, show, silent
-from weft.data.rows import OF_TREES, is_tree
-from weft.data.sources import Unreadable, find_files, read_rows
-from weft.data.spec import DatasetSpec, SourceSpec, sources_of
-from weft.data.table import Report
-from weft.data.tokenized_ahead import TableAhead
+from weft.data.mixture import SourceShare, count_per_epoch, hold_out, make_generator
+from weft.data.named.prepare import ValidationSplit, find_cache_root, find_mode, prepare
+from weft.data.progress import Reporter, show_progress, skip_progress
+from weft.data.rows import TREE_TYPES, is_tree
+from weft.data.sources import UnreadableRow, find_files, read_rows
+from weft.data.spec import DatasetSpec, SourceSpec, list_source_specs
+from weft.data.table import TokenizationReport
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
 
-UNSET = ("path", "overlong")  # options that are passed to a dataset class only if they are set
+OMITTED_IF_UNSET = (
+    "path",
+    "overlong",
+)  # options that are passed to a dataset class only if they are set
 
 
 @dataclass(frozen=True)
 class LoadedData:
     """Data of a run: training batches, validation sets by source, counts, and lines to print first.
 
-    `longest`: number of tokens of the longest prompt with one of its completions; 0 if it is
+    `max_seqlen`: number of tokens of the longest prompt with one of its completions; 0 if it is
     unknown because no source is tokenized by weft. `parts`: the training samples by source.
-    `ahead`: tables that are built during training, until `close`; `new_notes` reports on them.
+    `background_tables`: tables that are built during training, until `close`; `take_new_notes` reports on them.
     """
 
-    train: Loader
-    valid: Mapping[str, Part] = field(default_factory=dict)
+    train: BatchLoader
+    valid: Mapping[str, SourceSubset] = field(default_factory=dict)
     counts: tuple[SourceCount, ...] = ()
     notes: tuple[str, ...] = ()
-    longest: int = 0
-    parts: tuple[Part, ...] = ()
-    ahead: tuple[TableAhead, ...] = ()
-    # (counts, limits in words) of the tables in `ahead` that `new_notes` has not reported yet.
+    max_seqlen: int = 0
+    parts: tuple[SourceSubset, ...] = ()
+    background_tables: tuple[BackgroundTokenTable, ...] = ()
+    # (counts, limits in words) of the tables in `background_tables` that `take_new_notes` has not reported yet.
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
-    def check_longest(self, check: Callable[[int], None]) -> None:
-        """Call `check` with `longest`, and again when a longer sample is found."""
-        check(self.longest)
-        for table in self.ahead:
+    def check_max_seqlen(self, check: Callable[[int], None]) -> None:
+        """Call `check` with `max_seqlen`, and again when a longer sample is found."""
+        check(self.max_seqlen)
+        for table in self.background_tables:
             table.check_longest = check
 
-    def new_notes(self) -> list[str]:
+    def take_new_notes(self) -> list[str]:
         """Return notes on the sources whose tokenization has finished since the last call."""
         lines: list[str] = []
         for told in list(self.pending_notes):
             count, limits = told
-            if count.ahead is not None and (report := count.ahead.report()) is not None:
+            if count.ahead is not None and (report := count.ahead.build_report()) is not None:
                 self.pending_notes.remove(told)
                 lines.append(f"{count.label}: all {len(count.ahead):,} samples are tokenized")
-                lines += replace(count, report=report, ahead=None).notes(limits)
+                lines += replace(count, report=report, ahead=None).build_notes(limits)
         return lines
 
     def close(self) -> None:
         """End the processes that tokenize rows."""
-        for table in self.ahead:
+        for table in self.background_tables:
             table.close()
 
-    def table(self) -> str:
+    def format_counts(self) -> str:
         """Return the counts as a plain-text table."""
-        return render(self.counts)
+        return render_table(self.counts)
 
 
 @dataclass(frozen=True)
 class SourceData:
     """Training samples, validation samples and counts of one source."""
 
-    share: Share
-    train: Part | StreamDataset
+    share: SourceShare
+    train: SourceSubset | StreamDataset
     counts: tuple[SourceCount, ...]
-    valid: Part | None = None
+    valid: SourceSubset | None = None
 
 
 def load_data(
@@ -106,17 +109,17 @@ def load_data(
 
     `dataset_type` is the default of the experiment. `dataset.type` and a source's `type` override
     it, as does the type for Open-Assistant trees if a file contains trees. `progress` False shows
-    nothing; `most` limits the samples read from a source; `ahead` allows large files to be
+    nothing; `most` limits the samples read from a source; `background_tables` allows large files to be
     tokenized during training. Raises `ConfigError` for options that contradict each other or the
     dataset type, and `DataError` with a report on every bad row.
     """
     if progress is None or progress is True:
-        reporter: Reporter = show
+        reporter: Reporter = show_progress
     elif progress is False:
-        reporter = silent
+        reporter = skip_progress
     else:
         reporter = progress
-    tokenizer = features.dressed(spec, tokenizer)
+    tokenizer = features.with_additions(spec, tokenizer)
     # Batches by length or by tokens need all lengths, so all rows are tokenized before training.
     util = DatasetUtility(
         tokenizer,
@@ -133,33 +136,42 @@ def load_data(
     )
     # Read the sources, with validation samples split off.
     reader = SourceReader(spec, spec.type or dataset_type, util)
-    named, said = reader.at_hand(named_apart(given_sources(spec)))
-    built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
+    named, said = reader.prepare_named(assign_unique_names(resolve_sources(spec)))
+    built = [reader.read_source(source, name, several=len(named) > 1) for source, name in named]
     valid = {one.valid.name: one.valid for one in built if one.valid is not None}
-    drawn = per_epoch([one.share for one in built])
+    drawn = count_per_epoch([one.share for one in built])
     counts = [
         replace(count, per_epoch=n if count.train else 0)
         for one, n in zip(built, drawn, strict=True)
         for count in one.counts
     ]
     if spec.valid_path is not None:
-        part, count = reader.validation(
+        part, count = reader.read_validation(
             SourceSpec(spec.valid_path, args=spec.args, columns=spec.columns),
-            _name(spec.valid_path),
+            _derive_name(spec.valid_path),
         )
         valid[part.name] = part
         counts.append(count)
     # Collect notes and lengths, build the loader, and start tokenizing in the background.
-    notes = [*said, *(note for count in counts for note in count.notes(reader.limits(count)))]
-    parts = tuple(one.train for one in built if isinstance(one.train, Part))
+    notes = [
+        *said,
+        *(note for count in counts for note in count.build_notes(reader.describe_limits(count))),
+    ]
+    parts = tuple(one.train for one in built if isinstance(one.train, SourceSubset))
     read = [*parts, *valid.values()]
-    longest = [part.dataset.table.longest() for part in read if isinstance(part.dataset, Tokenized)]
-    tables = tuple(part.ahead for part in read if part.ahead is not None)
+    longest = [
+        part.dataset.table.compute_max_seqlen()
+        for part in read
+        if isinstance(part.dataset, TokenizedDataset)
+    ]
+    tables = tuple(part.background_table for part in read if part.background_table is not None)
     tables = tuple({id(table): table for table in tables}.values())
-    loader = _loader(spec, built, seed)
+    loader = _build_loader(spec, built, seed)
     for table in tables:
-        table.start(_processes(spec.num_workers, len(tables)))
-    pending_notes = [(count, reader.limits(count)) for count in counts if count.ahead is not None]
+        table.start(_count_processes(spec.num_workers, len(tables)))
+    pending_notes = [
+        (count, reader.describe_limits(count)) for count in counts if count.ahead is not None
+    ]
     return LoadedData(
         loader,
         valid,
@@ -172,7 +184,7 @@ def load_data(
     )
 
 
-def _processes(asked: int | None, tables: int) -> int:
+def _count_processes(asked: int | None, tables: int) -> int:
     """Return the number of tokenizing processes per source during training.
 
     `asked`: `dataset.num_workers`, or None for all cores but one, which training uses.
@@ -180,12 +192,16 @@ def _processes(asked: int | None, tables: int) -> int:
     return max(1, ((os.cpu_count() or 1) - 1 if asked is None else asked) // tables)
 
 
-def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
-    streams = [one for one in built if not isinstance(one.train, Part)]
+def _build_loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> BatchLoader:
+    streams = [one for one in built if not isinstance(one.train, SourceSubset)]
     if not streams:
-        parts = [one.train for one in built if isinstance(one.train, Part)]
+        parts = [one.train for one in built if isinstance(one.train, SourceSubset)]
         return MapLoader(
-            parts, [one.share for one in built], _batching(spec), seed=seed, shuffle=spec.shuffle
+            parts,
+            [one.share for one in built],
+            _build_batching(spec),
+            seed=seed,
+            shuffle=spec.shuffle,
         )
     if len(built) > 1:
         raise ConfigError(
@@ -193,18 +209,18 @@ def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
             f"and cannot be mixed with others"
         )
     dataset = streams[0].train
-    assert not isinstance(dataset, Part)
+    assert not isinstance(dataset, SourceSubset)
     return StreamLoader(dataset, streams[0].share.name)
 
 
-def _batching(spec: DatasetSpec) -> Batching:
+def _build_batching(spec: DatasetSpec) -> BatchingOptions:
     sizes = (spec.train_bs_n_seqs, spec.train_tokens_per_batch)
     if sizes.count(None) != 1:
         raise ConfigError(
             f"dataset.train_bs_n_seqs={sizes[0]} and dataset.train_tokens_per_batch={sizes[1]}: "
             f"set exactly one of them"
         )
-    return Batching(
+    return BatchingOptions(
         *sizes,
         by_length=spec.sort_by_length,
         mixing=spec.sample_mixing,
@@ -221,14 +237,14 @@ class SourceReader:
     util: DatasetUtility
 
     @property
-    def of_valid(self) -> SourceReader:
+    def validation_reader(self) -> SourceReader:
         """Return the reader of validation rows, whose length limit can differ."""
         limit = self.spec.valid_max_seqlen
         if limit is None:
             return self
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
-    def limits(self, count: SourceCount) -> str:
+    def describe_limits(self, count: SourceCount) -> str:
         """Return the options that limit the length of the counted rows, in words."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
@@ -247,7 +263,7 @@ class SourceReader:
         """Return the treatment of rows that are too long, or None for the default of their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
-    def at_hand(
+    def prepare_named(
         self, named: list[tuple[SourceSpec, str]]
     ) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
         """Return the sources with named datasets replaced by files of rows, and notes.
@@ -263,18 +279,18 @@ class SourceReader:
                 else:
                     share = source.valid_split
                 elsewhere = self.spec.valid_path is not None
-                split = Split(
+                split = ValidationSplit(
                     0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0
                 )
-                mode = mode_of(self.type)
-                cache = cache_root(self.spec.cache_dir)
+                mode = find_mode(self.type)
+                cache = find_cache_root(self.spec.cache_dir)
                 made = prepare(source, mode, cache, split, self.spec.named_file)
                 source = made.source
                 notes = [*notes, *made.notes]
             found.append((source, name))
         return found, notes
 
-    def source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
+    def read_source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off its validation samples."""
         # Determine the share of rows to hold out for validation.
         type, dataset = self._build(source)
@@ -291,61 +307,63 @@ class SourceReader:
                     f"of valid_split"
                 )
             assert isinstance(dataset, StreamDataset)
-            return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
+            return SourceData(SourceShare(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
         # Split the samples, and count them.
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")
-        train, valid = self._parts(source, name, dataset, share)
+        train, valid = self._split_samples(source, name, dataset, share)
         train = replace(train, prefix=several)
-        drawn = Share(name, len(train), source.fraction, source.size, source.weight)
+        drawn = SourceShare(name, len(train), source.fraction, source.size, source.weight)
         counts = [
-            SourceCount(name, type, len(train), len(valid or ()), len(train), *_table_of(dataset))
+            SourceCount(name, type, len(train), len(valid or ()), len(train), *_find_table(dataset))
         ]
         # Read separate validation rows, and limit their number.
         if source.valid_path is not None:
-            valid, count = self.validation(
+            valid, count = self.read_validation(
                 replace(source, path=source.valid_path, split=None), name
             )
             counts.append(count)
         if valid is not None and source.max_valid is not None and len(valid) > source.max_valid:
-            drawn_ones = generator(self.util.seed, f"max_valid|{name}", 0).permutation(len(valid))[
-                : source.max_valid
-            ]
+            drawn_ones = make_generator(self.util.seed, f"max_valid|{name}", 0).permutation(
+                len(valid)
+            )[: source.max_valid]
             valid = replace(valid, indices=valid.indices[np.sort(drawn_ones)])
             counts[-1] = replace(counts[-1], evaluation=len(valid))
         return SourceData(drawn, train, tuple(counts), valid)
 
-    def _parts(
+    def _split_samples(
         self, source: SourceSpec, name: str, dataset: MapDataset, share: float
-    ) -> tuple[Part, Part | None]:
+    ) -> tuple[SourceSubset, SourceSubset | None]:
         """Return (training samples, held-out samples).
 
         If validation has a different length limit, all rows are read a second time with it. No row
         is in both parts, even if one of the limits drops rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
-        own = share > 0 and self.of_valid.spec.limit != self.spec.limit
+        own = share > 0 and self.validation_reader.spec.limit != self.spec.limit
         if own:
-            _, evaluated = self.of_valid._build(source)
+            _, evaluated = self.validation_reader._build(source)
         assert isinstance(evaluated, MapDataset), "built as `dataset` was"
-        held = hold_out([*_keys(dataset), *(_keys(evaluated) if own else [])], share)
+        held = hold_out(
+            [*_list_hold_out_keys(dataset), *(_list_hold_out_keys(evaluated) if own else [])], share
+        )
         of_valid = held[len(dataset) :] if own else held
         if of_valid.any():
-            valid = Part(name, evaluated, np.flatnonzero(of_valid))
+            valid = SourceSubset(name, evaluated, np.flatnonzero(of_valid))
         else:
             valid = None
-        return Part(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
+        return SourceSubset(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
 
-    def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
+    def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
         """Return all rows of a validation path; `path` in the dataset arguments is ignored."""
         args = {name: value for name, value in source.args.items() if name != "path"}
-        type, dataset = self.of_valid._build(replace(source, args=args))
+        type, dataset = self.validation_reader._build(replace(source, args=args))
         if not is_by_index(dataset):
             raise ConfigError(
                 f"dataset.valid_path: type {type!r} is iterable; validation rows are read by index"
             )
-        part = Part(name, dataset, np.arange(len(dataset)))
-        return part, SourceCount(name, type, 0, len(part), 0, *_table_of(dataset))
+        part = SourceSubset(name, dataset, np.arange(len(dataset)))
+        return part, SourceCount(name, type, 0, len(part), 0, *_find_table(dataset))
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """Return (type, dataset) of a source.
@@ -353,9 +371,9 @@ class SourceReader:
         The constructor receives the user's arguments, and the options of weft that it has
         parameters for. Raises `ConfigError` if arguments or options do not suit the type.
         """
-        type = source.type or self.spec.type or type_of_rows(source, self.type)
+        type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)
-        features.check(self.spec, type)
+        features.check_type_options(self.spec, type)
         check_names(source.columns, type, source.args)
         # Choose the options to pass by the parameters of the constructor.
         spec = self.spec
@@ -379,7 +397,7 @@ class SourceReader:
         given = {
             n: v
             for n, v in offered.items()
-            if (n in takes or open_ended) and not (v is None and n in UNSET)
+            if (n in takes or open_ended) and not (v is None and n in OMITTED_IF_UNSET)
         }
         # Check the arguments, build the dataset, and check its interface.
         arguments = {**given, **source.args}
@@ -398,46 +416,48 @@ class SourceReader:
                 f"(samples by index) "
                 "nor __iter__ (whole batches)"
             )
-        if not isinstance(dataset, Tokenized):
+        if not isinstance(dataset, TokenizedDataset):
             if source.columns:
                 raise ConfigError(
                     f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns "
                     f"out"
                 )
-            features.check_own(spec, type, by_index=is_by_index(dataset))
+            features.check_custom_options(spec, type, by_index=is_by_index(dataset))
         return type, dataset
 
 
-def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
+def _find_table(
+    dataset: MapDataset,
+) -> tuple[TokenizationReport | None, BackgroundTokenTable | None]:
     """Return (report on the rows, table); at most one of them is not None.
 
     The table is returned only if its rows are tokenized during training.
     """
-    if not isinstance(dataset, Tokenized):
+    if not isinstance(dataset, TokenizedDataset):
         return None, None
     table = dataset.table
-    if isinstance(table, TableAhead):
+    if isinstance(table, BackgroundTokenTable):
         return (None, table)
     return (table.report, None)
 
 
-def type_of_rows(source: SourceSpec, usual: str) -> str:
+def detect_type(source: SourceSpec, usual: str) -> str:
     """Return the usual type, or the type for trees if the first row is an Open-Assistant tree."""
-    if usual not in OF_TREES or not source.path or not Path(source.path).expanduser().exists():
+    if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
-    if not isinstance(row, Unreadable) and is_tree(row):
-        return OF_TREES[usual]
+    if not isinstance(row, UnreadableRow) and is_tree(row):
+        return TREE_TYPES[usual]
     return usual
 
 
-def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
+def resolve_sources(spec: DatasetSpec) -> list[SourceSpec]:
     """Return the sources that the options name, each with the common arguments and columns.
 
     Raises `ConfigError` if both a path and a mixture are set.
     """
     path = spec.train_path or spec.path
-    listed = sources_of(spec)
+    listed = list_source_specs(spec)
     if not listed:
         return [SourceSpec(path or "", args=spec.args, columns=spec.columns)]
     if path is not None:
@@ -456,13 +476,13 @@ def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
     ]
 
 
-def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
+def assign_unique_names(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     """Return each source with a unique name.
 
     If files have the same name, the name of their folder is prepended. Repeated named datasets are
     numbered. Raises `ConfigError` if two names are still equal.
     """
-    names = [source.name or source.named or _name(source.path) for source in sources]
+    names = [source.name or source.named or _derive_name(source.path) for source in sources]
     for index, source in enumerate(sources):
         if source.named is not None and source.name is None:
             before = sum(
@@ -471,7 +491,7 @@ def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
             names[index] = f"{names[index]}-{before + 1}" if before else names[index]
         elif names.count(names[index]) > 1 and source.name is None:
             names[index] = (
-                f"{Path(source.path).expanduser().absolute().parent.name}-{_name(source.path)}"
+                f"{Path(source.path).expanduser().absolute().parent.name}-{_derive_name(source.path)}"
             )
     for name in names:
         if names.count(name) > 1 or "/" in name:
@@ -482,7 +502,7 @@ def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     return list(zip(sources, names, strict=True))
 
 
-def _name(path: str) -> str:
+def _derive_name(path: str) -> str:
     """Return the name of a source: `data/train.jsonl.gz` -> train, `owner/name:folder` -> name."""
     if not path:
         return "data"
@@ -492,12 +512,12 @@ def _name(path: str) -> str:
     return last
 
 
-def _keys(dataset: MapDataset) -> list[str]:
+def _list_hold_out_keys(dataset: MapDataset) -> list[str]:
     """Return the key of each sample by which samples are held out for validation.
 
     The key is the id of the first sample of the same row, so samples of one row stay together.
     """
-    if not isinstance(dataset, Tokenized):
+    if not isinstance(dataset, TokenizedDataset):
         return [str(index) for index in range(len(dataset))]
     first: dict[int, str] = {}
     for row, id in zip(dataset.table.rows.tolist(), dataset.table.ids, strict=True):

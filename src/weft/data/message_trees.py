@@ -1,7 +1,7 @@
 """Open-Assistant's message trees: read, filter, walk, flatten and rebuild.
 
 A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`,
-`parent_id`), or a thread (`thread_id`, `messages` from the root on).
+`parent_id`), or a thread (`thread_id`, `to_messages` from the root on).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LABELS = ("quality", "humor", "creativity")  # labels that are copied into chat 
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TreeFilter:
     """Filter of message trees and their messages.
 
     A thread is left out if one of its messages is left out. `langs`: allowed languages of the first
@@ -39,7 +39,7 @@ class Wanted:
     least: Mapping[str, float] = field(default_factory=dict)
     most: Mapping[str, float] = field(default_factory=dict)
 
-    def tree(self, tree: Row) -> bool:
+    def accepts_tree(self, tree: Row) -> bool:
         root = tree["prompt"]
         state = tree.get("tree_state")
         return (
@@ -48,19 +48,19 @@ class Wanted:
             and (not self.langs or root.get("lang") in self.langs)
         )
 
-    def message(self, node: Node) -> bool:
+    def accepts_message(self, node: Node) -> bool:
         if (node.get("deleted") and not self.deleted) or (
             node.get("synthetic") and not self.synthetic
         ):
             return False
         for bounds, sign in ((self.least, 1.0), (self.most, -1.0)):
             for name, bound in bounds.items():
-                value = label(node, name)
+                value = read_label(node, name)
                 if value is not None and sign * value < sign * bound:
                     return False
         return True
 
-    def ranked(self, node: Node, siblings: int) -> bool:
+    def accepts_rank(self, node: Node, siblings: int) -> bool:
         """Return whether `top_k` keeps this reply; `siblings` is the number of replies, with it."""
         if self.top_k is None or node.get("role") != "assistant":
             return True
@@ -68,7 +68,7 @@ class Wanted:
         return siblings < 2 if rank is None else rank < self.top_k
 
 
-def label(node: Node, name: str) -> float | None:
+def read_label(node: Node, name: str) -> float | None:
     """Return the mean value of a label, or None if the message does not have it.
 
     Reads the format of exports and that of the tables on the hub.
@@ -97,14 +97,14 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
                 _add(loose, {"parent_id": parent, **node})
                 parent = node.get("message_id")
         elif isinstance(row.get("prompt"), Mapping) and "message_id" in row["prompt"]:
-            yield {**row, "prompt": _nested(row["prompt"])}
+            yield {**row, "prompt": _nest_replies(row["prompt"])}
         else:
             raise BadRow(
                 "is not a tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
                 "(thread_id, messages); "
                 f"it has: {', '.join(map(repr, row))}"
             )
-    yield from _built(loose)
+    yield from _build_trees(loose)
 
 
 def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
@@ -116,7 +116,7 @@ def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
         _add(loose, {**reply, "parent_id": row["message_id"]})
 
 
-def _built(loose: Mapping[str, dict[str, Any]]) -> Iterator[Tree]:
+def _build_trees(loose: Mapping[str, dict[str, Any]]) -> Iterator[Tree]:
     for node in loose.values():
         parent = node.get("parent_id")
         if parent is not None:
@@ -135,15 +135,15 @@ def _built(loose: Mapping[str, dict[str, Any]]) -> Iterator[Tree]:
             }
 
 
-def _nested(node: Node) -> dict[str, Any]:
-    return {**node, "replies": [_nested(reply) for reply in node.get("replies") or ()]}
+def _nest_replies(node: Node) -> dict[str, Any]:
+    return {**node, "replies": [_nest_replies(reply) for reply in node.get("replies") or ()]}
 
 
-def nodes(node: Node) -> Iterator[Node]:
+def iterate_nodes(node: Node) -> Iterator[Node]:
     """Iterate over a message and all messages below it, depth first."""
     yield node
     for reply in node.get("replies") or ():
-        yield from nodes(reply)
+        yield from iterate_nodes(reply)
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
     The tree's id and state are added to each message.
     """
 
-    def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
+    def flatten_node(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
         mine = {key: value for key, value in node.items() if key != "replies"}
         yield {
             **mine,
@@ -161,88 +161,95 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
             "tree_state": tree.get("tree_state"),
         }
         for reply in node.get("replies") or ():
-            yield from alone(reply, node["message_id"])
+            yield from flatten_node(reply, node["message_id"])
 
-    return alone(tree["prompt"], None)
+    return flatten_node(tree["prompt"], None)
 
 
-def pruned(tree: Row, wanted: Wanted) -> Tree | None:
+def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
     """Return the tree without unwanted messages and everything below them.
 
     Returns None if nothing is left.
     """
 
-    def kept(node: Node) -> dict[str, Any]:
-        replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
+    def prune_node(node: Node) -> dict[str, Any]:
+        replies = [reply for reply in node.get("replies") or () if wanted.accepts_message(reply)]
         return {
             **node,
-            "replies": [kept(reply) for reply in replies if wanted.ranked(reply, len(replies))],
+            "replies": [
+                prune_node(reply) for reply in replies if wanted.accepts_rank(reply, len(replies))
+            ],
         }
 
-    if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
+    if not wanted.accepts_tree(tree) or not wanted.accepts_message(tree["prompt"]):
         return None
-    return {**tree, "prompt": kept(tree["prompt"])}
+    return {**tree, "prompt": prune_node(tree["prompt"])}
 
 
-def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
+def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the paths from the root to an assistant's reply without wanted replies to it.
 
     A user's message without wanted replies is removed from the end of its path. The remaining path
     is returned only for the first wanted reply to its last message, so at most once.
     """
-    for path in _paths(tree, wanted):
-        replies = _kept(path[-1], wanted)
+    for path in _iterate_paths(tree, wanted):
+        replies = _filter_replies(path[-1], wanted)
         if replies or len(path) < 2:
             continue
         if path[-1]["role"] == "assistant":
             yield path
-        elif _kept(path[-2], wanted)[0]["message_id"] == path[-1]["message_id"] and len(path) > 2:
+        elif (
+            _filter_replies(path[-2], wanted)[0]["message_id"] == path[-1]["message_id"]
+            and len(path) > 2
+        ):
             yield path[:-1]
 
 
-def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]]]:
+def iterate_rankings(tree: Row, wanted: TreeFilter) -> Iterator[tuple[list[Node], list[Node]]]:
     """Iterate over (path to a user's message, its ranked replies, best first).
 
     Messages with fewer than two ranked replies are skipped.
     """
-    for path in _paths(tree, wanted):
+    for path in _iterate_paths(tree, wanted):
         ranked = [
-            reply for reply in _kept(path[-1], wanted, all=True) if reply.get("rank") is not None
+            reply
+            for reply in _filter_replies(path[-1], wanted, all=True)
+            if reply.get("rank") is not None
         ]
         if path[-1]["role"] == "prompter" and len(ranked) > 1:
             yield path, sorted(ranked, key=lambda reply: int(reply["rank"]))
 
 
-def prompts(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
+def iterate_prompts(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the paths from the root to every user's message."""
-    return (path for path in _paths(tree, wanted) if path[-1]["role"] == "prompter")
+    return (path for path in _iterate_paths(tree, wanted) if path[-1]["role"] == "prompter")
 
 
-def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
+def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the paths of wanted messages from the root to every message, depth first."""
-    if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
+    if not wanted.accepts_tree(tree) or not wanted.accepts_message(tree["prompt"]):
         return
     stack: list[list[Node]] = [[tree["prompt"]]]
     while stack:
         path = stack.pop()
         yield path
-        stack += [[*path, reply] for reply in reversed(_kept(path[-1], wanted))]
+        stack += [[*path, reply] for reply in reversed(_filter_replies(path[-1], wanted))]
 
 
-def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
+def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> list[Node]:
     """Return the wanted replies to a message; `all`: without the limit `top_k` on ranks."""
-    replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
+    replies = [reply for reply in node.get("replies") or () if wanted.accepts_message(reply)]
     if all:
         return replies
-    return [reply for reply in replies if wanted.ranked(reply, len(replies))]
+    return [reply for reply in replies if wanted.accepts_rank(reply, len(replies))]
 
 
-def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
+def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
     """Return the messages of a path as chat messages, with their language and labels."""
     made = []
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"
-        values = {"lang": node.get("lang"), **{name: label(node, name) for name in LABELS}}
+        values = {"lang": node.get("lang"), **{name: read_label(node, name) for name in LABELS}}
         known = {name: value for name, value in values.items() if value is not None}
         made.append({"role": role, "content": node["text"], **known})
     return made

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from weft.errors import DataError, nearest
-from weft.reading import shortened
+from weft.errors import DataError, find_nearest
+from weft.reading import shorten
 
 Message = dict[str, Any]
 
@@ -60,8 +60,8 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 
 @contextmanager
-def unread_keys() -> Iterator[set[str]]:
-    """Yield a set that collects the keys of messages that `normalise` does not read.
+def track_unread_keys() -> Iterator[set[str]]:
+    """Yield a set that collects the keys of messages that `normalize_messages` does not read.
 
     The names have the form `messages[].KEY`.
     """
@@ -73,7 +73,7 @@ def unread_keys() -> Iterator[set[str]]:
         _unread.reset(token)
 
 
-def normalise(messages: Any) -> list[Message]:
+def normalize_messages(messages: Any) -> list[Message]:
     """Return messages as `[{role, content, ...}]` with the usual role names.
 
     Reads `role/content` and `from/value` rows. `prompter` and `human` are the user, `gpt` and `bot`
@@ -88,27 +88,27 @@ def normalise(messages: Any) -> list[Message]:
         )
     if not messages:
         raise DataError("the list of messages is empty")
-    return [_message(message, number) for number, message in enumerate(messages, 1)]
+    return [_normalize_message(message, number) for number, message in enumerate(messages, 1)]
 
 
-def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
+def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
     """Return tool schemas in the form of chat templates, `[{type, function: {name, ...}}]`.
 
     A JSON text is parsed, and a function's bare schema is wrapped. Empty values (None, "", [])
     become None.
     """
     if isinstance(tools, str):
-        tools = _json(tools, "tools") if tools.strip() else None
+        tools = _parse_json(tools, "tools") if tools.strip() else None
     if not tools:
         return None
     if isinstance(tools, Mapping):
         tools = [tools]
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError("tools must be a list of JSON schemas (or the JSON text of one)")
-    return [_schema(tool) for tool in tools]
+    return [_normalize_tool(tool) for tool in tools]
 
 
-def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if "function" in tool or "name" not in tool:
         return dict(tool)
     return {
@@ -117,30 +117,33 @@ def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _message(message: Any, number: int) -> Message:
+def _normalize_message(message: Any, number: int) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(
             f"message {number} must be a mapping with role and content, not "
             f"{type(message).__name__}"
         )
     # Role.
-    said = _first(message, "role", "from")
+    said = _find_first(message, "role", "from")
     if said is None:
         raise DataError(
             f"message {number} has no role (keys: {', '.join(map(str, message)) or 'none'})"
         )
     role = ROLES.get(str(said).lower())
     if role is None:
-        close = nearest(str(said).lower(), ROLES)
-        raise DataError(f"message {number} has the unknown role {said!r}; {_hint(close)}")
+        close = find_nearest(str(said).lower(), ROLES)
+        raise DataError(f"message {number} has the unknown role {said!r}; {_build_hint(close)}")
     found: Message = {"role": role}
     # Tool calls, under one of two keys or as the role `function_call`.
-    content: Any = _first(message, "content", "value")
+    content: Any = _find_first(message, "content", "value")
     calls = list(message.get("tool_calls") or [])
     if message.get("function_call"):
-        called = _calls(_json(message["function_call"], f"message {number}: function_call"))
+        called = _read_calls(
+            _parse_json(message["function_call"], f"message {number}: function_call")
+        )
         functions = [
-            [_call(call, number)["function"] for call in given] for given in (calls, called)
+            [_normalize_call(call, number)["function"] for call in given]
+            for given in (calls, called)
         ]
         if calls and functions[0] != functions[1]:
             raise DataError(
@@ -149,12 +152,12 @@ def _message(message: Any, number: int) -> Message:
             )
         calls = calls or called
     if said == "function_call":
-        calls = _calls(_json(content, f"message {number}: function_call"))
+        calls = _read_calls(_parse_json(content, f"message {number}: function_call"))
         content = ""
     # Reasoning, and content given as text or in parts.
     thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content, reasoning, more = _parts(content, number)
+        content, reasoning, more = _split_parts(content, number)
         calls += more
         if reasoning:
             thoughts["content"] = reasoning
@@ -164,9 +167,9 @@ def _message(message: Any, number: int) -> Message:
         raise DataError(f"message {number} has no content")
     found["content"] = content or ""
     if calls:
-        found["tool_calls"] = [_call(call, number) for call in calls]
+        found["tool_calls"] = [_normalize_call(call, number) for call in calls]
     if thoughts:
-        found[REASONING] = _reasoning(thoughts, number)
+        found[REASONING] = _read_reasoning(thoughts, number)
     found |= {key: message[key] for key in KEPT if message.get(key) is not None}
     if not _is_trained(message, role, number):
         found["train"] = False
@@ -174,7 +177,7 @@ def _message(message: Any, number: int) -> Message:
     return found
 
 
-def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
+def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
     """Return the reasoning of a turn. Raises `DataError` if its keys have different texts."""
     for key, text in thoughts.items():
         if not isinstance(text, str):
@@ -205,7 +208,7 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     for key, on in said.items():
         if on is None:
             raise DataError(
-                f"message {number}: {key}={shortened(repr(given[key]))}: weft trains a turn of "
+                f"message {number}: {key}={shorten(repr(given[key]))}: weft trains a turn of "
                 f"the assistant whole or not at "
                 f"all; write 1 (true) or 0 (false)"
             )
@@ -223,18 +226,18 @@ def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -
         unread.update(f"{where}{key}" for key in held if key not in read)
 
 
-def _first(message: Mapping[Any, Any], *keys: str) -> Any:
+def _find_first(message: Mapping[Any, Any], *keys: str) -> Any:
     """Return the first value that is not null; mixed files have nulls for missing keys."""
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
-def _hint(close: Sequence[str]) -> str:
+def _build_hint(close: Sequence[str]) -> str:
     if close:
         return f"did you mean {' or '.join(close)}?"
     return f"known: {', '.join(sorted(ROLES))}"
 
 
-def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
+def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
     """Return (text, reasoning, tool calls) of a content given in parts."""
     text = []
     reasoning = []
@@ -250,7 +253,7 @@ def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
             reasoning.append(value)
         elif kind in ("tool_call", "function_call"):
-            calls += _calls(_json(value, f"message {number}: {kind}"))
+            calls += _read_calls(_parse_json(value, f"message {number}: {kind}"))
         else:
             raise DataError(
                 f"message {number}: a content part of type {kind!r} is not text; weft trains on text"
@@ -259,13 +262,13 @@ def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
     return "".join(text), "".join(reasoning), calls
 
 
-def _calls(value: Any) -> list[Any]:
+def _read_calls(value: Any) -> list[Any]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
     return [value]
 
 
-def _call(call: Any, number: int) -> dict[str, Any]:
+def _normalize_call(call: Any, number: int) -> dict[str, Any]:
     """Return a tool call in the form that chat templates read.
 
     The form is {type, function: {name, arguments}}, with arguments as a mapping.
@@ -275,7 +278,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise DataError(f"message {number}: a tool call needs a name and arguments")
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(
+        arguments = _parse_json(
             arguments or "{}", f"message {number}: arguments of the tool call {inner['name']!r}"
         )
     _note_unread(call, READ_OF_CALLS, "messages[].tool_calls[].")
@@ -289,7 +292,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     }
 
 
-def _json(text: Any, what: str) -> Any:
+def _parse_json(text: Any, what: str) -> Any:
     if not isinstance(text, str):
         return text
     try:

@@ -18,7 +18,7 @@ Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """Number of training samples of a source (`rows`), and the share drawn per epoch.
 
     `fraction`, `size` and `weight` are those of `weft.data.spec.SourceSpec`.
@@ -31,7 +31,7 @@ class Share:
     weight: float | None = None
 
 
-def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
+def make_generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
     """Return a random generator for one purpose in one epoch.
 
     It generates the same numbers on every machine with the same version of numpy.
@@ -40,7 +40,7 @@ def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
 
-def per_epoch(shares: Sequence[Share]) -> list[int]:
+def count_per_epoch(shares: Sequence[SourceShare]) -> list[int]:
     """Return the number of samples of each source in an epoch.
 
     Raises `ConfigError` if a source has fewer samples than its `size`.
@@ -54,10 +54,10 @@ def per_epoch(shares: Sequence[Share]) -> list[int]:
             min(share.rows, max(1, round(length * part)))
             for share, part in zip(shares, parts, strict=True)
         ]
-    return [_count(share) for share in shares]
+    return [_count_samples(share) for share in shares]
 
 
-def _count(share: Share) -> int:
+def _count_samples(share: SourceShare) -> int:
     if share.size is not None and share.size > share.rows:
         raise ConfigError(
             f"dataset.sources: {share.name} has size={share.size}, but only {share.rows} training "
@@ -71,8 +71,8 @@ def _count(share: Share) -> int:
     return max(1, round(share.rows * share.fraction))
 
 
-def epoch_order(
-    shares: Sequence[Share], seed: int, epoch: int, shuffle: bool
+def compute_epoch_order(
+    shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool
 ) -> tuple[Index, Index]:
     """Return (source, sample) of every sample of an epoch, in order; int64 [samples of the epoch].
 
@@ -81,18 +81,18 @@ def epoch_order(
     """
     sources = []
     samples = []
-    for number, (share, count) in enumerate(zip(shares, per_epoch(shares), strict=True)):
+    for number, (share, count) in enumerate(zip(shares, count_per_epoch(shares), strict=True)):
         drawn = np.arange(share.rows, dtype=np.int64)
         if count < share.rows:
             drawn = np.sort(
-                generator(seed, f"draw|{share.name}", epoch).permutation(share.rows)[:count]
+                make_generator(seed, f"draw|{share.name}", epoch).permutation(share.rows)[:count]
             )
         sources.append(np.full(len(drawn), number, dtype=np.int64))
         samples.append(drawn)
     source = np.concatenate(sources)
     sample = np.concatenate(samples)
     if shuffle:
-        order = generator(seed, "order", epoch).permutation(len(source))
+        order = make_generator(seed, "order", epoch).permutation(len(source))
         source = source[order]
         sample = sample[order]
     return source, sample

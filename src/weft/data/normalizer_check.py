@@ -16,8 +16,8 @@ from typing import Any
 from weft.errors import UserError
 from weft.reading import read_text
 
-MOST_GROWTH = 100  # maximum growth factor of a text; known tokenizers reach about 20
-MOST_PREPENDED = 1000  # maximum number of characters that a normalizer may prepend
+MAX_GROWTH = 100  # maximum growth factor of a text; known tokenizers reach about 20
+MAX_PREPENDED = 1000  # maximum number of characters that a normalizer may prepend
 # Maximum growth factor by kind: bytes are written as two-byte letters; a character map such as
 # NFKC can replace one character by many.
 GROWTH = {"ByteLevel": 2.0, "Precompiled": 20.0}
@@ -29,17 +29,17 @@ def check_growth(file: Path, what: str) -> None:
 
     The message begins with `what`.
     """
-    for part, values in _parts(read_text(file, what)):
-        grown = growth(values)
-        if grown > MOST_GROWTH:
+    for part, values in _parse_components(read_text(file, what)):
+        grown = compute_growth(values)
+        if grown > MAX_GROWTH:
             raise UserError(
                 f"{what}: its {part} makes a text up to {grown:.3g} times longer, and at most "
-                f"{MOST_GROWTH} are allowed; use "
+                f"{MAX_GROWTH} are allowed; use "
                 "another tokenizer"
             )
 
 
-def _parts(text: str) -> Iterator[tuple[str, Any]]:
+def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
     """Iterate over (part, value) of the normalizer and decoder; the large rest is not parsed."""
     decoder = json.JSONDecoder()
     for found in PARTS.finditer(text):
@@ -49,7 +49,7 @@ def _parts(text: str) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def growth(values: Any) -> float:
+def compute_growth(values: Any) -> float:
     """Return the maximum factor by which a text becomes longer; infinite if unbounded."""
     if not isinstance(values, Mapping):
         return 1.0
@@ -63,9 +63,9 @@ def growth(values: Any) -> float:
     )
     # A sequence of steps.
     if chain is not None:
-        return math.prod(growth(each) for each in chain)
+        return math.prod(compute_growth(each) for each in chain)
     if values.get("type") == "Prepend":
-        if len(str(values.get("prepend"))) <= MOST_PREPENDED:
+        if len(str(values.get("prepend"))) <= MAX_PREPENDED:
             return 1.0
         return math.inf
     if values.get("type") != "Replace":
@@ -79,12 +79,12 @@ def growth(values: Any) -> float:
     rule = pattern.get("Regex")
     if isinstance(text, str) and text:
         return max(1.0, len(content) / len(text))
-    if _matches_nothing(rule):
+    if _has_empty_match(rule):
         return 1.0 + len(content)
     return max(1.0, float(len(content)))
 
 
-def _matches_nothing(rule: Any) -> bool:
+def _has_empty_match(rule: Any) -> bool:
     """Return whether a rule also matches between two characters."""
     try:
         return re.match(str(rule or ""), "") is not None

@@ -26,7 +26,7 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
         )
 
 
-def cut_evenly(costs: Costs, parts: int) -> list[int]:
+def split_evenly(costs: Costs, parts: int) -> list[int]:
     """Return the bounds of contiguous non-empty parts, minimizing the largest sum.
 
     There are `parts` + 1 bounds. Among the optimal splits, each bound is as near as possible to its
@@ -39,9 +39,9 @@ def cut_evenly(costs: Costs, parts: int) -> list[int]:
         )
     # Find the smallest possible largest sum, then place each bound near its share of the total.
     sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
-    largest = _smallest_largest(sums, parts)
+    largest = _minimize_largest(sums, parts)
     bounds = [0]
-    earliest = _earliest_bounds(sums, parts, largest)
+    earliest = _find_earliest_bounds(sums, parts, largest)
     for index in range(1, parts):
         start = bounds[-1]
         reach = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
@@ -55,7 +55,9 @@ def cut_evenly(costs: Costs, parts: int) -> list[int]:
     return [*bounds, count]
 
 
-def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microbatch") -> list[int]:
+def split_by_budget(
+    costs: Costs, budget: int, field: str = "max_tokens_per_microbatch"
+) -> list[int]:
     """Return the bounds of the fewest contiguous parts with cost at most `budget`, evenly filled.
 
     Raises `ConfigError` naming `field` if one item alone costs more.
@@ -64,10 +66,10 @@ def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microb
     if len(costs) == 0:
         return [0]
     sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
-    return cut_evenly(costs, _parts_needed(sums, budget, len(costs)))
+    return split_evenly(costs, _count_parts(sums, budget, len(costs)))
 
 
-def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
+def _count_parts(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
     """Return the number of contiguous parts needed so that no sum exceeds `largest`.
 
     Stops counting above `at_most`.
@@ -81,19 +83,19 @@ def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> in
     return parts
 
 
-def _smallest_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
+def _minimize_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
     low = max(int(np.max(np.diff(sums))), -(-int(sums[-1]) // parts))
     high = int(sums[-1])
     while low < high:
         middle = (low + high) // 2
-        if _parts_needed(sums, middle, parts) <= parts:
+        if _count_parts(sums, middle, parts) <= parts:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
+def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
     """Return the smallest index of each bound that lets the parts after it stay in `largest`."""
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1

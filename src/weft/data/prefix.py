@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def common_prefix(*sequences: Sequence[int]) -> int:
+def count_common_prefix(*sequences: Sequence[int]) -> int:
     """Return the number of leading entries that all sequences share."""
     shared = 0
     for column in zip(*sequences, strict=False):
@@ -15,7 +15,7 @@ def common_prefix(*sequences: Sequence[int]) -> int:
     return shared
 
 
-def common_start(one: str, other: str) -> int:
+def count_common_start(one: str, other: str) -> int:
     """Return the number of leading characters that two texts share."""
     low = 0
     high = min(len(one), len(other))
@@ -25,6 +25,6 @@ def common_start(one: str, other: str) -> int:
     return low
 
 
-def common_end(one: str, other: str) -> int:
+def count_common_end(one: str, other: str) -> int:
     """Return the number of trailing characters that two texts share."""
-    return common_start(one[::-1], other[::-1])
+    return count_common_start(one[::-1], other[::-1])

@@ -15,10 +15,10 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @contextmanager
-def show(what: str, total: int) -> Iterator[Advance]:
+def show_progress(what: str, total: int) -> Iterator[Advance]:
     """Show the progress of `total` units of work on standard error.
 
-    Usage: `with show("tokenizing x", n) as advance: advance(1)`.
+    Usage: `with show_progress("tokenizing x", n) as advance: advance(1)`.
     """
     if not sys.stderr.isatty():
         begun = time.perf_counter()
@@ -37,6 +37,6 @@ def show(what: str, total: int) -> Iterator[Advance]:
 
 
 @contextmanager
-def silent(what: str, total: int) -> Iterator[Advance]:
+def skip_progress(what: str, total: int) -> Iterator[Advance]:
     """Show no progress."""
     yield lambda count: None

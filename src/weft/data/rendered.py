@@ -25,7 +25,7 @@ IN_PART = "content in part"
 
 
 @cache
-def reasoning_key(template: str) -> str:
+def find_reasoning_key(template: str) -> str:
     """Return the message key that a chat template reads reasoning from.
 
     Returns `REASONING` if the template reads none of the known keys.
@@ -34,15 +34,15 @@ def reasoning_key(template: str) -> str:
     return next(read, REASONING)
 
 
-def with_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
+def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
     """Return the messages with their reasoning under the key that the template reads."""
-    key = reasoning_key(template)
+    key = find_reasoning_key(template)
     return [
         {key if name == REASONING else name: value for name, value in m.items()} for m in messages
     ]
 
 
-def around_reply(render: Render) -> tuple[str, str]:
+def find_text_around_reply(render: Render) -> tuple[str, str]:
     """Return the text that a template writes before and after a plain reply.
 
     The first text is between the generation prompt and the reply. Both are empty if the template
@@ -57,7 +57,7 @@ def around_reply(render: Render) -> tuple[str, str]:
     return before.removeprefix(prompt) if before.startswith(prompt) else "", after
 
 
-def template_fault(render: Render) -> str | None:
+def find_template_fault(render: Render) -> str | None:
     """Return why a template cannot write text conversations, or None if no fault is found.
 
     Renders a plain conversation to find out. Returns None too if the template refuses every form of
@@ -82,14 +82,16 @@ def template_fault(render: Render) -> str | None:
     return None if plain is None else "leaves out the words of a plain reply"
 
 
-def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool) -> Lost:
+def find_lost_fields(
+    render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool
+) -> Lost:
     """Return the fields of messages that the template does not write.
 
     They are found by rendering the conversation with a unique mark in place of each content,
     reasoning, argument and function name. Arguments of calls are named by their path. The field
     "tools" means that tool schemas do not change the text.
     """
-    marked = [_marked(message, index) for index, message in enumerate(messages)]
+    marked = [_mark_message(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
     if tools and text == render(messages, None, prompt):
         lost: Lost = [(-1, "tools")]
@@ -99,13 +101,15 @@ def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt:
         shown = render([message for message, _ in marked], tools, prompt)
     except DataError:  # the template refuses marks: search the text for the messages themselves
         return lost + [
-            (i, field) for i, message in enumerate(messages) for field in _not_in(text, message)
+            (i, field)
+            for i, message in enumerate(messages)
+            for field in _list_missing_fields(text, message)
         ]
     # Collect the fields whose marks are missing.
     for index, (_, marks) in enumerate(marked):
         missing = {path for path, mark in marks.items() if mark not in shown}
-        fields = [path for path in marks if path in missing and path not in _calls(marks)]
-        if any(_is_lost(call, marks, missing) for call in _calls(marks)):
+        fields = [path for path in marks if path in missing and path not in _list_calls(marks)]
+        if any(_is_lost(call, marks, missing) for call in _list_calls(marks)):
             fields = [
                 *(path for path in fields if not path.startswith("tool_calls[")),
                 "tool_calls",
@@ -114,14 +118,14 @@ def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt:
         if (
             messages[index]["role"] != "assistant"
             and "content" not in missing
-            and not holds(text, said)
+            and not has_text(text, said)
         ):
             fields.append(IN_PART)
         lost += [(index, field) for field in fields]
     return lost
 
 
-def _calls(marks: Mapping[str, str]) -> list[str]:
+def _list_calls(marks: Mapping[str, str]) -> list[str]:
     """Return the paths of function names, such as `tool_calls[0]`; longer paths are arguments."""
     return [path for path in marks if path.startswith("tool_calls[") and "." not in path]
 
@@ -132,15 +136,15 @@ def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
     return call in missing or (bool(arguments) and missing >= set(arguments))
 
 
-def writes(text: str, content: str) -> bool:
+def has_content(text: str, content: str) -> bool:
     """Return whether a rendered text contains a content without the reasoning at its beginning.
 
     Ignores white space and quoting.
     """
-    return holds(text, content.rpartition(END_OF_THOUGHT)[2])
+    return has_text(text, content.rpartition(END_OF_THOUGHT)[2])
 
 
-def holds(text: str, content: str) -> bool:
+def has_text(text: str, content: str) -> bool:
     """Return whether a rendered text contains a content, ignoring white space and quoting."""
     said = content.strip()
     if said in text:
@@ -150,16 +154,16 @@ def holds(text: str, content: str) -> bool:
         *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
         repr(said)[1:-1],
     )
-    packed = bare(text)
-    return any(bare(form) in packed for form in forms)
+    packed = remove_whitespace(text)
+    return any(remove_whitespace(form) in packed for form in forms)
 
 
-def bare(text: str) -> str:
+def remove_whitespace(text: str) -> str:
     """Return a text without white space."""
     return "".join(text.split())
 
 
-def check(
+def check_lost_fields(
     lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()
 ) -> frozenset[str]:
     """Return the parts of a conversation that no token represents, named like columns.
@@ -179,13 +183,15 @@ def check(
         elif fields and role in SYSTEM:
             told.add(f"messages[] of the {role}")
         elif fields and (role != "assistant" or _is_needed(message, fields)):
-            raise not_rendered(message, index, sorted(fields - {REASONING} or fields), name)
+            raise build_not_rendered_error(
+                message, index, sorted(fields - {REASONING} or fields), name
+            )
         elif index not in trained:
             told |= {f"messages[].{field}" for field in fields - {REASONING}}
     return frozenset(told)
 
 
-def not_rendered(
+def build_not_rendered_error(
     message: Message, index: int, fields: Sequence[str], name: str, part: str = ""
 ) -> DataError:
     """Return the error for a message whose `fields` the template does not write.
@@ -216,15 +222,15 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
     )
 
 
-def _not_in(text: str, message: Message) -> list[str]:
+def _list_missing_fields(text: str, message: Message) -> list[str]:
     """Return the fields of a message that a rendered text does not contain."""
     named = all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
-    return ([] if writes(text, message["content"]) else ["content"]) + (
+    return ([] if has_content(text, message["content"]) else ["content"]) + (
         [] if named else ["tool_calls"]
     )
 
 
-def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
+def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
     """Return a message with marks in place of its text, and the marks by path."""
     words = [key for key in ("content", REASONING) if str(message.get(key) or "").strip()]
     marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
@@ -235,42 +241,43 @@ def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
         mark = f"weft{index}call{number}"
         marks[path] = f"{mark}weft"
         changed = {
-            path: f"{mark}part{n}weft" for n, (path, _) in enumerate(arguments(call, number))
+            path: f"{mark}part{n}weft"
+            for n, (path, _) in enumerate(iterate_arguments(call, number))
         }
         marks |= changed
         values = iter(changed.values())
         function = {
             **call["function"],
             "name": f"{mark}weft",
-            "arguments": _replaced(call["function"]["arguments"], values),
+            "arguments": _replace_leaves(call["function"]["arguments"], values),
         }
         made.append({**call, "function": function})
     return ({**marked, "tool_calls": made} if made else marked), marks
 
 
-def arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
+def iterate_arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
     """Iterate over (path, value) of the scalar values in the arguments of a call.
 
     `number` is the index of the call in its message.
     """
-    return _leaves(call["function"]["arguments"], f"tool_calls[{number}].arguments")
+    return _iterate_leaves(call["function"]["arguments"], f"tool_calls[{number}].arguments")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}")
+            yield from _iterate_leaves(item, f"{path}.{key}")
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{number}]")
+            yield from _iterate_leaves(item, f"{path}[{number}]")
     else:
         yield path, value
 
 
-def _replaced(value: Any, marks: Iterator[str]) -> Any:
-    """Return the value with each scalar in it (in the order of `_leaves`) replaced by a mark."""
+def _replace_leaves(value: Any, marks: Iterator[str]) -> Any:
+    """Return the value with each scalar in it (in the order of `_iterate_leaves`) replaced by a mark."""
     if isinstance(value, Mapping):
-        return {key: _replaced(item, marks) for key, item in value.items()}
+        return {key: _replace_leaves(item, marks) for key, item in value.items()}
     if isinstance(value, list):
-        return [_replaced(item, marks) for item in value]
+        return [_replace_leaves(item, marks) for item in value]
     return next(marks)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.errors import nearest
-from weft.reading import shortened
+from weft.errors import find_nearest
+from weft.reading import shorten
 
 Row = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ MESSAGE_KEYS = ("messages", "conversations", "conversation")
 LABEL_KEYS = ("label", "kto_tag")
 
 # (dataset type, keys by which its rows are recognized), most specific first.
-LOOKS_LIKE = (
+TYPE_KEYS = (
     ("paired_comparison", ("pos_answers", "neg_answers")),
     ("preference", ("chosen", "rejected")),
     ("preference", ("chosen_messages", "rejected_messages")),
@@ -37,15 +37,18 @@ LOOKS_LIKE = (
 
 
 # Usual dataset type of an algorithm -> type that reads Open-Assistant trees in its place.
-OF_TREES = {"prompt_answer": "chat", "paired_comparison": "ranking", "preference": "ranking"}
-LOOSE = "one message of an Open-Assistant export; dataset.named='{oasst_export: {path: FILE}}' reads a file of them"
+TREE_TYPES = {"prompt_answer": "chat", "paired_comparison": "ranking", "preference": "ranking"}
+SINGLE_MESSAGE_HINT = (
+    "one message of an Open-Assistant export; dataset.named='{oasst_export: {path: FILE}}' reads a "
+    "file of them"
+)
 
 
 class BadRow(Exception):
     """Error in one row; becomes `FILE:LINE: message` in a `DataError`."""
 
 
-class TooLong(BadRow):
+class RowTooLong(BadRow):
     """Error for a row that exceeds a length limit.
 
     `what` (the prompt or the whole row) has `tokens` tokens, more than `limit`. `uncounted`:
@@ -67,7 +70,7 @@ class TooLong(BadRow):
         return f"the {self.what} has {least}{self.tokens:,} tokens, more than {self.option}={self.limit}"
 
 
-class Watched(Mapping[str, Any]):
+class TrackedRow(Mapping[str, Any]):
     """Row that records which of its columns were read; a test with `in` is not a read."""
 
     def __init__(self, row: Row) -> None:
@@ -89,26 +92,26 @@ class Watched(Mapping[str, Any]):
         return len(self.row)
 
 
-def first_of(row: Row, keys: Sequence[str]) -> str | None:
+def find_first_key(row: Row, keys: Sequence[str]) -> str | None:
     """Return the first of `keys` that the row has, or None."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 
-def need(row: Row, keys: Sequence[str], form: str) -> str:
+def require_key(row: Row, keys: Sequence[str], form: str) -> str:
     """Return the first of `keys` that the row has.
 
     `form` is the row's dataset type. Raises `BadRow` naming the missing key, and a dataset type
     that the row fits better.
     """
-    found = first_of(row, keys)
+    found = find_first_key(row, keys)
     if found is not None:
         return found
     if any(key in row for key in keys):
         raise BadRow(f"{next(key for key in keys if key in row)!r} is null")
     if is_tree_message(row):
-        raise BadRow(f"is {LOOSE}")
-    close = nearest(keys[0], row)
-    like = OF_TREES.get(form) if is_tree(row) else looks_like(row)
+        raise BadRow(f"is {SINGLE_MESSAGE_HINT}")
+    close = find_nearest(keys[0], row)
+    like = TREE_TYPES.get(form) if is_tree(row) else guess_type(row)
     if close:
         hint = f"did you mean {close[0]!r}?"
     else:
@@ -120,16 +123,16 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
     raise BadRow(f"lacks the key {keys[0]!r} ({hint}{other})")
 
 
-def looks_like(row: Row) -> str | None:
+def guess_type(row: Row) -> str | None:
     """Return the dataset type whose keys a row has, ignoring nulls, or None."""
     if is_tree(row):
         return "chat"
     if is_tree_message(row):
         return None
     found = next(
-        (form for form, keys in LOOKS_LIKE if all(row.get(key) is not None for key in keys)), None
+        (form for form, keys in TYPE_KEYS if all(row.get(key) is not None for key in keys)), None
     )
-    if found == "prompt_answer" and answer_messages(row) is not None:
+    if found == "prompt_answer" and find_answer_messages(row) is not None:
         return "chat"
     return found
 
@@ -148,35 +151,35 @@ def is_tree_message(row: Row) -> bool:
     return all(isinstance(row.get(key), str) for key in ("message_id", "role", "text"))
 
 
-def answer_messages(row: Row) -> str | None:
+def find_answer_messages(row: Row) -> str | None:
     """Return the name of the answer column if it consists of messages, else None."""
-    key = first_of(row, ANSWER_KEYS)
+    key = find_first_key(row, ANSWER_KEYS)
     if key is not None and isinstance(row[key], Mapping | list | tuple):
         return key
     return None
 
 
-def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
+def read_text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
     """Return a text of the row.
 
     Raises `BadRow` for other types, and for an empty or blank text unless `may_be_empty`.
     """
     value = row[key]
     if not isinstance(value, str):
-        raise BadRow(f"{key!r} must be text, not {kind_of(value)}")
+        raise BadRow(f"{key!r} must be text, not {describe_kind(value)}")
     if not may_be_empty and not value.strip():
         raise BadRow(f"{key!r} is empty")
     return value
 
 
-def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
+def read_texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
     """Return a list of non-empty texts. Raises `BadRow` naming the wrong entry."""
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRow(f"{key!r} must be a list of texts, not {kind_of(value)}")
+        raise BadRow(f"{key!r} must be a list of texts, not {describe_kind(value)}")
     for number, entry in enumerate(value, 1):
         if not isinstance(entry, str):
-            raise BadRow(f"{key!r}, entry {number}, must be text, not {kind_of(entry)}")
+            raise BadRow(f"{key!r}, entry {number}, must be text, not {describe_kind(entry)}")
         if not entry.strip():
             raise BadRow(f"{key!r}, entry {number}, is empty")
     if len(value) < at_least:
@@ -184,18 +187,18 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
     return list(value)
 
 
-def number(value: Any, key: str) -> float:
+def read_number(value: Any, key: str) -> float:
     """Return a finite number. Raises `BadRow` otherwise."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not abs(value) <= sys.float_info.max
     ):
-        raise BadRow(f"{key!r} must be a finite number, not {shortened(repr(value))}")
+        raise BadRow(f"{key!r} must be a finite number, not {shorten(repr(value))}")
     return float(value)
 
 
-def row_id(row: Row, key: str = "id") -> str | None:
+def read_id(row: Row, key: str = "id") -> str | None:
     """Return the row's own id, or None if it has none.
 
     Raises `BadRow` if it is neither text nor an integer.
@@ -208,18 +211,18 @@ def row_id(row: Row, key: str = "id") -> str | None:
     return str(value)
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a value to JSON values; dates, decimals and other types become text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return str(value)
 
 
-def kind_of(value: Any) -> str:
+def describe_kind(value: Any) -> str:
     """Return the kind of a JSON value in words."""
     kinds = {
         str: "text",

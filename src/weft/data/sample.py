@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.algorithms.base import host_array
+from weft.algorithms.base import to_host_array
 from weft.data import arrays, codec, groups, packing
 from weft.data.arrays import Array
-from weft.data.groups import PART, Rearranged
-from weft.errors import DataError, nearest
+from weft.data.groups import PART, GroupRearrangement
+from weft.errors import DataError, find_nearest
 
 Ints = npt.NDArray[np.int32]
 Values = Array | Sequence[Any]
@@ -49,12 +49,12 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _set(self, "ids", _as_texts(tuple(self.ids)))
+        _set(self, "ids", _convert_ids(tuple(self.ids)))
         for name in ("lengths", "offsets"):
-            _set(self, name, {key: _frozen(value) for key, value in getattr(self, name).items()})
+            _set(self, name, {key: _freeze(value) for key, value in getattr(self, name).items()})
         _set(self, "data", dict(self.data))
         _set(self, "metadata", {key: tuple(value) for key, value in self.metadata.items()})
-        _check(self)
+        _check_sample(self)
 
     @classmethod
     def from_default(
@@ -92,7 +92,7 @@ class SequenceSample:
         offsets = {}
         for key, by_id in seqlens.items():
             lengths[key] = np.asarray([n for group in by_id for n in group], dtype=np.int32)
-            offsets[key] = _offsets([len(group) for group in by_id])
+            offsets[key] = _compute_offsets([len(group) for group in by_id])
         tensors = {key: torch.as_tensor(value) for key, value in (data or {}).items()}
         return cls(
             tuple(ids),
@@ -133,19 +133,19 @@ class SequenceSample:
         }
 
     def num_sequences(self, key: str = "completion") -> int:
-        return len(_known(self, key, self.lengths))
+        return len(_get_known(self, key, self.lengths))
 
     def num_tokens(self, key: str = "completion") -> int:
-        return int(_known(self, key, self.lengths).sum())
+        return int(_get_known(self, key, self.lengths).sum())
 
     def sequences(self, key: str) -> list[Array]:
         """Return the sequences of a key in order, as views of its array."""
-        return arrays.cut(_known(self, key, self.data), self.lengths[key])
+        return arrays.split_rows(_get_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
         """Return the id index of each sequence; int64 [num sequences]."""
         return np.repeat(
-            np.arange(self.num_ids, dtype=np.int64), np.diff(_known(self, key, self.offsets))
+            np.arange(self.num_ids, dtype=np.int64), np.diff(_get_known(self, key, self.offsets))
         )
 
     def token_costs(self) -> npt.NDArray[np.int64]:
@@ -154,13 +154,13 @@ class SequenceSample:
         The prompt is counted once for each completion.
         """
         if "completion" in self.lengths:
-            cost = _sums(self, "completion")
+            cost = _sum_lengths(self, "completion")
             if "prompt" in self.lengths:
-                cost = cost + _sums(self, "prompt") * np.diff(self.offsets["completion"])
+                cost = cost + _sum_lengths(self, "prompt") * np.diff(self.offsets["completion"])
             return cost
-        return np.max([_sums(self, key) for key in self.lengths], axis=0, initial=0) + np.zeros(
-            self.num_ids, np.int64
-        )
+        return np.max(
+            [_sum_lengths(self, key) for key in self.lengths], axis=0, initial=0
+        ) + np.zeros(self.num_ids, np.int64)
 
     # -- joining and splitting
 
@@ -177,12 +177,13 @@ class SequenceSample:
         names = list(samples[0].keys if keys is None else keys)
         if keys is None:
             _check_same_keys(samples)
-        lengths = {k: np.concatenate([_known(s, k, s.lengths) for s in samples]) for k in names}
+        lengths = {k: np.concatenate([_get_known(s, k, s.lengths) for s in samples]) for k in names}
         offsets = {
-            k: _offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples])) for k in names
+            k: _compute_offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples]))
+            for k in names
         }
         held = [k for k in names if any(k in s.data for s in samples)]
-        data = {k: arrays.concat([_known(s, k, s.data) for s in samples]) for k in held}
+        data = {k: arrays.concatenate([_get_known(s, k, s.data) for s in samples]) for k in held}
         columns = dict.fromkeys(name for s in samples for name in s.metadata)
         metadata = {
             c: tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids))
@@ -195,7 +196,7 @@ class SequenceSample:
 
         `gather` is the inverse.
         """
-        return _cut(self, packing.cut_evenly(self.token_costs(), k))
+        return _split_at(self, packing.split_evenly(self.token_costs(), k))
 
     def split_by_tokens(
         self, budget: int, field: str = "max_tokens_per_microbatch"
@@ -205,11 +206,11 @@ class SequenceSample:
         The parts are evenly filled. Raises `ConfigError` naming `field` if one id alone costs more
         (`ungroup` splits groups first).
         """
-        return _cut(self, packing.cut_by_budget(self.token_costs(), budget, field))
+        return _split_at(self, packing.split_by_budget(self.token_costs(), budget, field))
 
     def unpack(self) -> list[SequenceSample]:
         """Split into samples of one id each."""
-        return _cut(self, list(range(self.num_ids + 1)))
+        return _split_at(self, list(range(self.num_ids + 1)))
 
     def select(
         self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None
@@ -220,7 +221,7 @@ class SequenceSample:
         """
         names = self.keys if keys is None else tuple(keys)
         for name in names:
-            _known(self, name, self.lengths)
+            _get_known(self, name, self.lengths)
         if keys is None:
             picked = self
         else:
@@ -247,10 +248,12 @@ class SequenceSample:
             for k, offset in self.offsets.items()
         }
         chosen = {
-            key: arrays.ranges(offset[index], counts[key]) for key, offset in self.offsets.items()
+            key: arrays.concatenate_ranges(offset[index], counts[key])
+            for key, offset in self.offsets.items()
         }
         return _rearrange(
-            self, Rearranged(tuple(self.ids[row] for row in rows), list(rows), chosen, counts)
+            self,
+            GroupRearrangement(tuple(self.ids[row] for row in rows), list(rows), chosen, counts),
         )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
@@ -261,7 +264,7 @@ class SequenceSample:
         its prompt costs more.
         """
         return _rearrange(
-            self, groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
+            self, groups.split_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
         )
 
     def regroup(self) -> SequenceSample:
@@ -282,14 +285,14 @@ class SequenceSample:
         `sample.like("completion", advantages=..)` has one value per token. The arrays are converted
         to the array type of this sample. Raises `DataError` naming a key whose values do not fit.
         """
-        return _laid_out(self, key, _known(self, key, self.lengths), values)
+        return _build_like(self, key, _get_known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
         """Return a sample of new keys with one value per sequence of `key`, and the same ids.
 
         Example: `sample.one_per("completion", rewards=..)`.
         """
-        return _laid_out(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
+        return _build_like(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
     def meta(self) -> SequenceSample:
         """Return the sample without data: ids, lengths and metadata."""
@@ -334,7 +337,7 @@ class SequenceSample:
 
     def numpy(self) -> SequenceSample:
         """Convert the data to numpy arrays."""
-        data = {key: host_array(value) for key, value in self.data.items()}
+        data = {key: to_host_array(value) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def to_bytes(self, compression: str | None = None) -> bytes:
@@ -389,11 +392,11 @@ class SequenceSample:
         return f"SequenceSample({self.num_ids} ids; {keys})"
 
 
-def _laid_out(
+def _build_like(
     sample: SequenceSample, key: str, lengths: Ints, values: Mapping[str, Values]
 ) -> SequenceSample:
     held = sample.data.get(key, next(iter(sample.data.values()), torch.empty(0)))
-    data = {name: arrays.as_kind(held, each) for name, each in values.items()}
+    data = {name: arrays.convert_like(held, each) for name, each in values.items()}
     offsets = dict.fromkeys(values, sample.offsets[key])
     return SequenceSample(sample.ids, dict.fromkeys(values, lengths), offsets, data)
 
@@ -406,7 +409,7 @@ def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSamp
     return SequenceSample(sample.ids, lengths, offsets, data, sample.metadata)
 
 
-def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
+def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
     """Split into parts of consecutive ids at `bounds`; data are views."""
     parts = []
     for low, high in pairwise(bounds):
@@ -426,12 +429,12 @@ def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
     return parts
 
 
-def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> SequenceSample:
+def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") -> SequenceSample:
     """Return the sequences listed in `new`, with the metadata of their ids except `drop`."""
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
-    offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
+    offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}
     data = {
-        key: arrays.pick(value, sample.starts[key], new.index[key])
+        key: arrays.take_segments(value, sample.starts[key], new.index[key])
         for key, value in sample.data.items()
     }
     metadata = {
@@ -440,13 +443,13 @@ def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> Seque
     return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
 
 
-def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
+def _get_known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
     """Return `values[key]`, or raise an error that explains why it is missing."""
     if key in values:
         return values[key]
     if key in sample.lengths:
         raise DataError(f"key {key!r} has lengths, but this sample has no data for it")
-    close = nearest(key, sample.keys)
+    close = find_nearest(key, sample.keys)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
@@ -454,7 +457,7 @@ def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
     raise DataError(f"this sample has no key {key!r}; {hint}")
 
 
-def _sums(sample: SequenceSample, key: str) -> npt.NDArray[np.int64]:
+def _sum_lengths(sample: SequenceSample, key: str) -> npt.NDArray[np.int64]:
     """Return the number of tokens of a key for each id."""
     return np.diff(sample.starts[key][sample.offsets[key]])
 
@@ -463,14 +466,14 @@ def _set(sample: SequenceSample, name: str, value: Any) -> None:
     object.__setattr__(sample, name, MappingProxyType(value) if isinstance(value, dict) else value)
 
 
-def _frozen(value: npt.ArrayLike) -> Ints:
+def _freeze(value: npt.ArrayLike) -> Ints:
     """Return a read-only int32 vector; the caller's array stays writable."""
     array = np.asarray(value, dtype=np.int32).view()
     array.flags.writeable = False
     return array
 
 
-def _offsets(counts: npt.ArrayLike) -> Ints:
+def _compute_offsets(counts: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int32)
 
 
@@ -485,14 +488,14 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
             )
 
 
-def _as_texts(ids: tuple[Any, ...]) -> tuple[Any, ...]:
+def _convert_ids(ids: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the ids with whole numbers as texts."""
     if set(map(type, ids)) <= {str}:  # the usual case, and a fast check
         return ids
     return tuple(str(id) if isinstance(id, int | np.integer) else id for id in ids)
 
 
-def _check(sample: SequenceSample) -> None:
+def _check_sample(sample: SequenceSample) -> None:
     ids = sample.ids
     # The first condition is fast, and almost always false.
     if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.data import dialogue
 from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, Row
-from weft.data.sources import Unreadable
+from weft.data.sources import UnreadableRow
 
 PHRASES = (
     "as an ai language model",
@@ -51,7 +51,7 @@ CONTEXT = 50  # characters shown on each side of a phrase
 
 
 @dataclass
-class Findings:
+class ScanFindings:
     """Results of a scan.
 
     `phrases[p]` lists (place, text around it); the other fields list places, or groups of places.
@@ -59,85 +59,85 @@ class Findings:
 
     rows: int = 0
     phrases: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    doubles: list[list[str]] = field(default_factory=list)
+    duplicates: list[list[str]] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
 
 def scan(
-    rows: Iterable[tuple[str, Row | Unreadable]], phrases: Sequence[str] = PHRASES
-) -> Findings:
+    rows: Iterable[tuple[str, Row | UnreadableRow]], phrases: Sequence[str] = PHRASES
+) -> ScanFindings:
     """Scan rows given as (place, row).
 
     Phrases are searched in answers, ignoring case and the kind of apostrophe.
     """
-    found = Findings()
+    found = ScanFindings()
     pattern = re.compile(
-        "|".join(re.escape(_even(p)) for p in sorted(phrases, key=len, reverse=True))
+        "|".join(re.escape(_normalize_text(p)) for p in sorted(phrases, key=len, reverse=True))
     )
     seen: dict[str, list[str]] = {}
     for place, row in rows:
         found.rows += 1
-        if isinstance(row, Unreadable):
-            found.unreadable.append(f"{place}: {row.wrong}")
+        if isinstance(row, UnreadableRow):
+            found.unreadable.append(f"{place}: {row.reason}")
             continue
-        said = list(answers(row))
+        said = list(iterate_answers(row))
         if any(not text.strip() for text in said):
             found.empty.append(place)
         for text in said:
-            for hit in pattern.finditer(_even(text)):
+            for hit in pattern.finditer(_normalize_text(text)):
                 found.phrases.setdefault(hit.group(), []).append(
-                    (place, _around(text, hit.start(), hit.end()))
+                    (place, _extract_context(text, hit.start(), hit.end()))
                 )
         content = {key: value for key, value in row.items() if key != "id"}
         seen.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(place)
-    found.doubles = [places for places in seen.values() if len(places) > 1]
+    found.duplicates = [places for places in seen.values() if len(places) > 1]
     return found
 
 
-def answers(row: Row) -> Iterator[str]:
+def iterate_answers(row: Row) -> Iterator[str]:
     """Iterate over the texts to train on: answers, replies, and the assistant's turns."""
     for key in (*ANSWERS, *MESSAGE_KEYS):
         if key in row:
-            yield from _said(row[key], messages=key in MESSAGE_KEYS)
+            yield from _iterate_replies(row[key], messages=key in MESSAGE_KEYS)
     if isinstance(row.get("prompt"), Mapping):
-        yield from _tree(row["prompt"])
+        yield from _iterate_tree(row["prompt"])
 
 
-def _said(value: Any, *, messages: bool) -> Iterator[str]:
+def _iterate_replies(value: Any, *, messages: bool) -> Iterator[str]:
     if isinstance(value, str):
         if not messages:
-            yield from _dialogue(value)
+            yield from _iterate_dialogue(value)
     elif isinstance(value, Mapping):
         content = value.get("content", value.get("value"))
         if value.get("role", value.get("from")) in ASSISTANTS and not value.get("tool_calls"):
-            yield from [content] if isinstance(content, str) else _parts(content)
+            yield from [content] if isinstance(content, str) else _iterate_parts(content)
     elif isinstance(value, Sequence):
         for entry in value:
-            yield from _said(entry, messages=messages)
+            yield from _iterate_replies(entry, messages=messages)
 
 
-def _dialogue(text: str) -> Iterator[str]:
+def _iterate_dialogue(text: str) -> Iterator[str]:
     """Iterate over the assistant's turns of a dialogue; any other text is returned whole."""
-    spans = dialogue.assistant_spans(text)
+    spans = dialogue.find_assistant_spans(text)
     yield from (text[a:b] for a, b in spans) if spans else (text,)
 
 
-def _parts(content: Any) -> Iterator[str]:
+def _iterate_parts(content: Any) -> Iterator[str]:
     """Iterate over the texts of a content given in parts; tool calls are skipped."""
     for part in content if isinstance(content, Sequence) else ():
         if isinstance(part, Mapping) and part.get("type") == "text":
             yield str(part.get("text", part.get("value", "")))
 
 
-def _tree(node: Mapping[str, Any]) -> Iterator[str]:
+def _iterate_tree(node: Mapping[str, Any]) -> Iterator[str]:
     if node.get("role") in ASSISTANTS:
         yield str(node.get("text", ""))
     for reply in node.get("replies") or ():
-        yield from _tree(reply)
+        yield from _iterate_tree(reply)
 
 
-def _even(text: str) -> str:
+def _normalize_text(text: str) -> str:
     """Return the text in lower case with straight apostrophes, of the same length.
 
     Characters whose lower case is longer are kept.
@@ -145,7 +145,7 @@ def _even(text: str) -> str:
     return "".join(low if len(low := c.lower()) == 1 else c for c in text).replace("\u2019", "'")
 
 
-def _around(text: str, start: int, stop: int) -> str:
+def _extract_context(text: str, start: int, stop: int) -> str:
     before = max(0, start - CONTEXT)
     after = stop + CONTEXT
     shown = " ".join(text[before:after].split())

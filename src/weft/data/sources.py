@@ -17,8 +17,8 @@ from typing import IO, Any
 import huggingface_hub
 
 from weft.data import arrow, hub
-from weft.errors import DataError, nearest
-from weft.reading import check_file, files_below, reading, reason, refuse_url
+from weft.errors import DataError, find_nearest
+from weft.reading import check_file, describe_cause, explain_read_errors, iterate_files, refuse_url
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
 ORIGIN = "weft: made of"  # key of a converted row with the place of the original row
@@ -34,7 +34,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Place of a row, written `FILE:LINE`.
 
     In Parquet and Arrow files the line is the row's number. If a row was made from several rows,
@@ -49,10 +49,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """Line that is not a row; `wrong` is the reason."""
+class UnreadableRow:
+    """Line that is not a row; `reason` is the reason."""
 
-    wrong: str
+    reason: str
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
@@ -73,22 +73,22 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         return [place]
     # List the data files in a directory or a copy from the hub.
     if not place.exists():
-        place = _from_hub(path)
+        place = _download_from_hub(path)
     if not place.is_dir():
         check_file(place, path, DataError)
-    below = [f for f in files_below(place, path, DataError) if f.name.endswith(SUFFIXES)]
-    files = sorted(f for f in below if f.exists() and not _hidden(f.relative_to(place)))
+    below = [f for f in iterate_files(place, path, DataError) if f.name.endswith(SUFFIXES)]
+    files = sorted(f for f in below if f.exists() and not _is_hidden(f.relative_to(place)))
     if any(f.name.endswith(arrow.ARROW) for f in files):
         files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     # Select the files of the split.
     if split:
-        kept = [f for f in files if _split_of(f.relative_to(place)) == _split_name(split)]
+        kept = [f for f in files if _find_split(f.relative_to(place)) == _normalize_split(split)]
     else:
-        kept = _default_split(place, files)
+        kept = _choose_default_split(place, files)
     if not kept:
-        found = sorted({name for f in files if (name := _split_of(f.relative_to(place)))})
+        found = sorted({name for f in files if (name := _find_split(f.relative_to(place)))})
         raise DataError(
             f"{path}: no files of the split {split!r}; it has "
             f"{', '.join(found) or 'no named splits'}"
@@ -100,8 +100,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 
 def read_rows(
     file: Path, *, texts_as: str | None = None
-) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
-    """Iterate over the rows of a file with their places; bad lines are `Unreadable`.
+) -> Iterator[tuple[RowLocation, Mapping[str, Any] | UnreadableRow]]:
+    """Iterate over the rows of a file with their places; bad lines are `UnreadableRow`.
 
     If a row contains the place of the row it was made from (`ORIGIN`), that place is returned.
 
@@ -114,23 +114,23 @@ def read_rows(
         raise DataError(f"{file}: the file is empty")
     of_arrow = file.name.endswith((arrow.PARQUET, arrow.ARROW))
     if of_arrow:
-        rows: Iterator[tuple[int, Any]] = arrow.read(file)
+        rows: Iterator[tuple[int, Any]] = arrow.read_file(file)
     else:
-        rows = _text_rows(file)
+        rows = _read_text_rows(file)
     count = 0
     for line, value in rows:
         count += 1
         if texts_as is not None and isinstance(value, str):
             value = {texts_as: value}
-        if not isinstance(value, Mapping | Unreadable):
-            value = Unreadable(f"a row must be a JSON object, not {type(value).__name__}")
+        if not isinstance(value, Mapping | UnreadableRow):
+            value = UnreadableRow(f"a row must be a JSON object, not {type(value).__name__}")
         origin = value.pop(ORIGIN, None) if isinstance(value, dict) else None
-        yield Place(str(file), line) if origin is None else Place(*origin), value
+        yield RowLocation(str(file), line) if origin is None else RowLocation(*origin), value
     if count == 0:
         raise DataError(f"{file}: the file has no rows")
 
 
-def content_hash(files: list[Path]) -> str:
+def hash_content(files: list[Path]) -> str:
     """Return the sha256 of the bytes of the files, in order."""
     digest = hashlib.sha256()
     for file in files:
@@ -141,21 +141,21 @@ def content_hash(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _text_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    with reading(str(file), DataError), _opened(file) as stream:
-        if _first_character(stream) == "[":
-            yield from _list_rows(stream.read())
+def _read_text_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    with explain_read_errors(str(file), DataError), _open_text(file) as stream:
+        if _peek_character(stream) == "[":
+            yield from _parse_list_rows(stream.read())
         else:
-            yield from _line_rows(stream)
+            yield from _read_line_rows(stream)
 
 
-def _opened(file: Path) -> IO[str]:
+def _open_text(file: Path) -> IO[str]:
     if file.suffix == ".gz":
         return gzip.open(file, "rt", encoding="utf-8")
     return file.open(encoding="utf-8")
 
 
-def _first_character(stream: IO[str]) -> str:
+def _peek_character(stream: IO[str]) -> str:
     """Return the first character that is not white space, without moving the stream.
 
     A BOM counts as white space.
@@ -167,27 +167,27 @@ def _first_character(stream: IO[str]) -> str:
     return found
 
 
-def _line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
+def _read_line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(stream, 1):
         line = line.strip().lstrip("\ufeff")
         if not line:
             continue
-        yield number, _value(line)
+        yield number, _parse_value(line)
 
 
-def _value(line: str) -> Any:
-    """Return the JSON value of a line, or `Unreadable` with the reason."""
+def _parse_value(line: str) -> Any:
+    """Return the JSON value of a line, or `UnreadableRow` with the reason."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        return Unreadable(f"not JSON: {error.msg} at column {error.colno}")
+        return UnreadableRow(f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
-        return Unreadable(reason(error))
-    return _whole(value) if "\\ud" in line or "\\uD" in line else value
+        return UnreadableRow(describe_cause(error))
+    return _check_surrogates(value) if "\\ud" in line or "\\uD" in line else value
 
 
-def _whole(value: Any) -> Any:
-    """Return the value, or `Unreadable` if it contains half of a surrogate pair.
+def _check_surrogates(value: Any) -> Any:
+    """Return the value, or `UnreadableRow` if it contains half of a surrogate pair.
 
     A half is not a character; it comes from cutting a text inside an emoji.
     """
@@ -195,16 +195,16 @@ def _whole(value: Any) -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        return Unreadable(
+        return UnreadableRow(
             f"contains half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate "
             f"pair"
         )
     except RecursionError as error:
-        return Unreadable(reason(error))
+        return UnreadableRow(describe_cause(error))
     return value
 
 
-def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
+def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
     """Iterate over the entries of a JSON list, each with the line it begins on."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
@@ -215,13 +215,13 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
     first = True
     while True:
         # Skip the comma after the previous entry.
-        at = _after(blank, text, at)
+        at = _skip_blank(blank, text, at)
         if not first and text.startswith(",", at):
-            at = _after(blank, text, at + 1)
+            at = _skip_blank(blank, text, at + 1)
         elif not first and at < len(text) and text[at] != "]":
             yield (
                 line + text.count("\n", counted, at),
-                Unreadable("not JSON: a comma is missing before this entry"),
+                UnreadableRow("not JSON: a comma is missing before this entry"),
             )
             return
         first = False
@@ -229,13 +229,13 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
         line = line + text.count("\n", counted, at)
         counted = at
         if at >= len(text):
-            yield line, Unreadable("not JSON: the list is not closed with ]")
+            yield line, UnreadableRow("not JSON: the list is not closed with ]")
             return
         if text[at] == "]":
             if text[at + 1 :].strip():
                 yield (
                     line,
-                    Unreadable("not JSON: there is text after the list, which was not read"),
+                    UnreadableRow("not JSON: there is text after the list, which was not read"),
                 )
             return
         # Parse the entry.
@@ -244,23 +244,23 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
         except json.JSONDecodeError as error:
             yield (
                 error.lineno,
-                Unreadable(
+                UnreadableRow(
                     f"not JSON: {error.msg} at column {error.colno}; what follows was not read"
                 ),
             )
             return
         except (ValueError, RecursionError) as error:
-            yield line, Unreadable(f"{reason(error)}; what follows was not read")
+            yield line, UnreadableRow(f"{describe_cause(error)}; what follows was not read")
             return
-        yield line, _whole(value) if halves else value
+        yield line, _check_surrogates(value) if halves else value
 
 
-def _after(blank: re.Pattern[str], text: str, at: int) -> int:
+def _skip_blank(blank: re.Pattern[str], text: str, at: int) -> int:
     skipped = blank.match(text, at)
     return skipped.end() if skipped else at
 
 
-def _from_hub(path: str) -> Path:
+def _download_from_hub(path: str) -> Path:
     """Return a local copy of a hub dataset's data files.
 
     Raises `DataError` if it does not exist or the hub cannot be reached.
@@ -271,7 +271,7 @@ def _from_hub(path: str) -> Path:
     if local:
         parent = Path(path).expanduser().parent
         siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-        close = nearest(Path(path).name, siblings, 1)
+        close = find_nearest(Path(path).name, siblings, 1)
         if close:
             hint = f"did you mean {parent / close[0]}?"
         else:
@@ -279,7 +279,7 @@ def _from_hub(path: str) -> Path:
         raise DataError(f"{path}: there is no such file or directory; {hint}")
     name, _, folder = path.partition(":")
     patterns = [f"{folder}/**{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
-    check_at_hand(path)
+    check_available(path)
     try:
         copy = Path(
             huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns)
@@ -293,7 +293,7 @@ def _from_hub(path: str) -> Path:
     return copy / folder if folder else copy
 
 
-def check_at_hand(path: str, option: str = "") -> None:
+def check_available(path: str, option: str = "") -> None:
     """Raise `DataError` if a hub dataset is neither in the cache nor on the hub.
 
     Does not check existing paths, or names that cannot be hub datasets.
@@ -302,11 +302,11 @@ def check_at_hand(path: str, option: str = "") -> None:
         hub.check_dataset(option, path, "check the spelling")
 
 
-def _hidden(file: Path) -> bool:
+def _is_hidden(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts)
 
 
-def _split_of(file: Path) -> str | None:
+def _find_split(file: Path) -> str | None:
     """Return the split in the path of a file: `data/train-00000-of-00002.parquet` -> train."""
     words = re.split(r"[^a-z0-9]+", str(file).lower())
     return next(
@@ -315,14 +315,14 @@ def _split_of(file: Path) -> str | None:
     )
 
 
-def _split_name(split: str) -> str:
+def _normalize_split(split: str) -> str:
     return next(
         (name for name, spellings in SPLITS.items() if split.lower() in spellings), split.lower()
     )
 
 
-def _default_split(place: Path, files: list[Path]) -> list[Path]:
-    named = {f: _split_of(f.relative_to(place)) for f in files}
+def _choose_default_split(place: Path, files: list[Path]) -> list[Path]:
+    named = {f: _find_split(f.relative_to(place)) for f in files}
     if "train" in named.values():
         return [f for f in files if named[f] == "train"]
     return files

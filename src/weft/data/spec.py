@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, find_nearest
 from weft.options import option
-from weft.reading import refuse_url, url_problem
+from weft.reading import find_url_problem, refuse_url
 
 OVERLONG = ("truncate", "drop", "error")
 
@@ -90,7 +90,7 @@ class SourceSpec:
         known = [spec.name for spec in fields(cls)]
         for key in value:
             if key not in known:
-                close = nearest(str(key), known)
+                close = find_nearest(str(key), known)
                 if close:
                     hint = f"did you mean {' or '.join(close)}?"
                 else:
@@ -164,7 +164,7 @@ class SourceSpec:
                 f"{where}.{name}={getattr(self, name)!r}",
                 ConfigError,
             )
-        wrong = columns_problem(self.columns)
+        wrong = find_columns_problem(self.columns)
         if wrong:
             raise ConfigError(f"{where}.columns={self.columns!r}: {wrong}")
         if not isinstance(self.args, Mapping):
@@ -173,16 +173,16 @@ class SourceSpec:
             )
 
 
-def sources_of(spec: DatasetSpec) -> list[SourceSpec]:
+def list_source_specs(spec: DatasetSpec) -> list[SourceSpec]:
     """Return the parsed entries of `dataset.sources` and `dataset.named`.
 
     Raises `ConfigError` naming the entry.
     """
     listed = [] if spec.sources is None else parse_sources(spec.sources)
-    return all_or_none_weighted([*listed, *([] if spec.named is None else parse_named(spec.named))])
+    return check_weights([*listed, *([] if spec.named is None else parse_named(spec.named))])
 
 
-def all_or_none_weighted(sources: list[SourceSpec]) -> list[SourceSpec]:
+def check_weights(sources: list[SourceSpec]) -> list[SourceSpec]:
     """Return the sources. Raises `ConfigError` if only some have a weight."""
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
@@ -200,13 +200,13 @@ def parse_sources(value: Any) -> list[SourceSpec]:
             f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, "
             f"...]"
         )
-    return all_or_none_weighted(
+    return check_weights(
         [SourceSpec.parse(entry, f"dataset.sources[{index}]") for index, entry in enumerate(value)]
     )
 
 
 def parse_named(value: Any) -> list[SourceSpec]:
-    """Parse `dataset.named`: a name, or a list of names and `{name: {fraction: .., OPTION: ..}}`.
+    """Parse `dataset.named`: a name, or a list of names and `{name: {fraction: .., GPU_OPTION_HINT: ..}}`.
 
     Raises `ConfigError`.
     """
@@ -216,10 +216,12 @@ def parse_named(value: Any) -> list[SourceSpec]:
             f"dataset.named={value!r}: must be a list such as [webgpt, {{oasst_export: "
             f"{{fraction: 0.5}}}}]"
         )
-    return [_named_source(entry, f"dataset.named[{index}]") for index, entry in enumerate(entries)]
+    return [
+        _parse_named_source(entry, f"dataset.named[{index}]") for index, entry in enumerate(entries)
+    ]
 
 
-def _named_source(entry: Any, where: str) -> SourceSpec:
+def _parse_named_source(entry: Any, where: str) -> SourceSpec:
     """Parse one entry; keys that are not source keys are options of the reader."""
     if isinstance(entry, str):
         return SourceSpec.parse({"named": entry}, where)
@@ -244,7 +246,7 @@ def _named_source(entry: Any, where: str) -> SourceSpec:
     )
 
 
-def named_problem(value: Any) -> str | None:
+def find_named_problem(value: Any) -> str | None:
     """Return the problem with a value of `dataset.named`, or None if it is valid."""
     try:
         parse_named(value)
@@ -253,7 +255,7 @@ def named_problem(value: Any) -> str | None:
     return None
 
 
-def columns_problem(value: Any) -> str | None:
+def find_columns_problem(value: Any) -> str | None:
     """Return the problem with a mapping of columns, or None if it is valid."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for each in value.values()
@@ -262,7 +264,7 @@ def columns_problem(value: Any) -> str | None:
     return None
 
 
-def sources_problem(value: Any) -> str | None:
+def find_sources_problem(value: Any) -> str | None:
     """Return the problem with a value of `dataset.sources`, or None if it is valid."""
     try:
         parse_sources(value)
@@ -278,9 +280,9 @@ class DatasetSpec:
     `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args.
     """
 
-    train_path: str | None = option(None, "the same as path", check=url_problem)
+    train_path: str | None = option(None, "the same as path", check=find_url_problem)
     valid_path: str | None = option(
-        None, "validation rows; evaluated every eval_freq_*", check=url_problem
+        None, "validation rows; evaluated every eval_freq_*", check=find_url_problem
     )
     path: str | None = option(
         None,
@@ -294,20 +296,20 @@ class DatasetSpec:
         "columns to rename, as {NAME_IN_WEFT: NAME_IN_FILE}, such as {prompt: question, answer: "
         "solution}; a.b is key b of the "
         "mapping in column a",
-        check=columns_problem,
+        check=find_columns_problem,
     )
     sources: Any = option(
         None,
         "a mixture: list of {path | named, type, fraction | size | weight, split, name, args, "
         "columns, valid_path, "
         "valid_split, max_valid}",
-        check=sources_problem,
+        check=find_sources_problem,
     )
     named: Any = option(
         None,
         "datasets by name, added to the mixture: [webgpt, {oasst_export: {fraction: 0.5, lang: "
         "en}}] (docs/named-datasets.md)",
-        check=named_problem,
+        check=find_named_problem,
     )
     named_file: list[str] = option([], "YAML files with further entries for dataset.named")
     max_seqlen: int | Literal["auto"] | None = option(
@@ -401,7 +403,7 @@ class DatasetSpec:
         at_least=0,
     )
     cache_dir: str | None = option(
-        None, "folder of the cache of tokenized rows; absent: ~/.cache/weft", check=url_problem
+        None, "folder of the cache of tokenized rows; absent: ~/.cache/weft", check=find_url_problem
     )
 
     @property

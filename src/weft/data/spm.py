@@ -24,7 +24,7 @@ SPACE = "▁"
 
 
 @dataclass(frozen=True)
-class Model:
+class SentencePieceModel:
     """Contents of a sentencepiece file: (piece, score, type) by id, and the text normalization.
 
     The text is normalized before it is split into pieces.
@@ -40,7 +40,7 @@ class Model:
     eos_id: int
     pad_id: int
 
-    def piece(self, index: int) -> str | None:
+    def get_piece(self, index: int) -> str | None:
         """Return the piece with this id, or None if the id is -1 (the model has none)."""
         return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
 
@@ -54,16 +54,16 @@ def is_sentencepiece(path: Path) -> bool:
         return file.read(1) == b"\x0a"
 
 
-def read_model(path: Path) -> Model:
+def read_model(path: Path) -> SentencePieceModel:
     """Parse a sentencepiece file. Raises `DataError` if it is something else or truncated."""
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, bytes | int] = {}
     normalizer: dict[int, bytes | int] = {}
     try:
-        for number, value in _fields(path.read_bytes()):
+        for number, value in _iterate_fields(path.read_bytes()):
             # Fields of ModelProto: 1 pieces, 2 trainer_spec, 3 normalizer_spec.
             if number == 1 and isinstance(value, bytes):
-                piece = dict(_fields(value))
+                piece = dict(_iterate_fields(value))
                 score = piece.get(2, b"\0\0\0\0")
                 kind = piece.get(3, 1)
                 text = piece[1]
@@ -72,9 +72,9 @@ def read_model(path: Path) -> Model:
                 )
                 pieces.append((text.decode(), struct.unpack("<f", score)[0], kind))
             elif number == 2 and isinstance(value, bytes):
-                trainer = dict(_fields(value))
+                trainer = dict(_iterate_fields(value))
             elif number == 3 and isinstance(value, bytes):
-                normalizer = dict(_fields(value))
+                normalizer = dict(_iterate_fields(value))
     except (
         IndexError,
         KeyError,
@@ -87,20 +87,20 @@ def read_model(path: Path) -> Model:
     if not pieces:
         raise DataError(f"{path}: a sentencepiece model without pieces")
     charsmap = normalizer.get(2, b"")
-    return Model(
+    return SentencePieceModel(
         pieces=tuple(pieces),
         unigram=trainer.get(3, 1) == 1,
         charsmap=charsmap if isinstance(charsmap, bytes) else b"",
         add_dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
-        unk_id=_id(trainer, 40, 0),
-        bos_id=_id(trainer, 41, 1),
-        eos_id=_id(trainer, 42, 2),
-        pad_id=_id(trainer, 43, -1),
+        unk_id=_decode_id(trainer, 40, 0),
+        bos_id=_decode_id(trainer, 41, 1),
+        eos_id=_decode_id(trainer, 42, 2),
+        pad_id=_decode_id(trainer, 43, -1),
     )
 
 
-def convert(model: Model) -> tokenizers.Tokenizer:
+def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
     """Return an equivalent `tokenizers.Tokenizer`; control pieces are special tokens."""
     byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
     # Build the model: Unigram, or BPE with merges in the order of the scores.
@@ -109,11 +109,11 @@ def convert(model: Model) -> tokenizers.Tokenizer:
         core = tokenizers.Tokenizer(models.Unigram(scored, model.unk_id, byte_fallback))
     else:
         vocab = {piece: index for index, (piece, _, _) in enumerate(model.pieces)}
-        unk = model.piece(model.unk_id)
+        unk = model.get_piece(model.unk_id)
         core = tokenizers.Tokenizer(
             models.BPE(
                 vocab,
-                _merges(model, vocab),
+                _list_merges(model, vocab),
                 unk_token=unk,
                 fuse_unk=True,
                 byte_fallback=byte_fallback,
@@ -147,7 +147,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
     return core
 
 
-def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that form a piece, in order of its score, highest first."""
     mergeable = {piece for piece, _, kind in model.pieces if kind not in (UNKNOWN, CONTROL, BYTE)}
     pairs = []
@@ -163,39 +163,39 @@ def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in pairs]
 
 
-def _id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
+def _decode_id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
     """Return an int32 field; a negative number is stored as a 64-bit two's complement."""
     value = trainer.get(field, default)
     assert isinstance(value, int)
     return value - 2**64 if value >= 2**63 else value
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
+def _iterate_fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
     """Iterate over (field number, value) of a protobuf message.
 
     Varints are integers, all other values are bytes.
     """
     at = 0
     while at < len(raw):
-        tag, at = _varint(raw, at)
+        tag, at = _decode_varint(raw, at)
         number = tag >> 3
         wire = tag & 7
         if wire == 0:
-            value, at = _varint(raw, at)
+            value, at = _decode_varint(raw, at)
             yield number, value
             continue
         if wire not in (1, 2, 5):
             raise ValueError(f"wire type {wire} at byte {at}")
         size = 8 if wire == 1 else 4
         if wire == 2:
-            size, at = _varint(raw, at)
+            size, at = _decode_varint(raw, at)
         if at + size > len(raw):
             raise ValueError("a field runs past the end")
         yield number, raw[at : at + size]
         at += size
 
 
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
+def _decode_varint(raw: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = raw[at]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from weft.data.tokenizer import Tokenizer
 
 
-def step_ends(text: str, mark: str) -> list[int]:
+def find_step_ends(text: str, mark: str) -> list[int]:
     """Return the end of each step of a text, in characters.
 
     A step ends after each `mark`, and at the end of the text if more than white space follows the
@@ -24,7 +24,7 @@ def step_ends(text: str, mark: str) -> list[int]:
     return ends
 
 
-def step_tokens(
+def find_step_tokens(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
 ) -> list[int]:
     """Return the index of the token with the last character of each text prefix.
@@ -32,13 +32,13 @@ def step_tokens(
     The prefixes of the completion's text are given by their lengths.
     """
 
-    def reaches(end: int) -> Callable[[int], bool]:
+    def build_predicate(end: int) -> Callable[[int], bool]:
         return lambda n: len(tokenizer.decode_after(prompt, ids[: n + 1], True)) >= end
 
-    return [_first(reaches(end), len(ids)) for end in ends]
+    return [_find_first(build_predicate(end), len(ids)) for end in ends]
 
 
-def _first(holds: Callable[[int], bool], count: int) -> int:
+def _find_first(holds: Callable[[int], bool], count: int) -> int:
     """Return the first of `count` indices for which a monotone predicate is true, or the last."""
     low = 0
     high = count - 1

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from weft.data import codec
-from weft.data.cuts import Cut, joined
-from weft.data.lengths import Encoded
+from weft.data.lengths import EncodedSample
 from weft.data.sample import SequenceSample
+from weft.data.template_omissions import TemplateOmission, merge_omissions
 
 # Key -> (dtype in the table, dtype on the graph's edges).
 DTYPES = {
@@ -29,7 +29,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Report:
+class TokenizationReport:
     """Counts of a source's rows, and of the samples that were truncated or dropped.
 
     `both_cut`: number of samples with truncated prompt and answer. `read`: columns that were read;
@@ -44,10 +44,10 @@ class Report:
     dropped: int = 0
     read: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
-    cut: tuple[Cut, ...] = ()
+    cut: tuple[TemplateOmission, ...] = ()
 
-    def __add__(self, other: Report) -> Report:
-        return Report(
+    def __add__(self, other: TokenizationReport) -> TokenizationReport:
+        return TokenizationReport(
             self.rows + other.rows,
             self.prompts_cut + other.prompts_cut,
             self.answers_cut + other.answers_cut,
@@ -55,7 +55,7 @@ class Report:
             self.dropped + other.dropped,
             self.read | other.read,
             self.held | other.held,
-            joined([*self.cut, *other.cut]),
+            merge_omissions([*self.cut, *other.cut]),
         )
 
     @property
@@ -73,9 +73,11 @@ class Report:
         return {**asdict(self), "read": sorted(self.read), "held": sorted(self.held)}
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Report:
+    def from_values(cls, values: Mapping[str, Any]) -> TokenizationReport:
         sets = {name: frozenset(values[name]) for name in ("read", "held")}
-        return cls(**{**values, **sets, "cut": tuple(Cut(**each) for each in values["cut"])})
+        return cls(
+            **{**values, **sets, "cut": tuple(TemplateOmission(**each) for each in values["cut"])}
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class TokenTable:
 
     sample: SequenceSample
     rows: npt.NDArray[np.int32]
-    report: Report
+    report: TokenizationReport
 
     def __len__(self) -> int:
         return self.sample.num_ids
@@ -98,17 +100,17 @@ class TokenTable:
 
     def __getitem__(self, index: int) -> SequenceSample:
         """Return sample `index` alone, in the dtypes of the graph's edges."""
-        return self.at([index])
+        return self.take([index])
 
-    def at(self, indices: Sequence[int]) -> SequenceSample:
+    def take(self, indices: Sequence[int]) -> SequenceSample:
         """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
-        return on_edges(self.sample.at(indices))
+        return cast_to_edge_dtypes(self.sample.at(indices))
 
-    def encoded(self, index: int) -> Encoded:
+    def get_encoded(self, index: int) -> EncodedSample:
         """Return sample `index` in the form in which it was encoded."""
         one = self.sample.at([index])
 
-        def lists(key: str) -> list[Any]:
+        def split_lists(key: str) -> list[Any]:
             if key in one.keys:
                 return [part.tolist() for part in one.sequences(key)]
             return []
@@ -116,19 +118,23 @@ class TokenTable:
         kept = ("prompt", "completion", "loss_mask")
         values = {key: one.data[key].tolist() for key in one.keys if key not in kept}
         metadata = {name: value[0] for name, value in one.metadata.items()}
-        return Encoded(
-            lists("prompt")[0], lists("completion"), lists("loss_mask"), values, metadata
+        return EncodedSample(
+            split_lists("prompt")[0],
+            split_lists("completion"),
+            split_lists("loss_mask"),
+            values,
+            metadata,
         )
 
-    def costs(self) -> npt.NDArray[np.int64]:
+    def count_tokens(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each sample, the prompt counted per completion."""
         return self.sample.token_costs()
 
-    def longest(self) -> int:
+    def compute_max_seqlen(self) -> int:
         """Return the length of the longest sequence, a prompt with one of its completions."""
-        return int(self.sizes().max(initial=0))
+        return int(self.compute_seqlens().max(initial=0))
 
-    def sizes(self) -> npt.NDArray[np.int64]:
+    def compute_seqlens(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each sample's longest sequence (prompt and completion)."""
         lengths = self.sample.lengths
         sizes = lengths["prompt"].astype(np.int64)
@@ -140,16 +146,20 @@ class TokenTable:
         return sizes
 
     @classmethod
-    def build(
-        cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report
+    def from_rows(
+        cls,
+        ids: Sequence[str],
+        encoded: Sequence[EncodedSample],
+        rows: Sequence[int],
+        report: TokenizationReport,
     ) -> TokenTable:
         """Pack encoded samples in order; `rows` are their row numbers.
 
         The keys are those of the first sample.
         """
-        kinds = _kinds(encoded[0]) if encoded else ("prompt",)
-        seqlens = {key: [_lengths(row, key) for row in encoded] for key in kinds}
-        data = {key: _packed(encoded, key) for key in kinds}
+        kinds = _list_keys(encoded[0]) if encoded else ("prompt",)
+        seqlens = {key: [_list_lengths(row, key) for row in encoded] for key in kinds}
+        data = {key: _pack_rows(encoded, key) for key in kinds}
         columns = dict.fromkeys(name for row in encoded for name in row.metadata)
         metadata = {name: [row.metadata.get(name) for row in encoded] for name in columns}
         sample = SequenceSample.from_groups(ids, seqlens, data, metadata)
@@ -184,22 +194,22 @@ class TokenTable:
             fields["data"],
             values["metadata"],
         )
-        return cls(sample, rows, Report.from_values(values["report"]))
+        return cls(sample, rows, TokenizationReport.from_values(values["report"]))
 
 
-def on_edges(sample: SequenceSample) -> SequenceSample:
+def cast_to_edge_dtypes(sample: SequenceSample) -> SequenceSample:
     """Convert samples of a table to the dtypes of the graph's edges."""
     return replace(
         sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
     )
 
 
-def _kinds(row: Encoded) -> tuple[str, ...]:
+def _list_keys(row: EncodedSample) -> tuple[str, ...]:
     answers = ("completion", "loss_mask") if row.completions else ()
     return ("prompt", *answers, *row.values)
 
 
-def _lengths(row: Encoded, key: str) -> list[int]:
+def _list_lengths(row: EncodedSample, key: str) -> list[int]:
     if key == "prompt":
         return [len(row.prompt)]
     if key in ("completion", "loss_mask"):
@@ -207,7 +217,7 @@ def _lengths(row: Encoded, key: str) -> list[int]:
     return [1] * len(row.values[key])
 
 
-def _packed(rows: Sequence[Encoded], key: str) -> torch.Tensor:
+def _pack_rows(rows: Sequence[EncodedSample], key: str) -> torch.Tensor:
     parts: list[Any] = []
     for row in rows:
         if key == "prompt":

@@ -19,39 +19,39 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.reading import reason
+from weft.reading import describe_cause
 
-SECONDS = 5.0  # time limit for rendering a greeting
+GREETING_SECONDS = 5.0  # time limit for rendering a greeting
 CONVERSATION_SECONDS = 10.0  # time limit for rendering any other conversation
-TICK = 0.05  # interval in seconds at which a `Watch` checks its entries
+TICK = 0.05  # interval in seconds at which a `TimeLimitThread` checks its entries
 IDLE = 1.0  # seconds without entries after which its thread ends
-MOST_CHARACTERS = 1_000_000  # maximum length of a rendered greeting, and of a repeated constant
-MOST_EXPONENT = 64
+MAX_CHARACTERS = 1_000_000  # maximum length of a rendered greeting, and of a repeated constant
+MAX_EXPONENT = 64
 MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transformers adds to jinja
 
 
-class TookTooLong(Exception):
-    """Error of `within`: the code did not end in time."""
+class TimeLimitExceeded(Exception):
+    """Error of `limit_time`: the code did not end in time."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"
 
 
 @cache
-def template_problem(template: str) -> str | None:
+def find_template_problem(template: str) -> str | None:
     """Return the problem with a template, with its line if known, or None if none is found."""
     try:
-        found = _oversized(template)
+        found = _find_oversized(template)
         if found is not None:
             return found
-        with within(SECONDS):
+        with limit_time(GREETING_SECONDS):
             written: Any = render_jinja_template(
                 [[{"role": "user", "content": "Hi"}]], chat_template=template
             )
     except jinja2.TemplateSyntaxError as error:
         return f"does not compile, line {error.lineno}: {error.message}"
-    except (TookTooLong, RecursionError, MemoryError) as error:
-        return reason(error)
+    except (TimeLimitExceeded, RecursionError, MemoryError) as error:
+        return describe_cause(error)
     except (
         jinja2.TemplateError,
         TypeError,
@@ -62,12 +62,12 @@ def template_problem(template: str) -> str | None:
         NameError,
     ):
         return None  # the template compiles; whether it suits the real messages is checked later
-    if len(written[0][0]) > MOST_CHARACTERS:
+    if len(written[0][0]) > MAX_CHARACTERS:
         return f"renders a greeting as {len(written[0][0]):,} characters"
     return None
 
 
-def _oversized(template: str) -> str | None:
+def _find_oversized(template: str) -> str | None:
     """Return the problem with a product or power of constants that would fill the memory.
 
     Jinja computes it when it compiles the template.
@@ -75,38 +75,38 @@ def _oversized(template: str) -> str | None:
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)
     )
-    for node in reversed(list(_below(tree))):  # inner expressions first
+    for node in reversed(list(_iterate_below(tree))):  # inner expressions first
         if isinstance(node, nodes.Pow):
-            exponent = _constant(node.right)
-            if isinstance(exponent, int | float) and abs(exponent) > MOST_EXPONENT:
+            exponent = _evaluate_constant(node.right)
+            if isinstance(exponent, int | float) and abs(exponent) > MAX_EXPONENT:
                 return f"takes a power of {exponent:g}, line {node.lineno}"
         elif isinstance(node, nodes.Mul):
-            one = _constant(node.left)
-            other = _constant(node.right)
+            one = _evaluate_constant(node.left)
+            other = _evaluate_constant(node.right)
             size = max(
                 (len(each) for each in (one, other) if isinstance(each, str | list | tuple)),
                 default=0,
             )
             times = max((each for each in (one, other) if isinstance(each, int)), default=0)
-            if size * times > MOST_CHARACTERS:
+            if size * times > MAX_CHARACTERS:
                 return f"repeats a text {times:,} times, line {node.lineno}"
     return None
 
 
-def _below(node: nodes.Node) -> Iterator[nodes.Node]:
+def _iterate_below(node: nodes.Node) -> Iterator[nodes.Node]:
     yield node
     for child in node.iter_child_nodes():
-        yield from _below(child)
+        yield from _iterate_below(child)
 
 
-def _constant(node: nodes.Expr) -> Any:
+def _evaluate_constant(node: nodes.Expr) -> Any:
     try:
         return node.as_const()
     except (nodes.Impossible, ArithmeticError):
         return None
 
 
-class Watch:
+class TimeLimitThread:
     """Thread that interrupts other threads whose work takes too long.
 
     The thread ends when it is idle. One thread serves all conversations, since starting a timer for
@@ -144,7 +144,7 @@ class Watch:
                 for entry, (thread, until) in list(self._entries.items()):
                     if now > until:
                         del self._entries[entry]
-                        told = ctypes.py_object(TookTooLong)
+                        told = ctypes.py_object(TimeLimitExceeded)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), told)
                 idle_since = now if self._entries else idle_since
                 if now - idle_since > IDLE:
@@ -153,21 +153,21 @@ class Watch:
 
 
 @cache
-def _watch() -> Watch:
-    return Watch()
+def _get_thread() -> TimeLimitThread:
+    return TimeLimitThread()
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in this thread if the code takes too long.
+def limit_time(seconds: float) -> Iterator[None]:
+    """Raise `TimeLimitExceeded` in this thread if the code takes too long.
 
     The error is raised between two bytecode instructions, so not inside code of a C library.
     """
-    watch = _watch()
+    watch = _get_thread()
     entry = watch.begin(seconds)
     try:
         yield
-    except TookTooLong:
-        raise TookTooLong(f"does not end within {seconds:g} s") from None
+    except TimeLimitExceeded:
+        raise TimeLimitExceeded(f"does not end within {seconds:g} s") from None
     finally:
         watch.end(entry)

@@ -19,16 +19,16 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import chat, rendered, template_check, tokenizer_files
-from weft.data.dress import Dress, with_prefix
-from weft.data.messages import normalise, normalise_tools
+from weft.data.messages import normalize_messages, normalize_tools
 from weft.data.spec import TokenizerSpec
-from weft.data.template_check import template_problem, within
-from weft.data.turns import Template, leading_token
+from weft.data.system_tags import ConversationAdditions, prepend_prefix
+from weft.data.template_check import find_template_problem, limit_time
+from weft.data.turns import TemplateFunctions, find_leading_token
 from weft.errors import ConfigError, DataError
-from weft.reading import reading
+from weft.reading import explain_read_errors
 from weft.writing import write
 
-UNDRESSED = Dress()
+NO_ADDITIONS = ConversationAdditions()
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,13 @@ class Tokenizer:
     model_stops: tuple[int, ...] = ()  # ids that end a completion, from the model's configuration
     added_from: int | None = None  # first id added by `add_tokens`; None if none was added
     option: str = "tokenizer"  # prefix of this tokenizer's options, as a user writes them
-    dress: Dress = UNDRESSED  # additions to the conversations that are trained on
-    draw: np.random.Generator | None = None  # random numbers for `dress`; None: nothing is random
-    # A text that certainly has more tokens is not tokenized: `TooLong` is raised.
+    additions: ConversationAdditions = (
+        NO_ADDITIONS  # additions to the conversations that are trained on
+    )
+    draw: np.random.Generator | None = (
+        None  # random numbers for `additions`; None: nothing is random
+    )
+    # A text that certainly has more tokens is not tokenized: `RowTooLong` is raised.
     most_tokens: int | None = None
 
     @classmethod
@@ -67,18 +71,20 @@ class Tokenizer:
         """
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
-        with tokenizer_files.quiet():
-            hf = tokenizer_files.read(path, trust_remote_code, option, own=spec.path is None)
-        added_from = tokenizer_files.prepare(hf, spec, path, option)
+        with tokenizer_files.silence_transformers():
+            hf = tokenizer_files.read_tokenizer(
+                path, trust_remote_code, option, own=spec.path is None
+            )
+        added_from = tokenizer_files.apply_spec(hf, spec, path, option)
         if spec.add_bos_token is None:
-            add_bos = tokenizer_files.begins_with_bos(hf)
+            add_bos = tokenizer_files.has_leading_bos(hf)
         else:
             add_bos = spec.add_bos_token
         if spec.add_bos_token:
-            tokenizer_files.need_bos(hf, path, option)
+            tokenizer_files.require_bos(hf, path, option)
         if spec.add_bos_token is not None:
-            tokenizer_files.set_habit(hf, spec.add_bos_token)
-        stops = tokenizer_files.stop_ids_of_model(model_path or path)
+            tokenizer_files.set_bos_habit(hf, spec.add_bos_token)
+        stops = tokenizer_files.read_stop_ids(model_path or path)
         return cls(hf, add_bos, bool(spec.add_bos_token), stops, added_from, option)
 
     # -- ids and text
@@ -88,7 +94,7 @@ class Tokenizer:
 
         `bos`: begin with BOS (None: the default of the tokenizer); never with two.
         """
-        ids = list(tokenizer_files.encoded(self.hf, text, self.most_tokens)["input_ids"])
+        ids = list(tokenizer_files.encode_text(self.hf, text, self.most_tokens)["input_ids"])
         if (
             (self.add_bos if bos is None else bos)
             and self.bos_id is not None
@@ -126,7 +132,7 @@ class Tokenizer:
         """
         if not self.hf.is_fast:
             return None
-        found = tokenizer_files.encoded(
+        found = tokenizer_files.encode_text(
             self.hf, text, self.most_tokens, return_offsets_mapping=True
         )
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
@@ -167,18 +173,21 @@ class Tokenizer:
 
         Raises `DataError` if the template refuses these messages.
         """
-        problem = template_problem(self.require_chat_template())
+        problem = find_template_problem(self.require_chat_template())
         if problem is not None:
-            raise tokenizer_files.bad_template(self.name, problem, self.option)
-        with reading(chat.REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
-            named = rendered.with_reasoning_key(messages, self.hf.get_chat_template(None, tools))
+            raise tokenizer_files.build_bad_template_error(self.name, problem, self.option)
+        with (
+            explain_read_errors(chat.REFUSAL, DataError),
+            limit_time(template_check.CONVERSATION_SECONDS),
+        ):
+            named = rendered.rename_reasoning_key(messages, self.hf.get_chat_template(None, tools))
             text = self.hf.apply_chat_template(
                 named, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         assert isinstance(text, str)
         return text
 
-    def dressed_text(
+    def render_with_additions(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Any = None,
@@ -190,25 +199,25 @@ class Tokenizer:
         With a generation prompt, it is the text that `encode_context` tokenizes.
         """
         self.check_template()
-        talk = normalise(messages)
+        talk = normalize_messages(messages)
         if not add_generation_prompt:
-            talk = self.dress.of(talk, self.draw)
-        elif self.dress.prefix is not None:
-            talk = with_prefix(talk, self.dress.prefix)
-        return self.render(talk, normalise_tools(tools), add_generation_prompt)
+            talk = self.additions.apply(talk, self.draw)
+        elif self.additions.prefix is not None:
+            talk = prepend_prefix(talk, self.additions.prefix)
+        return self.render(talk, normalize_tools(tools), add_generation_prompt)
 
-    def most_tokens_in(self, text: str) -> int | None:
+    def bound_tokens(self, text: str) -> int | None:
         """Return an upper bound on the number of tokens of a text, without tokenizing it.
 
         BOS is not counted. Returns None if no bound is known.
         """
         if self._tokens_per_byte is None:
             return None
-        return tokenizer_files.most_tokens(text, *self._tokens_per_byte)
+        return tokenizer_files.bound_tokens(text, *self._tokens_per_byte)
 
     @cached_property
     def _tokens_per_byte(self) -> tuple[int, int] | None:
-        return tokenizer_files.tokens_per_byte(self.hf)
+        return tokenizer_files.compute_tokens_per_byte(self.hf)
 
     def encode_chat(
         self,
@@ -221,7 +230,9 @@ class Tokenizer:
         BOS comes from the template; `add_bos_token=true` adds it if it is missing.
         """
         self.check_template()
-        text = self.render(normalise(messages), normalise_tools(tools), add_generation_prompt)
+        text = self.render(
+            normalize_messages(messages), normalize_tools(tools), add_generation_prompt
+        )
         return self.encode(text, bos=self.chat_bos)
 
     def encode_context(
@@ -231,13 +242,13 @@ class Tokenizer:
 
         Raises `DataError` if the template leaves out essential parts (`weft.data.rendered`).
         """
-        talk = normalise(messages)
-        schemas = normalise_tools(tools)
-        if self.dress.prefix is not None:
-            talk = with_prefix(talk, self.dress.prefix)
+        talk = normalize_messages(messages)
+        schemas = normalize_tools(tools)
+        if self.additions.prefix is not None:
+            talk = prepend_prefix(talk, self.additions.prefix)
         ids = self.encode_chat(talk, schemas, add_generation_prompt=True)
-        return ids, rendered.check(
-            rendered.left_out(self.render, talk, schemas, prompt=True), talk, self.name
+        return ids, rendered.check_lost_fields(
+            rendered.find_lost_fields(self.render, talk, schemas, prompt=True), talk, self.name
         )
 
     def encode_chat_with_mask(
@@ -250,7 +261,9 @@ class Tokenizer:
         found = self.mask_chat(messages, tools)
         return found.ids, found.mask
 
-    def mask_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> chat.Masked:
+    def mask_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    ) -> chat.MaskedConversation:
         """Return the tokens of a conversation with a mask of the assistant's text and end tokens.
 
         The mask is made from spans of the rendered text (`weft.data.chat`), never from ids. If the
@@ -258,19 +271,21 @@ class Tokenizer:
         assistant's turns cannot be found, or messages are not rendered.
         """
         self.check_template()
-        template = Template(
+        template = TemplateFunctions(
             self.render,
             lambda text: self.encode(text, bos=False),
             self.encode_with_offsets,
-            self._marked,
+            self._find_marked_spans,
             self.turn_end,
-            self._added,
+            self._added_tokens,
             self.name,
             self.option,
         )
         # Tokenize, then add BOS and EOS if the template does not write them.
-        found = chat.mask_tokens(
-            template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools)
+        found = chat.mask_conversation(
+            template,
+            self.additions.apply(normalize_messages(messages), self.draw),
+            normalize_tools(tools),
         )
         ids = found.ids
         mask = found.mask
@@ -278,26 +293,26 @@ class Tokenizer:
             ids = [self.bos_id, *ids]
             mask = [False, *mask]
         if self.turn_end is None and self.eos_id is not None:
-            ids, mask = chat.ended(ids, mask, self.eos_id, self.decode)
-        if not self.dress.label_masking:
+            ids, mask = chat.insert_eos(ids, mask, self.eos_id, self.decode)
+        if not self.additions.label_masking:
             return replace(
                 found,
                 ids=ids,
                 mask=[at > 0 for at in range(len(ids))],
-                unused=found.unused - {chat.UNTRAINED},
+                unused=found.unused - {chat.UNTRAINED_MESSAGES},
             )
         return replace(found, ids=ids, mask=mask)
 
-    def _marked(
+    def _find_marked_spans(
         self, messages: Sequence[dict[str, Any]], tools: Any
     ) -> list[tuple[int, int]] | None:
         # Some tokenizers have another template for conversations with tools.
         template = self.hf.get_chat_template(None, tools)
-        named = rendered.with_reasoning_key(messages, template)
-        return chat.generation_spans(template, named, tools, dict(self.hf.special_tokens_map))
+        named = rendered.rename_reasoning_key(messages, template)
+        return chat.find_generation_spans(template, named, tools, dict(self.hf.special_tokens_map))
 
     @cached_property
-    def around_reply(self) -> tuple[str, str]:
+    def text_around_reply(self) -> tuple[str, str]:
         """Return the text that the chat template writes before and after a plain reply.
 
         The first text is between the generation prompt and the reply. Both are "" without a
@@ -305,37 +320,37 @@ class Tokenizer:
         """
         if self.chat_template is None:
             return ("", "")
-        return rendered.around_reply(self.render)
+        return rendered.find_text_around_reply(self.render)
 
     @cached_property
     def turn_end(self) -> str | None:
         """Return the token that the chat template puts after a reply, or None."""
-        return leading_token(self.around_reply[1].lstrip(), self._added)
+        return find_leading_token(self.text_around_reply[1].lstrip(), self._added_tokens)
 
     @cached_property
-    def _added(self) -> list[str]:
+    def _added_tokens(self) -> list[str]:
         return [token.content for token in self.hf.added_tokens_decoder.values()]
 
-    def stop_ids(self) -> list[int]:
+    def list_stop_ids(self) -> list[int]:
         """Return the ids that end a completion.
 
         These are EOS, the template's end-of-turn token, and the ids in the model's configuration.
         """
         found = [
             self.eos_id,
-            None if self.turn_end is None else self.special_id(self.turn_end),
+            None if self.turn_end is None else self.find_special_id(self.turn_end),
             *self.model_stops,
         ]
         return list(dict.fromkeys(id for id in found if isinstance(id, int)))
 
-    def special_id(self, text: str) -> int | None:
+    def find_special_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None."""
         return next(
             (id for id, token in self.hf.added_tokens_decoder.items() if token.content == text),
             None,
         )
 
-    def drawing(self, draw: np.random.Generator) -> Tokenizer:
+    def with_draw(self, draw: np.random.Generator) -> Tokenizer:
         """Return the tokenizer with random numbers to draw from.
 
         Cached properties of the template are copied too.
@@ -384,32 +399,32 @@ class Tokenizer:
 
         These are the vocabulary, merges, special tokens, templates and BOS settings.
         """
-        dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
-        return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
+        dress = [] if self.additions == NO_ADDITIONS else [asdict(self.additions)]
+        return tokenizer_files.compute_fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
 
     def require_eos(self) -> int:
         """Return the id of EOS. Raises `UserError` if the tokenizer has none."""
         if self.eos_id is None:
-            raise tokenizer_files.no_eos(self._added, self.option)
+            raise tokenizer_files.build_no_eos_error(self._added_tokens, self.option)
         return self.eos_id
 
     def require_chat_template(self) -> str:
         """Return the template. Raises `UserError` if the tokenizer has none."""
         if self.chat_template is None:
-            raise tokenizer_files.no_template(self.option)
+            raise tokenizer_files.build_no_template_error(self.option)
         return self.chat_template
 
     def check_template(self) -> None:
         """Raise `UserError` if there is no chat template, or it cannot write text conversations."""
         self.require_chat_template()
         if fault := self._template_fault:
-            raise tokenizer_files.bad_template(
+            raise tokenizer_files.build_bad_template_error(
                 self.name, f"{fault}, and weft gives it text", self.option
             )
 
     @cached_property
     def _template_fault(self) -> str | None:
-        return rendered.template_fault(self.render)
+        return rendered.find_template_fault(self.render)
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer files, including the chat template, in `transformers` format."""
@@ -436,29 +451,29 @@ class StreamDecoder:
         # Index at which decoding begins, a few tokens back: a token's text can depend on the token
         # before it.
         self._start = 0
-        self._read = 0  # number of tokens whose text was returned
+        self._num_returned = 0  # number of tokens whose text was returned
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
         given = ""
         for id in ids:
             self._ids.append(id)
-            before, now = self._texts()
+            before, now = self._decode_texts()
             if len(now) > len(before) and not now.endswith("\ufffd"):
                 given += now[len(before) :]
-                self._start = self._read
-                self._read = len(self._ids)
+                self._start = self._num_returned
+                self._num_returned = len(self._ids)
         return given
 
     def flush(self) -> str:
         """Return the remaining text at the end; an unfinished character becomes U+FFFD."""
-        before, now = self._texts()
-        self._start = self._read = len(self._ids)
+        before, now = self._decode_texts()
+        self._start = self._num_returned = len(self._ids)
         return now[len(before) :]
 
-    def _texts(self) -> tuple[str, str]:
+    def _decode_texts(self) -> tuple[str, str]:
         window = self._ids[self._start :]
         decode = self._tokenizer.decode
-        return decode(window[: self._read - self._start], self._skip_special), decode(
+        return decode(window[: self._num_returned - self._start], self._skip_special), decode(
             window, self._skip_special
         )

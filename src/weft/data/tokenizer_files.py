@@ -20,19 +20,19 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFas
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import hub, spm
-from weft.data.chat_templates import TEMPLATES, text_of
+from weft.data.chat_templates import TEMPLATES, read_template_text
 from weft.data.normalizer_check import check_growth
-from weft.data.rows import TooLong
+from weft.data.rows import RowTooLong
 from weft.data.spec import TokenizerSpec
-from weft.data.template_check import template_problem
-from weft.errors import ConfigError, DataError, NoTemplate, UserError, nearest
+from weft.data.template_check import find_template_problem
+from weft.errors import ConfigError, DataError, NoTemplate, UserError, find_nearest
 from weft.reading import (
     check_file,
     check_folder,
+    describe_cause,
+    explain_read_errors,
     read_object,
     read_text,
-    reading,
-    reason,
     refuse_url,
 )
 
@@ -46,9 +46,9 @@ CLASSES_WITH_BOS = (
     "CodeLlama",
     "Gemma",
 )
-SAYING_STOPS = ("config.json", "generation_config.json")
-# Kinds of normalizers and pre-tokenizers for which `tokens_per_byte` has a bound.
-NEVER_LONGER = frozenset(
+STOP_ID_FILES = ("config.json", "generation_config.json")
+# Kinds of normalizers and pre-tokenizers for which `compute_tokens_per_byte` has a bound.
+BOUNDED_STEPS = frozenset(
     (
         "NFC",
         "Prepend",
@@ -63,37 +63,39 @@ NEVER_LONGER = frozenset(
     )
 )
 BLANK = "\u2581"  # sentencepiece's character for a space
-NEVER_REFUSED = 200_000  # texts of at most so many characters are tokenized whatever the limits
+MAX_UNCHECKED_CHARACTERS = (
+    200_000  # texts of at most so many characters are tokenized whatever the limits
+)
 
 
-def stop_ids_of_model(path: str) -> tuple[int, ...]:
+def read_stop_ids(path: str) -> tuple[int, ...]:
     """Return the ids that end a completion, from a model's configuration.
 
     Read from `eos_token_id` (one or several) in config.json and generation_config.json.
     """
     found: list[int] = []
-    for name in SAYING_STOPS:
-        stated = model_values(path, name).get("eos_token_id")
+    for name in STOP_ID_FILES:
+        stated = read_model_values(path, name).get("eos_token_id")
         found += [
             id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)
         ]
     return tuple(dict.fromkeys(found))
 
 
-def model_values(path: str, name: str) -> Mapping[str, Any]:
+def read_model_values(path: str, name: str) -> Mapping[str, Any]:
     """Return the contents of a JSON file of a model directory or hub model.
 
     Returns an empty mapping if there is no file of that name, or if the hub does not answer.
     """
     place = Path(path).expanduser()
     try:
-        file = (place if place.exists() else hub.folder(path)) / name
+        file = (place if place.exists() else hub.find_model_folder(path)) / name
     except hub.FAILURES:  # reported elsewhere if the model itself is needed
         return {}
     return read_object(file, str(file)) if file.exists() else {}
 
 
-def typed(option: str, name: str) -> str:
+def format_option(option: str, name: str) -> str:
     """Return the name of a tokenizer option as a user writes it.
 
     Examples: `actor.tokenizer.eos_token`, or for a command `--chat-template`.
@@ -103,7 +105,7 @@ def typed(option: str, name: str) -> str:
     return f"{option}.{name}"
 
 
-def read(
+def read_tokenizer(
     path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
 ) -> PreTrainedTokenizerBase:
     """Read the tokenizer at `path`; `own`: the path is the model's, not that of a tokenizer option.
@@ -112,12 +114,12 @@ def read(
     """
     # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
-    asked = _named(path, option, own=own)
+    asked = _describe_path(path, option, own=own)
     if place.is_file():
         if place.suffix == ".json":
             check_growth(place, asked)
-            with reading(f"{asked}: is not a tokenizer.json", UserError):
-                return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
+            with explain_read_errors(f"{asked}: is not a tokenizer.json", UserError):
+                return _check_tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
         raise UserError(
@@ -144,15 +146,15 @@ def read(
             if (place / name).exists():
                 check_file(place / name, f"{asked}: {place / name}", UserError)
     fix = "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
-    with reading(f"{asked}: no tokenizer can be read there", UserError, fix):
+    with explain_read_errors(f"{asked}: no tokenizer can be read there", UserError, fix):
         if not place.is_dir() and not trust_remote_code:
-            place = hub.folder(path)
+            place = hub.find_model_folder(path)
         source = str(place) if place.is_dir() else path
         if (place / "tokenizer.json").is_file():
             check_growth(place / "tokenizer.json", f"{asked}: {place / 'tokenizer.json'}")
         try:
-            own_config = _plain_config(source)
-            hf = _tried(
+            own_config = _read_plain_config(source)
+            hf = _check_tokenizer(
                 AutoTokenizer.from_pretrained(
                     source, config=own_config, trust_remote_code=trust_remote_code
                 )
@@ -160,12 +162,12 @@ def read(
         except (
             StrictDataclassError
         ) as wrong:  # an invalid value in config.json, read to find the tokenizer's class
-            raise UserError(f"{asked}/config.json: {reason(wrong)}") from wrong
+            raise UserError(f"{asked}/config.json: {describe_cause(wrong)}") from wrong
         hf.name_or_path = path
         return hf
 
 
-def _plain_config(source: str) -> PreTrainedConfig | None:
+def _read_plain_config(source: str) -> PreTrainedConfig | None:
     """Return a model's config.json if the tokenizer's files name their class, else None.
 
     `AutoTokenizer` then needs only the model's type and name. Without this argument it imports the
@@ -184,7 +186,7 @@ def _plain_config(source: str) -> PreTrainedConfig | None:
     return PreTrainedConfig.from_dict(model, name_or_path=source)
 
 
-def _named(path: str, option: str, *, own: bool) -> str:
+def _describe_path(path: str, option: str, *, own: bool) -> str:
     """Return the option that names the tokenizer at `path`, with its value.
 
     For a command it is the path alone.
@@ -194,10 +196,10 @@ def _named(path: str, option: str, *, own: bool) -> str:
     model = option.removesuffix(".tokenizer")
     if own and model != option:
         return f"{model}.path={path}"
-    return f"{typed(option, 'path')}={path}"
+    return f"{format_option(option, 'path')}={path}"
 
 
-def _tried(hf: Hf) -> Hf:
+def _check_tokenizer(hf: Hf) -> Hf:
     """Return the tokenizer after test encodings and checks of its vocabulary and template.
 
     Raises `ValueError` with the problem.
@@ -227,20 +229,22 @@ def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedToke
 
     `config` (a tokenizer_config.json) has its special tokens.
     """
-    with reading(
+    with explain_read_errors(
         f"tokenizer.path={path}: no tokenizer can be built from it and its tokenizer_config.json"
     ):
-        return _tried(_made(spm.read_model(path), config))
+        return _check_tokenizer(_build_tokenizer(spm.read_model(path), config))
 
 
-def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+def _build_tokenizer(
+    model: spm.SentencePieceModel, config: Mapping[str, Any]
+) -> PreTrainedTokenizerFast:
     names = {
         "unk_token": model.unk_id,
         "bos_token": model.bos_id,
         "eos_token": model.eos_id,
         "pad_token": model.pad_id,
     }
-    tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
+    tokens: dict[str, str | None] = {name: model.get_piece(id) for name, id in names.items()}
     for name in (*names, "sep_token"):
         token = config.get(name)
         tokens[name] = (token["content"] if isinstance(token, Mapping) else token) or tokens.get(
@@ -258,27 +262,27 @@ def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFas
     )
     hf.chat_template = config.get("chat_template")
     habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
-    set_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
+    set_bos_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
     return hf
 
 
-def set_habit(hf: Any, add_bos: bool) -> None:
+def set_bos_habit(hf: Any, add_bos: bool) -> None:
     """Set in `transformers` whether texts begin with BOS, which the saved tokenizer keeps."""
     if isinstance(hf, PreTrainedTokenizerFast):
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
 
 
-def override(
+def override_token(
     hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str, option: str = "tokenizer"
 ) -> None:
     if token is None:
         return
     vocab = hf.get_vocab()
     if token not in vocab:
-        near = nearest(token, [known for known in vocab if known.startswith(token[:1])])
+        near = find_nearest(token, [known for known in vocab if known.startswith(token[:1])])
         hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
         raise ConfigError(
-            f"{typed(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} "
+            f"{format_option(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} "
             f"tokens); {hint}"
         )
     hf.add_special_tokens({name: token})
@@ -290,34 +294,34 @@ def read_template(given: str, option: str = "tokenizer") -> str:
     Raises `ConfigError` if it is not a template.
     """
     if given in TEMPLATES:
-        return text_of(given)
+        return read_template_text(given)
     path = Path(given).expanduser()
     if "{" not in given:
         if not path.exists():
-            near = nearest(given, TEMPLATES)
+            near = find_nearest(given, TEMPLATES)
             hint = f"{f'did you mean {near[0]}? ' if near else ''}by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
-                f"{typed(option, 'chat_template')}={given!r}: neither the name of a template, nor "
+                f"{format_option(option, 'chat_template')}={given!r}: neither the name of a template, nor "
                 f"a file, nor a jinja "
                 f"template; {hint}"
             )
-        given = read_text(path, f"{typed(option, 'chat_template')}={given}", ConfigError)
-    problem = template_problem(given)
+        given = read_text(path, f"{format_option(option, 'chat_template')}={given}", ConfigError)
+    problem = find_template_problem(given)
     if problem:
-        raise ConfigError(f"{typed(option, 'chat_template')} {problem}; fix the template")
+        raise ConfigError(f"{format_option(option, 'chat_template')} {problem}; fix the template")
     return given
 
 
-def prepare(
+def apply_spec(
     hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer"
 ) -> int | None:
     """Apply the options `spec` to the tokenizer read from `path`.
 
     Returns the first id of added tokens, or None if none were added.
     """
-    added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template, option))
+    added_from = add_tokens(hf, list_added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
-        override(hf, name, getattr(spec, name), path, option)
+        override_token(hf, name, getattr(spec, name), path, option)
     if spec.per_digit_tokens:
         split_digits(hf, path, option)
     if spec.chat_template is not None:
@@ -327,33 +331,33 @@ def prepare(
     return added_from
 
 
-def no_template(option: str) -> NoTemplate:
+def build_no_template_error(option: str) -> NoTemplate:
     """Return the error for messages without a chat template.
 
     `option` is the name of the tokenizer's options as a user writes them.
     """
     return NoTemplate(
         "the tokenizer has no chat template, and message lists need one; "
-        f"write {typed(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or "
+        f"write {format_option(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or "
         f"a jinja file), or use text "
         "columns"
     )
 
 
-def encoded(
+def encode_text(
     hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` for a text that cannot be encoded, and `TooLong` for one that certainly has
+    Raises `DataError` for a text that cannot be encoded, and `RowTooLong` for one that certainly has
     more than `most` tokens: if texts are not split into words, the time to encode one grows with
     the square of its length.
     """
-    if most is not None and len(text) > NEVER_REFUSED:
+    if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
         if least > most:
-            raise TooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
-    with reading(
+            raise RowTooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
+    with explain_read_errors(
         "a text cannot be tokenized (does it contain half of a character, such as \\ud800?)",
         DataError,
     ):
@@ -365,7 +369,7 @@ def encoded(
     return found
 
 
-def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
+def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
     """Return (maximum number of tokens per byte of ASCII, per other byte) of a BPE tokenizer.
 
     If the tokenizer merges bytes, or characters with byte fallback, every token represents at least
@@ -377,8 +381,8 @@ def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
         return None
     core = json.loads(hf.backend_tokenizer.to_str())
     model = core["model"]
-    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _steps(core[name])]
-    if model.get("type") != "BPE" or any(step["type"] not in NEVER_LONGER for step in steps):
+    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _list_steps(core[name])]
+    if model.get("type") != "BPE" or any(step["type"] not in BOUNDED_STEPS for step in steps):
         return None
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if not in_bytes and not (model.get("byte_fallback") and BLANK in model["vocab"]):
@@ -398,7 +402,7 @@ def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
     return (2 if prefixed else 1), (2 if prefixed else 1) * (3 if composed else 1)
 
 
-def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """Return the single steps of a normalizer or pre-tokenizer."""
     if step is None:
         return []
@@ -407,28 +411,28 @@ def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [
         each
         for part in step.get("normalizers", step.get("pretokenizers", []))
-        for each in _steps(part)
+        for each in _list_steps(part)
     ]
 
 
-def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
-    """Return the maximum number of tokens of a text with these `tokens_per_byte`."""
+def bound_tokens(text: str, of_ascii: int, of_others: int) -> int:
+    """Return the maximum number of tokens of a text with these `compute_tokens_per_byte`."""
     size = len(text.encode())
     return size * (of_ascii if text.isascii() else of_others)
 
 
-def bad_template(name: str, fault: str, option: str) -> UserError:
+def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
     """Return the error for an unsuitable chat template of the tokenizer `name`.
 
     `fault` is a verb phrase that completes "the chat template of NAME ...".
     """
     return UserError(
         f"the chat template of {name} {fault}; name a template for text conversations with "
-        f"{typed(option, 'chat_template')}=chatml (or another name, or a jinja file)"
+        f"{format_option(option, 'chat_template')}=chatml (or another name, or a jinja file)"
     )
 
 
-def no_eos(added: Sequence[str], option: str = "tokenizer") -> UserError:
+def build_no_eos_error(added: Sequence[str], option: str = "tokenizer") -> UserError:
     """Return the error for completions without an end token."""
     return UserError(
         f"the tokenizer has no end-of-sequence token, and completions need one to end with; set "
@@ -437,7 +441,7 @@ def no_eos(added: Sequence[str], option: str = "tokenizer") -> UserError:
     )
 
 
-def added_tokens(
+def list_added_tokens(
     given: Sequence[str], template: str | None, option: str = "tokenizer"
 ) -> list[str]:
     """Return the tokens named by `tokenizer.add_tokens`, without duplicates.
@@ -483,7 +487,7 @@ def check_named_template(
     known = hf.get_vocab()
     template = TEMPLATES[name]
     missing = [token for token in template.tokens if token not in known]
-    asked = f"{typed(option, 'chat_template')}={name}"
+    asked = f"{format_option(option, 'chat_template')}={name}"
     if missing:
         if option == COMMAND:
             fix = "the model never learned them"
@@ -498,7 +502,7 @@ def check_named_template(
     if unset:
         raise ConfigError(
             f"{asked} writes the {unset[0]}, which {path} does not name; set "
-            f"{typed(option, unset[0])}"
+            f"{format_option(option, unset[0])}"
         )
 
 
@@ -521,20 +525,20 @@ def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenize
         core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, apart])
 
 
-def begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
+def has_leading_bos(hf: PreTrainedTokenizerBase) -> bool:
     return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [
         hf.bos_token_id
     ]
 
 
-def need_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
+def require_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
     if hf.bos_token_id is None:
         raise ConfigError(
             f"{option}.add_bos_token=true, but {path} has no BOS token; set {option}.bos_token"
         )
 
 
-def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
+def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
     """Return the sha256 of everything that affects the token ids of a text or conversation.
 
     `habits` are weft's settings that affect them.
@@ -556,7 +560,7 @@ def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence `transformers` while it tries one file format after another.
 
     Errors are raised, not logged.

@@ -23,14 +23,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
 
-from weft.data.columns import Columns, renamed
-from weft.data.cuts import Cut, joined
-from weft.data.lengths import Encoded, Lengths, fit
-from weft.data.messages import unread_keys
-from weft.data.progress import Reporter, show
-from weft.data.rows import BadRow, Row, TooLong, Watched, row_id
-from weft.data.sources import Unreadable, content_hash, find_files, read_rows
-from weft.data.table import Report, TokenTable
+from weft.data.columns import Columns, rename_columns
+from weft.data.lengths import EncodedSample, LengthLimits, fit_to_limits
+from weft.data.messages import track_unread_keys
+from weft.data.progress import Reporter, show_progress
+from weft.data.rows import BadRow, Row, RowTooLong, TrackedRow, read_id
+from weft.data.sources import UnreadableRow, find_files, hash_content, read_rows
+from weft.data.table import TokenizationReport, TokenTable
+from weft.data.template_omissions import TemplateOmission, merge_omissions
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
 from weft.writing import write
@@ -40,10 +40,10 @@ VERSION = 5  # part of the cache key; increased when the same rows give other id
 PARALLEL_BYTES = 8 << 20
 CHUNK = 512  # number of rows that a process encodes at a time
 LACKS = re.compile(r"lacks the key '[^']*'")
-FIRST = 3  # maximum number of places listed if many rows have the same problem
+MAX_PLACES = 3  # maximum number of places listed if many rows have the same problem
 
 
-class Form(Protocol):
+class RowEncoder(Protocol):
     """Conversion of rows of one type to token ids.
 
     Forms are frozen dataclasses. Their fields are options, and part of the cache key.
@@ -60,7 +60,7 @@ class Form(Protocol):
         """Raise `UserError` if the tokenizer lacks something that this form needs."""
         ...
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         """Return the samples of one row.
 
         Raises `BadRow`, or `DataError` from rendering, with the problem of the row.
@@ -69,20 +69,20 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodingJob:
     """Form, limits and tokenizer with which a process encodes rows.
 
     `packed`: the process returns tables instead of lists of ids.
     """
 
     form: Any
-    lengths: Lengths
+    lengths: LengthLimits
     tokenizer: Tokenizer
     packed: bool = False
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Rows to tokenize, and the cache for the result.
 
     `cache_dir` None means `~/.cache/weft`. `num_workers` None chooses by the size of the files.
@@ -92,21 +92,23 @@ class Source:
     split: str | None = None
     cache_dir: str | None = None
     num_workers: int | None = None
-    progress: Reporter = show
+    progress: Reporter = show_progress
     columns: Columns = field(default_factory=dict)  # column name of the form -> column of the file
     name: str = ""  # name in messages; "": the path
     # Number of samples after which no more rows are read, without using the cache; None: no limit.
     most: int | None = None
 
 
-Chunk = list[tuple[str, Row | Unreadable | bytes]]  # (place, row, or the pickle of one)
+Chunk = list[tuple[str, Row | UnreadableRow | bytes]]  # (place, row, or the pickle of one)
 # (row, message, the error if the row is too long)
-Problem = tuple[int, str, TooLong | None]
+Problem = tuple[int, str, RowTooLong | None]
 # (samples as (row, own id, ids), report, problems)
-Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
+Outcome = tuple[list[tuple[int, str | None, EncodedSample]], TokenizationReport, list[Problem]]
 
 
-def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
+def tokenize(
+    form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer, source: RowSource
+) -> TokenTable:
     """Return the tokenized rows of a source, from the cache if it has them.
 
     Raises `DataError` with a report `FILE:LINE: message` for every bad row; nothing is cached then.
@@ -114,20 +116,23 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     form.check(tokenizer)
     files = find_files(source.path, source.split)
     if source.most is not None:
-        return _with_places(
-            _first_samples(Job(form, lengths, tokenizer), files, source, source.most), files
+        return _add_places(
+            _encode_first_samples(
+                EncodingJob(form, lengths, tokenizer), files, source, source.most
+            ),
+            files,
         )
-    kept = cache_file(form, lengths, tokenizer, source, files)
-    table = _from_cache(kept)
+    kept = find_cache_file(form, lengths, tokenizer, source, files)
+    table = _read_cache(kept)
     if table is None:
         table = _tokenize_files(make_job(form, lengths, tokenizer), files, source)
-        to_cache(kept, table)
+        write_cache(kept, table)
     if not len(table):
-        raise no_rows_error(source, table.report.rows)
-    return _with_places(table, files)
+        raise build_no_rows_error(source, table.report.rows)
+    return _add_places(table, files)
 
 
-def no_rows_error(source: Source, rows: int) -> DataError:
+def build_no_rows_error(source: RowSource, rows: int) -> DataError:
     """Return the error for a source whose rows are all left out."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
@@ -135,8 +140,8 @@ def no_rows_error(source: Source, rows: int) -> DataError:
     )
 
 
-def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with the places of omitted parts (`Cut.place`) in its report.
+def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
+    """Return the table with the places of omitted parts (`TemplateOmission.place`) in its report.
 
     They are not cached, since the same rows can be read from a file with another name.
     """
@@ -153,68 +158,70 @@ def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
     )
 
 
-def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
+def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> EncodingJob:
     """Return a job whose tokenizer skips very long texts if long rows are not truncated.
 
     Rows to be truncated are tokenized whole.
     """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
         tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
-    return Job(form, lengths, tokenizer)
+    return EncodingJob(form, lengths, tokenizer)
 
 
-def encode_rows(job: Job, chunk: Chunk) -> Outcome:
+def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
     """Return (samples, report, problems) of some rows.
 
     Samples are (row, own id, ids), problems (row, message, error if it is too long).
     """
-    samples: list[tuple[int, str | None, Encoded]] = []
+    samples: list[tuple[int, str | None, EncodedSample]] = []
     problems: list[Problem] = []
     counts = Counter[str]()
     read = set[str]()
     held = set[str]()
-    cuts: list[Cut] = []
+    cuts: list[TemplateOmission] = []
     for index, (_, given) in enumerate(chunk):
         if isinstance(given, bytes):
             given = pickle.loads(given)
         # Encode the row, recording columns and message keys that are read.
         try:
-            if isinstance(given, Unreadable):
-                raise BadRow(given.wrong)
-            row = Watched(given)
+            if isinstance(given, UnreadableRow):
+                raise BadRow(given.reason)
+            row = TrackedRow(given)
             held.update(name for name, value in given.items() if value not in (None, "", []))
-            own = row_id(row, job.form.id_key)
-            with unread_keys() as unused:
+            own = read_id(row, job.form.id_key)
+            with track_unread_keys() as unused:
                 made = job.form.encode(row, job.tokenizer)
             # Apply the length limits.
             for encoded in made:
                 unused |= encoded.unused
                 cuts += [replace(cut, row=index) for cut in encoded.cut]
-                kept, done = fit(encoded, job.lengths, job.tokenizer.bos_id)
+                kept, done = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
                 counts.update([*done, "both"] if len(done) > 1 else done)
                 if kept is not None:
                     samples.append((index, own, kept))
             held |= unused
             read |= row.read - unused
         except (BadRow, DataError) as error:
-            if isinstance(error, TooLong) and job.lengths.overlong == "drop":
+            if isinstance(error, RowTooLong) and job.lengths.overlong == "drop":
                 counts["dropped"] += 1
                 read |= row.read
                 continue
-            problems.append((index, str(error), error if isinstance(error, TooLong) else None))
+            problems.append((index, str(error), error if isinstance(error, RowTooLong) else None))
     cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
-    report = Report(len(chunk), *cut, frozenset(read), frozenset(held), joined(cuts))
+    report = TokenizationReport(
+        len(chunk), *cut, frozenset(read), frozenset(held), merge_omissions(cuts)
+    )
     return samples, report, problems
 
 
-def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTable:
+def _tokenize_files(job: EncodingJob, files: Sequence[Path], source: RowSource) -> TokenTable:
     read = (row for file in files for row in read_rows(file))
     collecting = gc.isenabled()
     # The garbage collector would traverse all rows repeatedly, which takes as long as reading them.
     gc.disable()
     try:
         rows: Chunk = [
-            (str(place), row) for place, row in renamed(read, source.columns, source.path)
+            (str(place), row) for place, row in rename_columns(read, source.columns, source.path)
         ]
     finally:
         if collecting:
@@ -241,13 +248,15 @@ def are_large(files: Sequence[Path]) -> bool:
     return sum(file.stat().st_size for file in files) >= PARALLEL_BYTES
 
 
-def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
+def _encode_first_samples(
+    job: EncodingJob, files: Sequence[Path], source: RowSource, most: int
+) -> TokenTable:
     """Return the samples of the first rows, up to `most` samples or the first bad row."""
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
     outcomes: list[Outcome] = []
     found = 0
-    for place, row in renamed(read, source.columns, source.path):
+    for place, row in rename_columns(read, source.columns, source.path):
         rows.append((str(place), row))
         outcomes.append(encode_rows(job, rows[-1:]))
         found += len(outcomes[-1][0])
@@ -259,10 +268,10 @@ def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     """Join the outcomes of all chunks to one table. Raises `DataError` with all problems."""
     problems: list[Problem] = []
-    encoded: list[Encoded] = []
+    encoded: list[EncodedSample] = []
     own_ids: list[tuple[int, str | None]] = []
     start = 0
-    total = Report()
+    total = TokenizationReport()
     for samples, report, found in outcomes:
         problems += [(start + index, wrong, long) for index, wrong, long in found]
         own_ids += [(start + index, own) for index, own, _ in samples]
@@ -272,12 +281,12 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     places = [place for place, _ in rows]
     ids, taken = assign_ids(own_ids, places)
     if problems := [*problems, *taken]:
-        raise DataError(reports(places, problems))
+        raise DataError(format_reports(places, problems))
     ids = [
         f"{id}/{sample.part}" if sample.part else id
         for id, sample in zip(ids, encoded, strict=True)
     ]
-    return TokenTable.build(ids, encoded, [row for row, _ in own_ids], total)
+    return TokenTable.from_rows(ids, encoded, [row for row, _ in own_ids], total)
 
 
 def assign_ids(
@@ -315,7 +324,7 @@ def _number_row(row: int, given: Set[str]) -> str:
     return id
 
 
-def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
+def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
     """Return `FILE:LINE: message` for the rows with problems, in file order.
 
     If every row lacks the same key, there is only one report, since the options are wrong then. All
@@ -329,28 +338,30 @@ def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
             hint = ""
         else:
             hint = "; set dataset.type to the form of these rows"
-        return [f"{_first_places(places, problems)}: each of the {len(places)} rows {wrong}{hint}"]
+        return [
+            f"{_format_first_places(places, problems)}: each of the {len(places)} rows {wrong}{hint}"
+        ]
     long = [problem for problem in problems if problem[2] is not None]
-    told = [_too_long(places, long)] if long else []
+    told = [_format_too_long(places, long)] if long else []
     return told + [
         f"{places[row]}: {wrong}" for row, wrong, too_long in problems if too_long is None
     ]
 
 
-def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
+def _format_first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
     """Return the first few places of some problems, as text."""
     found = list(dict.fromkeys(places[row] for row, _, _ in problems))
-    return ", ".join(found[:FIRST]) + (", ..." if len(found) > FIRST else "")
+    return ", ".join(found[:MAX_PLACES]) + (", ..." if len(found) > MAX_PLACES else "")
 
 
-def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
+def _format_too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
     """Return a message with the number of rows that are too long, the longest, and advice."""
     longest = max(
         (problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens
     )
     count = len({row for row, _, _ in problems})
     return (
-        f"{_first_places(places, problems)}: {count:,} of {len(places):,} rows are too long "
+        f"{_format_first_places(places, problems)}: {count:,} of {len(places):,} rows are too long "
         f"({longest}); "
         f"raise {longest.option} as far as the model's context allows, or set "
         f"dataset.overlong=drop to leave them out "
@@ -359,7 +370,7 @@ def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
 
 
 def encode_in_processes(
-    job: Job, chunks: Sequence[Chunk], workers: int, advance: Any
+    job: EncodingJob, chunks: Sequence[Chunk], workers: int, advance: Any
 ) -> list[Outcome]:
     """Return the results of `encode_rows` on every chunk, in order, from `workers` processes."""
     setup = pickle.dumps(job)
@@ -367,7 +378,7 @@ def encode_in_processes(
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
     try:
         for process in processes:
-            send(process, setup)
+            send_bytes(process, setup)
             idle.put(process)
 
         def encode(chunk: Chunk) -> Outcome:
@@ -414,7 +425,7 @@ def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
     Raises the `UserError` that occurred in the process outside any row, and `RunError` if the
     process died.
     """
-    send(process, pickle.dumps(chunk))
+    send_bytes(process, pickle.dumps(chunk))
     answer = _receive(process)
     if isinstance(answer, UserError):
         raise answer
@@ -426,7 +437,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def send(process: subprocess.Popen[bytes], raw: bytes) -> None:
+def send_bytes(process: subprocess.Popen[bytes], raw: bytes) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(len(raw).to_bytes(8, "little") + raw)
@@ -450,12 +461,16 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
 # -- the cache
 
 
-def cache_file(
-    form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]
+def find_cache_file(
+    form: RowEncoder,
+    lengths: LengthLimits,
+    tokenizer: Tokenizer,
+    source: RowSource,
+    files: Sequence[Path],
 ) -> Path:
-    options = [VERSION, type(form).__name__, asdict(form), asdict(lengths)]
+    options = [VERSION, type(form).__name__.removesuffix("Encoder"), asdict(form), asdict(lengths)]
     options += [dict(source.columns)] if source.columns else []
-    text = json.dumps([options, tokenizer.fingerprint, content_hash(list(files))], sort_keys=True)
+    text = json.dumps([options, tokenizer.fingerprint, hash_content(list(files))], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:40]
     if source.cache_dir:
         root = Path(source.cache_dir).expanduser()
@@ -464,7 +479,7 @@ def cache_file(
     return root / "tokens" / f"{name}.bin"
 
 
-def _from_cache(file: Path) -> TokenTable | None:
+def _read_cache(file: Path) -> TokenTable | None:
     """Return the table in `file`, or None if it does not exist or cannot be read."""
     if not file.is_file():
         return None
@@ -474,7 +489,7 @@ def _from_cache(file: Path) -> TokenTable | None:
         return None
 
 
-def to_cache(file: Path, table: TokenTable) -> None:
+def write_cache(file: Path, table: TokenTable) -> None:
     """Write a table to the cache, under a temporary name that is then renamed.
 
     If the cache is not writable, prints a note and continues.

@@ -13,13 +13,13 @@ from weft.data.rows import BadRow, Row
 Node = Mapping[str, Any]
 
 
-def threads(row: Row) -> Iterator[list[Node]]:
+def iterate_threads(row: Row) -> Iterator[list[Node]]:
     """Iterate over the paths from the root to each leaf, without a last turn of the prompter.
 
     Each path is returned once.
     """
     seen: set[str] = set()
-    for path in _paths(_root(row)):
+    for path in _iterate_paths(_find_root(row)):
         if path[-1].get("role") == "prompter":
             path = path[:-1]
         if path and path[-1]["message_id"] not in seen:
@@ -27,28 +27,32 @@ def threads(row: Row) -> Iterator[list[Node]]:
             yield path
 
 
-def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
+def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
     """Iterate over (path to a prompter's message, its replies, best first).
 
     Messages with fewer than two replies ranked by people are skipped.
     """
-    for path in _paths(_root(row), inner=True):
-        ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
+    for path in _iterate_paths(_find_root(row), inner=True):
+        ranked = [reply for reply in _filter_replies(path[-1]) if reply.get("rank") is not None]
         if path[-1].get("role") == "prompter" and len(ranked) > 1:
             yield path, sorted(ranked, key=lambda reply: reply["rank"])
 
 
-def prompts(row: Row) -> Iterator[list[Node]]:
+def iterate_prompts(row: Row) -> Iterator[list[Node]]:
     """Iterate over every path from the root to a prompter's message."""
-    return (path for path in _paths(_root(row), inner=True) if path[-1].get("role") == "prompter")
+    return (
+        path
+        for path in _iterate_paths(_find_root(row), inner=True)
+        if path[-1].get("role") == "prompter"
+    )
 
 
-def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
+def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
     """Return the nodes of a path as chat messages, with language and mean labels."""
-    return [{"role": node["role"], "content": node["text"], **_facts(node)} for node in path]
+    return [{"role": node["role"], "content": node["text"], **_read_facts(node)} for node in path]
 
 
-def _facts(node: Node) -> dict[str, Any]:
+def _read_facts(node: Node) -> dict[str, Any]:
     labels = node.get("labels") or {}
     found = {
         name: labels[name]["value"]
@@ -58,14 +62,14 @@ def _facts(node: Node) -> dict[str, Any]:
     return {"lang": node["lang"], **found} if node.get("lang") else found
 
 
-def _root(row: Row) -> Node:
+def _find_root(row: Row) -> Node:
     root: Node = row["prompt"]
     if "message_id" not in root or "text" not in root:
         raise BadRow("a message tree whose 'prompt' lacks 'message_id' or 'text'")
     return root
 
 
-def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
+def _iterate_paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
     """Iterate over the paths from the root to each leaf (`inner`: each node), depth first.
 
     Yields nothing if the root is deleted or synthetic.
@@ -73,13 +77,13 @@ def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
     stack: list[list[Node]] = [[root]] if _is_wanted(root) else []
     while stack:
         path = stack.pop()
-        replies = _replies(path[-1])
+        replies = _filter_replies(path[-1])
         if inner or not replies:
             yield path
         stack += [[*path, reply] for reply in reversed(replies)]
 
 
-def _replies(node: Node) -> list[Node]:
+def _filter_replies(node: Node) -> list[Node]:
     """Return the replies that are neither deleted nor synthetic (as named datasets do)."""
     return [reply for reply in node.get("replies") or () if _is_wanted(reply)]
 

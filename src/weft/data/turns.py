@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.data.messages import REASONING, Message
-from weft.data.prefix import common_end, common_prefix, common_start
-from weft.data.rendered import writes
+from weft.data.prefix import count_common_end, count_common_prefix, count_common_start
+from weft.data.rendered import has_content
 from weft.errors import DataError
 
 Span = tuple[int, int]
 
 # Replacement of a message's text. It begins and ends with a character that texts do not use, so the
 # difference between two renderings is exactly the text.
-OTHER = "\u2042 weft \u2042"
+OTHER_WORDS = "\u2042 weft \u2042"
 # Characters that are allowed between the last words of a turn and its end token.
 CLOSING = " \t\r\n\"')]}"
 
 
 @dataclass(frozen=True)
-class Template:
+class TemplateFunctions:
     """Chat template of a tokenizer, as functions.
 
     `render(messages, tools, add_generation_prompt)` raises `DataError` if the template refuses;
@@ -46,40 +46,44 @@ class Template:
     option: str = "tokenizer"  # prefix of this tokenizer's options, as a user writes them
 
 
-def leading_token(text: str, added: Sequence[str]) -> str | None:
+def find_leading_token(text: str, added: Sequence[str]) -> str | None:
     """Return the longest added token that a text begins with."""
     return max(
         (token for token in added if token and text.startswith(token)), key=len, default=None
     )
 
 
-def assistant_spans(
-    template: Template, messages: Sequence[Message], tools: Any, text: str, turns: Sequence[int]
+def find_assistant_spans(
+    template: TemplateFunctions,
+    messages: Sequence[Message],
+    tools: Any,
+    text: str,
+    turns: Sequence[int],
 ) -> list[Span]:
     """Return the character spans [start, stop) of `turns` in `text`, with their end tokens.
 
     `turns` are indices of the assistant's messages, `text` is the rendered conversation. Raises
     `DataError` if a turn cannot be located.
     """
-    talk = _Talk(template, messages, tools, text)
+    talk = _RenderedConversation(template, messages, tools, text)
     spans: list[Span] = []
     for index in turns:
-        start = talk.start(index, spans[-1][1] if spans else 0)
-        spans.append((start, talk.stop(index, start)))
+        start = talk.find_start(index, spans[-1][1] if spans else 0)
+        spans.append((start, talk.find_stop(index, start)))
     return spans
 
 
 @dataclass(frozen=True)
-class _Talk:
+class _RenderedConversation:
     """Conversation with its rendered text."""
 
-    template: Template
+    template: TemplateFunctions
     messages: Sequence[Message]
     tools: Any
     text: str
     words: dict[int, Span | None] = field(default_factory=dict)  # spans found so far, by message
 
-    def start(self, index: int, at: int) -> int:
+    def find_start(self, index: int, at: int) -> int:
         """Return the position at which turn `index` begins.
 
         `at` is the end of the trained turn before it, or 0. Raises `DataError` if it is unclear.
@@ -87,61 +91,64 @@ class _Talk:
         # Render the messages before the turn, with and without the generation prompt.
         text = self.text
         content = self.messages[index]["content"].strip()
-        shown = self._begun(index, prompt=True)
-        plain = self._begun(index, prompt=False)
+        shown = self._render_beginning(index, prompt=True)
+        plain = self._render_beginning(index, prompt=False)
         # The conversation begins with this rendering.
         if shown is not None and text.startswith(shown):
             if shown != plain:
                 return len(shown)
-            return self._behind_header(index, len(shown))
+            return self._skip_header(index, len(shown))
         # The template has no generation prompt, or refuses these messages: use the texts around.
-        said = self._words(index)
-        before = self._words(index - 1)
+        said = self._find_content(index)
+        before = self._find_content(index - 1)
         if shown is None or plain is None or not shown.startswith(plain) or shown == plain:
-            closing = self._after_words(index - 1, plain)
+            closing = self._find_text_after_content(index - 1, plain)
             if before and closing is not None and text.startswith(closing, before[1]):
-                return self._behind_header(index, before[1] + len(closing))
+                return self._skip_header(index, before[1] + len(closing))
             if said is None or not content or said[0] < at:
-                raise self._unclear(index, "begins")
+                raise self._build_error(index, "begins")
             return said[0]
         if text.startswith(plain):
-            return self._after_header(shown[len(plain) :], len(plain))
+            return self._find_header_end(shown[len(plain) :], len(plain))
         # The messages before the turn are rendered differently in the whole conversation, so the
         # header is searched between their text and the turn's own text.
         low = max(at, before[1] if before else 0)
         high = said[0] if said else len(text)
         header = shown[len(plain) :]
-        mark = leading_token(header.lstrip(), self.template.added) or header.strip().split("\n")[0]
+        mark = (
+            find_leading_token(header.lstrip(), self.template.added)
+            or header.strip().split("\n")[0]
+        )
         found = text.rfind(mark, low, high) if said else text.find(mark, low)
         if found < 0 or not mark:
-            raise self._unclear(index, "begins")
-        return self._after_header(header[header.find(mark) :], found)
+            raise self._build_error(index, "begins")
+        return self._find_header_end(header[header.find(mark) :], found)
 
-    def stop(self, index: int, start: int) -> int:
-        """Return the position after the end token of turn `index`, which begins at `start`.
+    def find_stop(self, index: int, start: int) -> int:
+        """Return the position after the end token of turn `index`, which begins at `find_start`.
 
         Raises `DataError` if it is unclear.
         """
         # The conversation begins with the rendering up to this turn.
         text = self.text
         end = self.template.turn_end
-        shown = self._begun(index + 1, prompt=False)
+        shown = self._render_beginning(index + 1, prompt=False)
         if shown is not None and text.startswith(shown):
             found = text.rfind(end, start, len(shown)) if end else -1
             if end and found >= 0:
                 return found + len(end)
             return max(start, len(text[: len(shown)].rstrip()))
         # Otherwise search after the turn's text, before the text of the next message.
-        said = self._words(index)
-        following = self._words(index + 1)
+        said = self._find_content(index)
+        following = self._find_content(index + 1)
         if said is None or said[1] < start:
-            raise self._unclear(index, "ends")
+            raise self._build_error(index, "ends")
         if following and following[0] >= said[1]:
             limit = following[0]
         else:
-            limit = self._next_content(index, said[1])
+            limit = self._find_next_content(index, said[1])
         rest = text[said[1] : limit]
-        closing = self._after_words(index, shown)
+        closing = self._find_text_after_content(index, shown)
         if closing is not None and rest.startswith(closing.rstrip()):
             return said[1] + len(closing.rstrip())
         # A turn followed by others can end differently: with the usual token after other text, or
@@ -149,59 +156,61 @@ class _Talk:
         if end and end in rest:
             token: str | None = end
         else:
-            token = leading_token(rest.lstrip(CLOSING), self.template.added)
+            token = find_leading_token(rest.lstrip(CLOSING), self.template.added)
         if end is None or token is None:
-            raise self._unclear(index, "ends")
+            raise self._build_error(index, "ends")
         return said[1] + rest.find(token) + len(token)
 
-    def _behind_header(self, index: int, at: int) -> int:
+    def _skip_header(self, index: int, at: int) -> int:
         """Return the start of turn `index`, at or after `at`.
 
         Used if the template has no generation prompt. Skips a header that the template writes
         before the words of a reply, but neither white space nor the beginning of a tool call.
         """
-        said = self._words(index)
+        said = self._find_content(index)
         content = self.messages[index]["content"]
-        if said is None or not content.strip() or not writes(self.text[slice(*said)], content):
+        if said is None or not content.strip() or not has_content(self.text[slice(*said)], content):
             return at
         return said[0] if self.text[at : said[0]].strip() else at
 
-    def _begun(self, count: int, *, prompt: bool) -> str | None:
+    def _render_beginning(self, count: int, *, prompt: bool) -> str | None:
         """Return the first `count` messages rendered without the others.
 
         Returns None if `count` is 0, or if the template refuses them.
         """
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
-    def _words(self, index: int) -> Span | None:
+    def _find_content(self, index: int) -> Span | None:
         """Return the span of message `index`'s content in the text, or None if it is unclear."""
         if index not in self.words:
-            self.words[index] = self._find_words(index) if 0 <= index < len(self.messages) else None
+            self.words[index] = (
+                self._locate_content(index) if 0 <= index < len(self.messages) else None
+            )
         return self.words[index]
 
-    def _after_words(self, index: int, shown: str | None) -> str | None:
+    def _find_text_after_content(self, index: int, shown: str | None) -> str | None:
         """Return the text after the content of message `index` in `shown`.
 
         `shown` is the conversation up to that message. Returns None if the template refuses it.
         """
-        talk = [*self.messages[:index], _other_words(self.messages[index])]
+        talk = [*self.messages[:index], _replace_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
         if shown is None or other is None:
             return None
-        return shown[_changed(shown, other)[1] :]
+        return shown[_find_changed_span(shown, other)[1] :]
 
-    def _find_words(self, index: int) -> Span | None:
+    def _locate_content(self, index: int) -> Span | None:
         talk = [
             *self.messages[:index],
-            _other_words(self.messages[index]),
+            _replace_words(self.messages[index]),
             *self.messages[index + 1 :],
         ]
         other = _try_render(self.template, talk, self.tools, False)
         if other is None or other == self.text:
             return None
-        return _changed(self.text, other)
+        return _find_changed_span(self.text, other)
 
-    def _next_content(self, index: int, at: int) -> int:
+    def _find_next_content(self, index: int, at: int) -> int:
         """Return the position, after `at`, of the content of the next message that has content.
 
         Returns the end of the text if it is not found.
@@ -210,17 +219,17 @@ class _Talk:
         found = self.text.find(next(filter(None, words), ""), at)
         return found if found >= 0 else len(self.text)
 
-    def _after_header(self, header: str, at: int) -> int:
+    def _find_header_end(self, header: str, at: int) -> int:
         """Return the end of the generation prompt that begins at `at`.
 
         If the text deviates from the generation prompt (by an empty think block), returns the
         position at which they diverge.
         """
         rest = self.text[at:]
-        shared = common_prefix(self.template.encode(header), self.template.encode(rest))
-        return at + _characters(self.template, rest, shared)
+        shared = count_common_prefix(self.template.encode(header), self.template.encode(rest))
+        return at + _count_characters(self.template, rest, shared)
 
-    def _unclear(self, index: int, where: str) -> DataError:
+    def _build_error(self, index: int, where: str) -> DataError:
         return DataError(
             f"the chat template of {self.template.name} renders message {index + 1} so that it "
             f"does not show where the "
@@ -228,29 +237,29 @@ class _Talk:
         )
 
 
-def _other_words(message: Message) -> Message:
+def _replace_words(message: Message) -> Message:
     """Return the message with other words in its content, reasoning and call arguments."""
     calls = message.get("tool_calls") or []
     keys = ([REASONING] if message.get(REASONING) else []) + (
         ["content"] if message["content"] or not calls else []
     )
-    changed = {**message, **dict.fromkeys(keys, OTHER)}
+    changed = {**message, **dict.fromkeys(keys, OTHER_WORDS)}
     if calls:
-        functions = [{**call["function"], "arguments": {"x": OTHER}} for call in calls]
+        functions = [{**call["function"], "arguments": {"x": OTHER_WORDS}} for call in calls]
         changed["tool_calls"] = [
             {**call, "function": f} for call, f in zip(calls, functions, strict=True)
         ]
     return changed
 
 
-def _changed(text: str, other: str) -> Span:
+def _find_changed_span(text: str, other: str) -> Span:
     """Return the span of `text` that differs in `other`."""
-    stop = len(text) - common_end(text, other)
-    return min(common_start(text, other), stop), stop
+    stop = len(text) - count_common_end(text, other)
+    return min(count_common_start(text, other), stop), stop
 
 
 def _try_render(
-    template: Template, messages: Sequence[Message], tools: Any, prompt: bool
+    template: TemplateFunctions, messages: Sequence[Message], tools: Any, prompt: bool
 ) -> str | None:
     try:
         return template.render(messages, tools, prompt) if messages else None
@@ -258,7 +267,7 @@ def _try_render(
         return None  # some templates refuse incomplete conversations
 
 
-def _characters(template: Template, text: str, tokens: int) -> int:
+def _count_characters(template: TemplateFunctions, text: str, tokens: int) -> int:
     """Return the number of characters in the first `tokens` tokens of `text`."""
     found = template.offsets(text)
     if found is not None:

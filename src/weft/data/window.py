@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weft.data.lengths import Encoded
-from weft.data.prefix import common_prefix
+from weft.data.lengths import EncodedSample
+from weft.data.prefix import count_common_prefix
 
 
 @dataclass(frozen=True)
-class Window:
+class RandomWindow:
     """Random window of `size` tokens of a longer sequence, drawn with `probability`.
 
     If the sequence begins with the ids `head`, they are kept in front of the window.
@@ -23,7 +23,7 @@ class Window:
     head: Sequence[int] = ()
     bos_id: int | None = None
 
-    def of(self, encoded: Encoded, draw: np.random.Generator) -> Encoded:
+    def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
         """Return the sample, or a random window if it is longer than `size`.
 
         Every position that includes a trained token is equally likely. A window's first token is
@@ -35,7 +35,7 @@ class Window:
         mask = np.asarray([False] * len(encoded.prompt) + list(encoded.masks[0]))
         if len(ids) <= self.size or draw.random() >= self.probability:
             return encoded
-        head = self._head(ids)
+        head = self._count_head(ids)
         room = self.size - head
         if room < 2:
             return encoded
@@ -57,11 +57,11 @@ class Window:
             masks=[mask[first:last].tolist()],
         )
 
-    def _head(self, ids: np.ndarray) -> int:
+    def _count_head(self, ids: np.ndarray) -> int:
         """Return the number of leading ids to keep.
 
         It can be less than the length of `head`, whose last token can be merged with the next text.
         """
-        return common_prefix(self.head, ids.tolist()) or int(
+        return count_common_prefix(self.head, ids.tolist()) or int(
             self.bos_id is not None and ids[0] == self.bos_id
         )

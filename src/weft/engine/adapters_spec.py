@@ -37,7 +37,7 @@ class PrefixSpec:
     )
 
 
-class Role(Protocol):
+class AdaptedRoleOptions(Protocol):
     """Properties of a role's weights that its other options set."""
 
     lora: LoRASpec
@@ -51,7 +51,7 @@ class Role(Protocol):
     def freezes(self) -> bool: ...
 
 
-def check_adapters(spec: Role) -> None:
+def check_adapters(spec: AdaptedRoleOptions) -> None:
     """Raise `ConfigError` for options that conflict with adapters or a prefix."""
     if spec.freezes and spec.lora.r > 0:
         raise ConfigError(
@@ -62,7 +62,7 @@ def check_adapters(spec: Role) -> None:
         _check_prefix(spec)
 
 
-def _check_prefix(spec: Role) -> None:
+def _check_prefix(spec: AdaptedRoleOptions) -> None:
     asked = f"prefix.num_tokens={spec.prefix.num_tokens}"
     if spec.lora.r > 0:
         raise ConfigError(f"{asked} and lora.r={spec.lora.r} exclude each other; set one of them")

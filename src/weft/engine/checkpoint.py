@@ -42,7 +42,7 @@ def write_tensors(
         ) from error
 
 
-class Saved:
+class SavedTensors:
     """Tensors written to `{stem}.safetensors`, or by several ranks to `{stem}-{rank}.safetensors`.
 
     `names` are the names of all tensors. Raises `CheckpointError` for files that are missing or
@@ -56,7 +56,7 @@ class Saved:
         self._directory = directory
         self._pieces: dict[str, list[tuple[Path, Slice | None]]] = {}
         for file in files:
-            for name, place in _places(file).items():
+            for name, place in _read_slices(file).items():
                 self._pieces.setdefault(name, []).append((file, place))
         self.names = list(self._pieces)
 
@@ -67,7 +67,7 @@ class Saved:
         """
         pieces = self._pieces[name]
         if where is None or pieces[0][1] is None:
-            with _opened(pieces[0][0]) as file:
+            with _open_tensors(pieces[0][0]) as file:
                 whole = file.get_tensor(name)
                 return whole if where is None or not whole.dim() else whole[where].clone()
         found: Tensor | None = None
@@ -80,7 +80,7 @@ class Saved:
             ]
             if any(part.start >= part.stop for part in common):
                 continue
-            with _opened(path) as file:
+            with _open_tensors(path) as file:
                 part = file.get_slice(name)[
                     tuple(_from(c, p) for c, p in zip(common, place, strict=True))
                 ]
@@ -99,7 +99,7 @@ def _from(part: slice, origin: slice) -> slice:
     return slice(part.start - origin.start, part.stop - origin.start)
 
 
-def _opened(path: Path) -> Any:
+def _open_tensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -108,9 +108,9 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _places(path: Path) -> dict[str, Slice | None]:
+def _read_slices(path: Path) -> dict[str, Slice | None]:
     """Return each tensor's slice of the whole tensor; None if it was saved whole."""
-    with _opened(path) as file:
+    with _open_tensors(path) as file:
         cut = json.loads((file.metadata() or {}).get(PLACES, "{}"))
         return {
             name: tuple(slice(*ends) for ends in cut[name]) if name in cut else None

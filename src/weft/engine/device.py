@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft.engine.flops import peak_of
+from weft.engine.flops import find_peak_rates
 from weft.errors import ConfigError
 from weft.kernels import flash, product
 from weft.observe import memory as observe_memory
@@ -26,7 +26,7 @@ MATMUL_SIZES = {"cpu": (512, 1024), "cuda": (8192,)}
 MATMUL_REPEATS = 3
 
 
-def best_device() -> torch.device:
+def choose_device() -> torch.device:
     """Return the current CUDA device (ROCm included) if there is one, else the CPU.
 
     Apple's `mps` must be requested explicitly: it has no float64, in which tokens are sampled.
@@ -41,10 +41,10 @@ def resolve_device(name: str | None) -> torch.device:
 
     Raises `ConfigError` if it cannot be used.
     """
-    return best_device() if name is None else _named(name)
+    return choose_device() if name is None else _parse_device(name)
 
 
-def _named(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -54,11 +54,11 @@ def _named(name: str) -> torch.device:
             f"device={name!r} cannot be used on this machine ({reason}); leave it out, or say cpu"
         ) from error
     if device.type == "cuda" and device.index is None:
-        return best_device()
+        return choose_device()
     return device
 
 
-def using(device: torch.device) -> AbstractContextManager[None]:
+def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which `device` is the current CUDA device of this thread.
 
     Each thread has a current device, by default 0. Kernels launched on another device than their
@@ -71,7 +71,7 @@ def using(device: torch.device) -> AbstractContextManager[None]:
     return current
 
 
-def synchronise(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has finished all its work, for correct timings."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -83,17 +83,17 @@ def wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def peak_memory_gb(device: torch.device) -> float:
+def measure_peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory in GiB.
 
     On CUDA it is the peak since `reset_peak_memory`, on a CPU since the process started.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
-    return observe_memory.peak_memory_gb()
+    return observe_memory.measure_peak_memory_gb()
 
 
-def memory_bytes(device: torch.device) -> int:
+def read_memory_bytes(device: torch.device) -> int:
     """Return the memory of the device; for a CPU, the memory that the process may use.
 
     A cgroup (of a container) may limit it.
@@ -101,7 +101,7 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *cgroup_limits()])
+    return min([physical, *read_cgroup_limits()])
 
 
 def free_bytes(device: torch.device) -> int:
@@ -113,7 +113,7 @@ def free_bytes(device: torch.device) -> int:
     )
 
 
-def cgroup_limits(
+def read_cgroup_limits(
     mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> list[int]:
     """Return the memory limits in bytes of this process's cgroup (v1 or v2) and its ancestors.
@@ -194,7 +194,7 @@ def set_tf32(enabled: bool, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def numerics(device: torch.device) -> dict[str, Any]:
+def describe_numerics(device: torch.device) -> dict[str, Any]:
     """Return the settings, besides the inputs, on which bitwise reproducibility depends.
 
     They are stored with a recovery point and compared on restart.
@@ -202,7 +202,7 @@ def numerics(device: torch.device) -> dict[str, Any]:
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {
         **({"tf32": True} if rounded else {}),
-        **({"flash_attention": flash.version()} if device.type == "cuda" else {}),
+        **({"flash_attention": flash.find_version()} if device.type == "cuda" else {}),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
@@ -210,7 +210,7 @@ def numerics(device: torch.device) -> dict[str, Any]:
     }
 
 
-def hardware(device: torch.device) -> dict[str, Any]:
+def describe_hardware(device: torch.device) -> dict[str, Any]:
     """Return facts about the device for display.
 
     They are its `name` and `memory` in bytes; for a GPU its `driver` and the maker's peak rates
@@ -218,21 +218,21 @@ def hardware(device: torch.device) -> dict[str, Any]:
     """
     if device.type != "cuda":
         return {
-            "name": _processor() if device.type == "cpu" else device.type,
-            "cores": _cores(),
-            "memory": memory_bytes(device),
+            "name": _read_processor_name() if device.type == "cpu" else device.type,
+            "cores": _count_cores(),
+            "memory": read_memory_bytes(device),
         }
     properties = torch.cuda.get_device_properties(device)
     found = {"name": properties.name, "memory": properties.total_memory}
-    if (driver := _driver()) is not None:
+    if (driver := _read_driver_version()) is not None:
         found["driver"] = driver
-    if (peak := peak_of(properties.name)) is not None:
+    if (peak := find_peak_rates(properties.name)) is not None:
         found |= {"tflops": peak.tflops, "gb_per_s": peak.gb_per_s}
     return found
 
 
-def hardware_line(facts: Mapping[str, Any], called: str) -> str:
-    """Format the facts of `hardware` as one line; `called` is the device's short name.
+def format_hardware(facts: Mapping[str, Any], called: str) -> str:
+    """Format the facts of `describe_hardware` as one line; `called` is the device's short name.
 
     Examples: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver 550.54.15,
     79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s).
@@ -250,21 +250,21 @@ def hardware_line(facts: Mapping[str, Any], called: str) -> str:
     return f"{called} ({', '.join(parts)})"
 
 
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _read_processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's name as its maker gives it, or else its architecture."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's kernel module, or None if it is unknown."""
     if version.is_file():
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text())
@@ -274,14 +274,15 @@ def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 
 
 @functools.cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a large matmul of random matrices: the best of several, measured once."""
     return max(
-        _rate(size, device, dtype) for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])
+        _measure_rate(size, device, dtype)
+        for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])
     )
 
 
-def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _measure_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     # Equal numbers switch fewer transistors than a network's, so a GPU multiplies them at a higher
     # clock: by 13% on an H100.
     random = torch.Generator(device).manual_seed(0)
@@ -290,9 +291,9 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     )
     seconds = []
     for _ in range(MATMUL_REPEATS + 1):  # the first one warms up
-        synchronise(device)
+        wait_for_device(device)
         start = time.perf_counter()
         product(left, right)
-        synchronise(device)
+        wait_for_device(device)
         seconds.append(time.perf_counter() - start)
     return 2.0 * size**3 / min(seconds[1:])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class Cost:
+class TokenCost:
     """Operations of a network per token.
 
     `products`: parameters that a token meets in matrix products: of experts those it is routed to,
@@ -26,7 +26,7 @@ class Cost:
     backward: int = 2
     late: int = 0
 
-    def training(
+    def count_training_flops(
         self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0
     ) -> float:
         """Return the operations of a forward and backward pass over segments of these lengths.
@@ -41,7 +41,7 @@ class Cost:
         products = self.products * tokens - self.late * (0.0 if rows is None else tokens - rows)
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
-    def shared(self, ranks: int) -> Cost:
+    def split_over_ranks(self, ranks: int) -> TokenCost:
         """Return the cost of one of `ranks` that share the tokens of every pack."""
         return replace(
             self,
@@ -51,12 +51,12 @@ class Cost:
         )
 
     @property
-    def per_token(self) -> float:
+    def flops_per_token(self) -> float:
         """Matmul operations of a trained token."""
         return (1 + self.backward) * 2.0 * self.products
 
 
-class ProductRate:
+class BestMatmulRate:
     """Best observed rate of matmuls on a device: measured, or that of a faster step."""
 
     def __init__(self, measure: Callable[[], float]) -> None:
@@ -67,7 +67,7 @@ class ProductRate:
         """Operations a second; measured on first use."""
         return self._measure()
 
-    def share(self, operations: float, seconds: float) -> float:
+    def compute_mfu(self, operations: float, seconds: float) -> float:
         """Return the MFU: the rate of a step as a share of the best rate, at most 1."""
         rate = operations / seconds
         self.best = max(self.best, rate)
@@ -75,7 +75,7 @@ class ProductRate:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakRates:
     """Peak rates of a GPU according to its maker.
 
     `tflops` is that of dense bfloat16 products (float16 if it has no bfloat16), summed in float32;
@@ -87,38 +87,38 @@ class Peak:
 
 
 # The first entry whose words are all in the GPU's name applies. From the makers' data sheets, without sparsity.
-PEAKS: tuple[tuple[str, Peak], ...] = (
-    ("B200", Peak(2250, 8000)),
-    ("H200 NVL", Peak(835, 4800)),
-    ("H200", Peak(989, 4800)),
-    ("H100 PCIe", Peak(756, 2000)),
-    ("H100 NVL", Peak(835, 3900)),
-    ("H100", Peak(989, 3350)),
-    ("H800", Peak(989, 3350)),
-    ("H20", Peak(148, 4000)),
-    ("A100 80GB SXM", Peak(312, 2039)),
-    ("A100 80GB", Peak(312, 1935)),
-    ("A100", Peak(312, 1555)),
-    ("A800", Peak(312, 2039)),
-    ("L40S", Peak(362, 864)),
-    ("L40", Peak(181, 864)),
-    ("L4", Peak(121, 300)),
-    ("A10G", Peak(70, 600)),
-    ("A10", Peak(125, 600)),
-    ("A30", Peak(165, 933)),
-    ("A40", Peak(150, 696)),
-    ("RTX 5090", Peak(209, 1792)),
-    ("RTX 4090", Peak(165, 1008)),
-    ("RTX 3090", Peak(71, 936)),
-    ("RTX A6000", Peak(155, 768)),
-    ("RTX 6000 Ada", Peak(364, 960)),
-    ("V100", Peak(125, 900)),
-    ("T4", Peak(65, 320)),
-    ("MI300X", Peak(1307, 5300)),
+PEAKS: tuple[tuple[str, PeakRates], ...] = (
+    ("B200", PeakRates(2250, 8000)),
+    ("H200 NVL", PeakRates(835, 4800)),
+    ("H200", PeakRates(989, 4800)),
+    ("H100 PCIe", PeakRates(756, 2000)),
+    ("H100 NVL", PeakRates(835, 3900)),
+    ("H100", PeakRates(989, 3350)),
+    ("H800", PeakRates(989, 3350)),
+    ("H20", PeakRates(148, 4000)),
+    ("A100 80GB SXM", PeakRates(312, 2039)),
+    ("A100 80GB", PeakRates(312, 1935)),
+    ("A100", PeakRates(312, 1555)),
+    ("A800", PeakRates(312, 2039)),
+    ("L40S", PeakRates(362, 864)),
+    ("L40", PeakRates(181, 864)),
+    ("L4", PeakRates(121, 300)),
+    ("A10G", PeakRates(70, 600)),
+    ("A10", PeakRates(125, 600)),
+    ("A30", PeakRates(165, 933)),
+    ("A40", PeakRates(150, 696)),
+    ("RTX 5090", PeakRates(209, 1792)),
+    ("RTX 4090", PeakRates(165, 1008)),
+    ("RTX 3090", PeakRates(71, 936)),
+    ("RTX A6000", PeakRates(155, 768)),
+    ("RTX 6000 Ada", PeakRates(364, 960)),
+    ("V100", PeakRates(125, 900)),
+    ("T4", PeakRates(65, 320)),
+    ("MI300X", PeakRates(1307, 5300)),
 )
 
 
-def model_of(name: str) -> str | None:
+def parse_gpu_model(name: str) -> str | None:
     """Return the GPU's model, such as A100 80GB SXM, from its driver name, or None.
 
     The driver's name of that one is `NVIDIA A100-SXM4-80GB`. None: the table lacks the GPU.
@@ -127,7 +127,7 @@ def model_of(name: str) -> str | None:
     return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)
 
 
-def peak_of(name: str) -> Peak | None:
+def find_peak_rates(name: str) -> PeakRates | None:
     """Return the peak of the GPU with this driver name, or None if the table lacks it."""
-    model = model_of(name)
+    model = parse_gpu_model(name)
     return None if model is None else dict(PEAKS)[model]

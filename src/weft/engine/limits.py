@@ -16,19 +16,19 @@ MOST_CACHE_GB = 1e6
 LEAST_TEMPERATURE = 1e-4
 
 
-def stop_problem(texts: Sequence[str]) -> str | None:
+def find_stop_problem(texts: Sequence[str]) -> str | None:
     if "" in texts:
         return "an empty text ends every completion at once; take it out"
     return None
 
 
-def stop_ids_problem(ids: Sequence[int]) -> str | None:
+def find_stop_ids_problem(ids: Sequence[int]) -> str | None:
     if all(0 <= id < 2**31 for id in ids):
         return None
     return "must hold ids of tokens, 0 or more"
 
 
-def cache_problem(gb: float) -> str | None:
+def find_cache_problem(gb: float) -> str | None:
     if not gb > 0.0:
         return "keys and values take room; write a number above 0, or leave it out"
     return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"

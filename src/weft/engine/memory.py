@@ -59,20 +59,20 @@ class NetworkShape:
     shards: int = 1
 
     @property
-    def ends(self) -> int:
+    def embedding_elements(self) -> int:
         """Elements of the whole embedding and output matrix, which are gathered for a whole pass."""
-        return min(self.whole, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
+        return min(self.all_parameters, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property
-    def whole(self) -> int:
+    def all_parameters(self) -> int:
         return self.parameters * self.shards
 
     @property
-    def block(self) -> int:
+    def block_elements(self) -> int:
         """Average elements of a whole block."""
-        return -(-(self.whole - self.ends) // max(1, self.layers))
+        return -(-(self.all_parameters - self.embedding_elements) // max(1, self.layers))
 
-    def kept_per_token(self) -> int:
+    def count_saved_per_token(self) -> int:
         """Return the number of elements of a token that a layer keeps for its backward pass.
 
         They are the hidden states before attention and before the MLP, the results of both norms,
@@ -81,45 +81,45 @@ class NetworkShape:
         rows, as attention and MLP read them.
         """
         return (
-            2 * (self.stream + self.hidden)
+            2 * (self.stream_width + self.hidden)
             + 2 * self.query
             + 2 * self.key
-            + self._gate_up
+            + self._mlp_saved
             + self.adapters
         )
 
-    def last_layer(self, tokens: int, rows: int) -> int:
+    def count_saved_in_last_layer(self, tokens: int, rows: int) -> int:
         """Return the elements that the last layer keeps for its backward pass.
 
         It computes the part after attention only for `rows` of its `tokens`. For these it keeps the
         result of attention once more; for the others it keeps neither the stream before the MLP nor
         anything computed from it, by adapters or otherwise.
         """
-        late = self.stream + self.hidden + self._gate_up + self.adapters
-        return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
+        late = self.stream_width + self.hidden + self._mlp_saved + self.adapters
+        return tokens * (self.count_saved_per_token() - late) + rows * (late + self.query)
 
     @property
-    def stream(self) -> int:
+    def stream_width(self) -> int:
         """Elements of a token's state between attention and MLP on a rank that shares rows."""
         return -(-self.hidden // self.row_ranks)
 
     @property
-    def widest(self) -> int:
+    def largest_matrix(self) -> int:
         """Elements of the largest matrix of a block."""
         return self.hidden * max((2 if self.gated else 1) * self.inner, self.query + 2 * self.key)
 
     @property
-    def _gate_up(self) -> int:
+    def _mlp_saved(self) -> int:
         """Elements that the MLP keeps of a token for its backward pass."""
         return (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
 
-    def working_per_token(self) -> int:
+    def count_working_per_token(self) -> int:
         """Return the peak number of elements of a token alive within one layer's backward pass."""
         return 3 * self.hidden + (4 if self.gated else 3) * self.inner
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """Settings of a role and its device that determine memory.
 
     `chunk_rows`: tokens whose logits exist at once; `recompute`: every n-th layer is recomputed (0:
@@ -151,7 +151,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Work:
+class CallDemand:
     """Largest memory demands of one call.
 
     `tokens` and `rows` are those of the largest micro-batch, `parts` the number of micro-batches of
@@ -173,8 +173,8 @@ class Work:
 class RoleMemory:
     """Memory of one role in bytes.
 
-    `call` is the peak of a call on top of `held`; gradients and activations don't peak together.
-    `away` is the part of `held` that is in host memory between calls.
+    `call` is the peak of a call on top of `permanent`; gradients and activations don't peak together.
+    `away` is the part of `permanent` that is in host memory between calls.
     """
 
     parameters: int
@@ -188,11 +188,13 @@ class RoleMemory:
     away: int = 0
 
     @property
-    def held(self) -> int:
+    def permanent(self) -> int:
         return self.parameters + self.masters + self.optimizer + self.kept
 
 
-def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> RoleMemory:
+def estimate(
+    shape: NetworkShape, settings: MemorySettings, works: Iterable[CallDemand]
+) -> RoleMemory:
     """Return the memory of one role for these calls."""
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
@@ -202,11 +204,11 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     apart = settings.dtype != "float32"
     on_device = 0 if settings.offload_optimizer else 1
     works = list(works)
-    calls = [_call(shape, settings, trainable, work) for work in works]
+    calls = [_estimate_call(shape, settings, trainable, work) for work in works]
     adds_up = settings.sums_once and any(work.backward and work.parts > 1 for work in works)
     parameters = (shape.parameters - shape.rounded) * width + shape.rounded_bytes
     masters = trainable * WIDE * apart * on_device
-    state = _states(shape, settings, trainable) * on_device
+    state = _count_state_bytes(shape, settings, trainable) * on_device
     cache = max((cache for _, cache, _ in calls), default=0)
     kept = cache if settings.keeps_cache else 0
     return RoleMemory(
@@ -217,15 +219,15 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
         activations=max((activations for activations, _, _ in calls), default=0),
         cache=cache,
         call=max((most for _, _, most in calls), default=0)
-        + (_gathered(shape, settings, adds_up=adds_up) if calls else 0)
-        + (shape.widest * width if shape.rounded else 0),
+        + (_count_gathered_bytes(shape, settings, adds_up=adds_up) if calls else 0)
+        + (shape.largest_matrix * width if shape.rounded else 0),
         kept=kept,
         away=(parameters + masters + kept) * settings.weights_leave
         + state * settings.optimizer_leaves,
     )
 
 
-def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
+def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
     """Return the bytes of parameters and gradients that sharing ranks gather at once.
 
     They are the embedding and the output matrix, a block and the next one, which is being gathered,
@@ -236,17 +238,17 @@ def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
     if shape.shards == 1:
         return 0
     if settings.reshards:
-        elements = min(shape.ends + 2 * shape.block, shape.whole)
+        elements = min(shape.embedding_elements + 2 * shape.block_elements, shape.all_parameters)
     else:
-        elements = shape.whole
+        elements = shape.all_parameters
     if settings.trained and shape.trainable == shape.parameters:
-        gradient = (shape.whole if adds_up else shape.block) * WIDE
+        gradient = (shape.all_parameters if adds_up else shape.block_elements) * WIDE
     else:
         gradient = 0
     return elements * BYTES[settings.dtype] + gradient
 
 
-def _states(shape: NetworkShape, settings: Settings, trainable: int) -> int:
+def _count_state_bytes(shape: NetworkShape, settings: MemorySettings, trainable: int) -> int:
     """Return the bytes of the optimizer state; with 8-bit states embeddings keep float32."""
     wide = 0
     if settings.state_dtype == "8bit" and trainable == shape.parameters:
@@ -255,14 +257,14 @@ def _states(shape: NetworkShape, settings: Settings, trainable: int) -> int:
     return int(SLOTS[settings.optimizer] * each)
 
 
-def total(roles: Mapping[str, RoleMemory]) -> int:
+def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
     """Return the peak number of bytes of all roles on one device."""
-    stays = sum(role.held - role.away for role in roles.values())
+    stays = sum(role.permanent - role.away for role in roles.values())
     return stays + max((role.away + role.call for role in roles.values()), default=0)
 
 
-def _call(
-    shape: NetworkShape, settings: Settings, trainable: int, work: Work
+def _estimate_call(
+    shape: NetworkShape, settings: MemorySettings, trainable: int, work: CallDemand
 ) -> tuple[int, int, int]:
     """Return the bytes of (activations, cache, peak) of one call."""
     width = BYTES[settings.dtype]
@@ -278,30 +280,30 @@ def _call(
         logits += shape.vocab * shape.hidden * WIDE * settings.widens
         return logits, cache, logits + (0 if settings.keeps_cache else cache)
     alone = 1 + CAPPED_CHUNKS * shape.capped
-    ends = 2 * work.tokens * shape.stream * width + work.rows * shape.hidden * width
+    ends = 2 * work.tokens * shape.stream_width * width + work.rows * shape.hidden * width
     if not work.backward:
         working = (
             work.tokens
             * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner))
             * width
         )
-        working += _narrow(shape, settings, work)
+        working += _count_fp8_copies(shape, settings, work)
         chunks = alone if settings.in_place else SCORING_CHUNKS
         most = ends + max(working, chunks * head + packed)
         return most, 0, most
     again = shape.layers // settings.recompute if settings.recompute else 0
-    layer = work.tokens * shape.kept_per_token() * width
-    kept = (shape.layers - again) * layer + again * work.tokens * shape.stream * width
+    layer = work.tokens * shape.count_saved_per_token() * width
+    kept = (shape.layers - again) * layer + again * work.tokens * shape.stream_width * width
     if not again or shape.layers % settings.recompute:
-        kept += shape.last_layer(work.tokens, work.rows) * width - layer
+        kept += shape.count_saved_in_last_layer(work.tokens, work.rows) * width - layer
     if settings.in_place:
         chunks = alone
     else:
         chunks = TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
     working = (
-        work.tokens * shape.working_per_token() * width
+        work.tokens * shape.count_working_per_token() * width
         + (layer if again else 0)
-        + _narrow(shape, settings, work)
+        + _count_fp8_copies(shape, settings, work)
     )
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = 0 if settings.offload_optimizer else trainable * WIDE
@@ -313,12 +315,12 @@ def _call(
     early = activations + (
         gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1)
     )
-    ends += work.tokens * (shape.hidden - shape.stream) * width
+    ends += work.tokens * (shape.hidden - shape.stream_width) * width
     late = gradients + ends + (0 if settings.adds_rows else embedding * (1 + shape.tied))
     return activations, 0, max(early, late)
 
 
-def _narrow(shape: NetworkShape, settings: Settings, work: Work) -> int:
+def _count_fp8_copies(shape: NetworkShape, settings: MemorySettings, work: CallDemand) -> int:
     """Return the bytes of 8-bit copies of both operands of the widest product.
 
     Each operand is copied in both memory orders that products read.

@@ -12,7 +12,7 @@ from weft.data.groups import PART
 from weft.data.sample import SequenceSample
 
 
-def cut(
+def split_batch(
     batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group"]
 ) -> list[SequenceSample]:
     """Split a batch into parts of at most `max_tokens` tokens.
@@ -31,13 +31,13 @@ def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
     return SequenceSample.gather(parts).regroup().select(ids=ids)
 
 
-def sample_ids(part: SequenceSample) -> list[str]:
+def list_sample_ids(part: SequenceSample) -> list[str]:
     """Return the original ids, also if groups were split."""
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
 
 
-def sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
+def list_sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
     """Return (id, index of the completion within its id) of every sequence.
 
     The keys do not depend on how groups were split.

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from weft.writing import destination, rename
+from weft.writing import rename, resolve_destination
 
 
-def labelled(name: str) -> AbstractContextManager[object]:
+def label_work(name: str) -> AbstractContextManager[object]:
     """Return a context manager whose work has this name in a trace."""
     label: AbstractContextManager[object] = torch.profiler.record_function(name)
     return label
 
 
-class Trace:
+class DeviceTrace:
     """Trace of one thread's operators and GPU kernels; starts when it is created.
 
     It must be ended in the thread that created it.
@@ -41,4 +41,4 @@ class Trace:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name("." + path.name)
         self._profiler.export_chrome_trace(str(temporary))
-        rename(temporary, destination(path))
+        rename(temporary, resolve_destination(path))

@@ -12,7 +12,7 @@ NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}  # type -> t
 MOST = 1_000_000
 
 
-def problem(value: Any) -> str | None:
+def find_problem(value: Any) -> str | None:
     """Return what is wrong with a value of the option, or None."""
     if value is None:
         return None
@@ -31,11 +31,11 @@ def problem(value: Any) -> str | None:
     return None
 
 
-def number_of(value: Mapping[str, Any]) -> float:
+def read_factor(value: Mapping[str, Any]) -> float:
     """Return the option's factor or alpha."""
     return float(value[NUMBERS[value["type"]]])
 
 
-def context(value: Mapping[str, Any] | None, positions: int) -> int:
+def compute_context(value: Mapping[str, Any] | None, positions: int) -> int:
     """Return the number of positions that a model with `positions` has with the option."""
-    return positions if value is None else int(positions * number_of(value))
+    return positions if value is None else int(positions * read_factor(value))

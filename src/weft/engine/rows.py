@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.algorithms.base import host_array
+from weft.algorithms.base import to_host_array
 from weft.data import arrays
 from weft.data.sample import SequenceSample
-from weft.engine.shared_prefixes import shared_prefixes
+from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import DataError
 from weft.kernels import put
-from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network.packed import Packed
-from weft.models.network.support import Support
+from weft.models.network.support import SamplingSupport
 
 Index = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class PackLayout:
     prefix: Index  # number of tokens of the shared prefix
 
     @classmethod
-    def of(cls, sample: SequenceSample) -> PackLayout:
+    def from_sample(cls, sample: SequenceSample) -> PackLayout:
         """Return the layout without sharing: every completion has its own prompt.
 
         Raises `DataError` if there are no completions, or if a completion and its prompt are both
@@ -75,11 +75,11 @@ class PackLayout:
             )
         return cls(group, prompts[group], length, np.arange(len(group)), np.zeros_like(length))
 
-    def by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
+    def share_by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
         """Return the layout in which completions of one id share their prompt.
 
         A prompt is shared if it has `least` tokens (default `LEAST_PROMPT`) or more, and if that
-        saves at least `spared` tokens.
+        saves at least `num_saved_tokens` tokens.
         """
         first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
@@ -94,7 +94,7 @@ class PackLayout:
             prefix=np.where(worth, self.prompt - 1, 0),
         )
 
-    def by_prefix(self, sample: SequenceSample) -> PackLayout:
+    def share_by_prefix(self, sample: SequenceSample) -> PackLayout:
         """Return the layout in which prompts share common prefixes, whatever their ids.
 
         `sample` must be the sample of this layout. A prefix has at least `LEAST_PROMPT` - 1 tokens
@@ -102,10 +102,12 @@ class PackLayout:
         """
         if "prompt" not in sample.data:
             return self
-        prompts = [host_array(prompt) for prompt in sample.sequences("prompt")]
+        prompts = [to_host_array(prompt) for prompt in sample.sequences("prompt")]
         first = self.first.copy()
         prefix = self.prefix.copy()
-        for shared in shared_prefixes([prompts[id] for id in self.group], max(1, LEAST_PROMPT - 1)):
+        for shared in find_shared_prefixes(
+            [prompts[id] for id in self.group], max(1, LEAST_PROMPT - 1)
+        ):
             first[list(shared.sequences)], prefix[list(shared.sequences)] = (
                 shared.sequences[0],
                 shared.size,
@@ -118,9 +120,9 @@ class PackLayout:
         return self.prompt + self.length
 
     @property
-    def spared(self) -> int:
+    def num_saved_tokens(self) -> int:
         """Number of tokens saved by sharing."""
-        return int((self.prefix - self.lead).sum())
+        return int((self.prefix - self.lead_lengths).sum())
 
     @cached_property
     def order(self) -> Index:
@@ -128,24 +130,24 @@ class PackLayout:
         return np.argsort(self.first, kind="stable")
 
     @cached_property
-    def lead(self) -> Index:
+    def lead_lengths(self) -> Index:
         """Tokens of a shared prefix directly before its first sequence, `[S]`; 0 elsewhere."""
         return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
-    def segments(self) -> Index:
+    def segment_lengths(self) -> Index:
         """Lengths of the pack's segments: shared prefixes, their continuations and whole sequences."""
-        both = np.stack([self.lead, self.lengths - self.prefix], axis=1)[self.order]
+        both = np.stack([self.lead_lengths, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
     @cached_property
     def starts(self) -> Index:
         """Start of each completion in the pack, `[S]`."""
         ends = np.empty_like(self.length)
-        ends[self.order] = np.cumsum((self.lead + self.lengths - self.prefix)[self.order])
+        ends[self.order] = np.cumsum((self.lead_lengths + self.lengths - self.prefix)[self.order])
         return ends - self.length
 
-    def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
+    def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """Return the index in the pack of each sequence's rows, and a mask of those that exist.
 
         Each completion token has a row, followed by `extra` rows.
@@ -156,18 +158,22 @@ class PackLayout:
         exists = within + np.repeat(self.prompt, counts) > 0
         return np.where(exists, row, row + 1), exists
 
-    def joins(self) -> tuple[Join, ...]:
+    def list_joins(self) -> tuple[PrefixContinuation, ...]:
         """Return each shared prefix and its continuations as spans of the pack."""
         ends = self.starts + self.length
         found = []
-        for first in self.order[self.lead[self.order] > 0]:
+        for first in self.order[self.lead_lengths[self.order] > 0]:
             last = np.flatnonzero(self.first == first)[-1]
             start = int(ends[first] - self.lengths[first] + self.prefix[first])
-            found.append(Join((start - int(self.lead[first]), start), (start, int(ends[last]))))
+            found.append(
+                PrefixContinuation(
+                    (start - int(self.lead_lengths[first]), start), (start, int(ends[last]))
+                )
+            )
         return tuple(found)
 
     @property
-    def pairs_across(self) -> float:
+    def num_cross_pairs(self) -> float:
         """Number of (query, key) pairs between shared prefixes and their continuations."""
         return float(((self.lengths - self.prefix) * self.prefix).sum())
 
@@ -185,40 +191,40 @@ def pack(
     tokens = []
     positions = []
     for s in layout.order:
-        lead = int(layout.lead[s])
+        lead = int(layout.lead_lengths[s])
         prefix = int(layout.prefix[s])
         if prompts is not None:
             prompt = prompts[layout.group[s]]
             tokens += [prompt[:lead], prompt[prefix:]]
         tokens.append(completions[s])
         positions += [np.arange(lead), np.arange(prefix, layout.lengths[s])]
-    flat = put(torch.as_tensor(arrays.concat(tokens)).to(torch.int64), device)
-    rows, exists = layout.rows(extra)
+    flat = put(torch.as_tensor(arrays.concatenate(tokens)).to(torch.int64), device)
+    rows, exists = layout.index_rows(extra)
     last = np.repeat(layout.starts + layout.length - 1, layout.length + extra)
     following = np.minimum(np.where(exists, rows + 1, rows), last)
     return Packed(
         tokens=flat,
         positions=put(np.concatenate(positions), device),
-        attention=_context(layout, device),
+        attention=_build_context(layout, device),
         rows=put(rows, device),
         labels=flat[put(following, device)],
     )
 
 
-def _context(layout: PackLayout, device: torch.device) -> Dense | Prefixed:
-    sizes = layout.segments
+def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed:
+    sizes = layout.segment_lengths
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     dense = Dense(put(cu_seqlens, device), int(sizes.max()), int(sizes.sum()))
-    joins = layout.joins()
+    joins = layout.list_joins()
     if not joins:
         return dense
     return Prefixed(dense, joins, put(layout.starts + layout.length - 1, device))
 
 
-class _Sum(torch.autograd.Function):
+class _SumBySequence(torch.autograd.Function):
     """Sum rows `[N]` by sequence to `[S]`.
 
-    The backward pass is `_Spread`'s forward pass; both directions add in row order and are bitwise
+    The backward pass is `_RepeatByRow`'s forward pass; both directions add in row order and are bitwise
     reproducible.
     """
 
@@ -234,7 +240,7 @@ class _Sum(torch.autograd.Function):
         return gradients[0].repeat_interleave(ctx.saved_tensors[0], output_size=ctx.num_rows), None
 
 
-class _Spread(torch.autograd.Function):
+class _RepeatByRow(torch.autograd.Function):
     """Repeat each sequence's value `[S]` at each of its rows `[N]`."""
 
     @staticmethod
@@ -275,7 +281,7 @@ class SampleRows:
         numbers = np.repeat(np.arange(self.num_sequences), layout.length)
         self.sequence = self._on_device(numbers)
         self._known: dict[str, Tensor] = {}
-        self.exists = self._on_device(layout.rows()[1])
+        self.exists = self._on_device(layout.index_rows()[1])
         if "loss_mask" in self:
             mask = self["loss_mask"]
         else:
@@ -322,11 +328,11 @@ class SampleRows:
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sum rows `[N]` by sequence to `[S]`, in row order on every device."""
-        return _Sum.apply(rows, self._counts)
+        return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
         """Repeat sequence values `[S]` at each row `[N]`."""
-        return _Spread.apply(sequences, self._counts, self.num_rows)
+        return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Return the indices `[P]`, `[P]` of (better, worse) sequences, in index order.
@@ -334,10 +340,10 @@ class SampleRows:
         Both are in the same group and comparison, and the better one has the smaller rank. Without
         the key `comparison`, a group is one comparison.
         """
-        rank = host_array(self._sample.data["rank"])
+        rank = to_host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)
         if "comparison" in self:
-            comparison = host_array(self._sample.data["comparison"])
+            comparison = to_host_array(self._sample.data["comparison"])
         else:
             comparison = zeros
         group = self._layout.group
@@ -356,17 +362,17 @@ class SampleRows:
         return put(np.ascontiguousarray(array), self._device)
 
 
-def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
+def build_support(sample: SequenceSample, device: torch.device) -> SamplingSupport | None:
     """Return the ids kept by top-k, top-p or min-p at each row, or None if the batch has none."""
     if "support" not in sample.data:
         return None
-    counts = host_array(sample.data["support_counts"])
-    return Support(
+    counts = to_host_array(sample.data["support_counts"])
+    return SamplingSupport(
         put(sample.data["support"], device), put(sample.data["support_counts"], device), counts
     )
 
 
-def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
+def build_given_ids(sample: SequenceSample, device: torch.device) -> Tensor:
     """Return the ids whose log-probs are wanted at each row, int `[N, K]`.
 
     Raises `DataError` if the batch has none.
@@ -378,7 +384,7 @@ def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
     return put(sample.data["given_ids"], device)
 
 
-def as_sample(
+def to_sample(
     sample: SequenceSample, layout: PackLayout, out: Mapping[str, Tensor]
 ) -> SequenceSample:
     """Return the network's outputs by the ids of `sample`, on the CPU.

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.base import Output, host_array
+from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
-from weft.engine.service_place import Place
+from weft.engine.service_address import ServiceAddress
 from weft.engine.service_spec import ServiceSpec
-from weft.engine.service_transport import Outputs, OverHTTP, Transport
+from weft.engine.service_transport import HTTPTransport, ServiceMetadata, ServiceTransport
 from weft.errors import ConfigError, RunError
 from weft.extras import install
 from weft.host import http
-from weft.host.http import Trouble
+from weft.host.http import RequestFailure
 from weft.protocol.tensors import DATATYPES, Tensor
 
 T = TypeVar("T")
@@ -47,14 +47,14 @@ class ServiceClient:
     """
 
     role: str
-    place: Place
+    place: ServiceAddress
     spec: ServiceSpec
-    _transport: Transport = field(init=False, repr=False)
-    _known: Outputs | None = field(default=None, repr=False)
+    _transport: ServiceTransport = field(init=False, repr=False)
+    _known: ServiceMetadata | None = field(default=None, repr=False)
     _closing: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
-        self._transport = transport(self.place, self.spec.timeout_s)
+        self._transport = build_transport(self.place, self.spec.timeout_s)
 
     def compute(
         self, batch: SequenceSample, want: frozenset[Output], temperature: float
@@ -73,7 +73,7 @@ class ServiceClient:
             raise ConfigError(
                 f"{self.role}.url: a server gives scores and log-probs, not {wanted}{limited}"
             )
-        name = self._output(wanted, temperature)
+        name = self._choose_output(wanted, temperature)
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
         rows = [
             ([*prompts[int(group)], *completion.tolist()], len(prompts[int(group)]))
@@ -88,7 +88,9 @@ class ServiceClient:
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         made = [
             values
-            for part in self._map(lambda part: self._ask(part, name, temperature), parts)
+            for part in self._map_concurrently(
+                lambda part: self._ask(part, name, temperature), parts
+            )
             for values in part
         ]
         if wanted == "scores":
@@ -98,7 +100,7 @@ class ServiceClient:
         flat = np.concatenate(made) if made else np.zeros(0, np.float32)
         return batch.like("completion", logprobs=flat.astype(np.float32)).select(keys=["logprobs"])
 
-    def _map(
+    def _map_concurrently(
         self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
     ) -> list[list[Any]]:
         """Return the answers in order; after a failure no more requests are sent."""
@@ -112,10 +114,10 @@ class ServiceClient:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _output(self, wanted: str, temperature: float) -> str:
+    def _choose_output(self, wanted: str, temperature: float) -> str:
         """Return the model's output to read. Raises `ConfigError` if none is suitable."""
         if self._known is None:
-            self._known = self._repeated(self._transport.metadata)
+            self._known = self._call_with_retries(self._transport.fetch_metadata)
         found = [name for name in NAMES[wanted] if name in self._known.outputs]
         if not found or IDS not in self._known.inputs:
             raise ConfigError(
@@ -135,12 +137,14 @@ class ServiceClient:
     def _ask(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
         """One number a row, or the log-probs of each row's completion."""
         assert self._known is not None
-        inputs = self._inputs(rows, self._known.inputs)
+        inputs = self._build_inputs(rows, self._known.inputs)
         if name == "logprobs" and temperature != 1.0:
             own = {"temperature": float(temperature)}
         else:
             own = {}
-        values = host_array(self._repeated(lambda: self._transport.infer(inputs, name, own)))
+        values = to_host_array(
+            self._call_with_retries(lambda: self._transport.infer(inputs, name, own))
+        )
         tokens = len(rows)
         longest = inputs[IDS].shape[1]
         shapes = {
@@ -151,7 +155,7 @@ class ServiceClient:
             name not in shapes and values.size != tokens
         ):
             raise RunError(
-                f"{self._where()}: the output {name} has the shape {list(values.shape)} for "
+                f"{self._describe_address()}: the output {name} has the shape {list(values.shape)} for "
                 f"{tokens} x {longest} tokens"
             )
         if name not in shapes:
@@ -162,11 +166,13 @@ class ServiceClient:
                 made.append(values[index, start : len(ids)].astype(np.float32))
             else:
                 made.append(
-                    _log_softmax(values[index, start - 1 : len(ids) - 1], ids[start:], temperature)
+                    _compute_log_softmax(
+                        values[index, start - 1 : len(ids) - 1], ids[start:], temperature
+                    )
                 )
         return made
 
-    def _inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
+    def _build_inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the rows, padded at the end, in the types of the model's inputs."""
         longest = max(len(ids) for ids, _ in rows)
         made = {
@@ -180,46 +186,46 @@ class ServiceClient:
             if name in types
         }
 
-    def _repeated(self, ask: Callable[[], T | Trouble]) -> T:
+    def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
         """Return the answer, with retries if they may help. Raises `RunError`."""
         jitter = random.Random()
         attempt = 0
-        while isinstance(came := ask(), Trouble):
+        while isinstance(came := ask(), RequestFailure):
             last = (
-                not came.again
-                or came.after > http.LONGEST_S
+                not came.is_retryable
+                or came.retry_after_s > http.MAX_DELAY_S
                 or attempt == self.spec.retries
                 or self._closing.is_set()
             )
             if last:
                 times = f" (asked {attempt + 1} times)" if attempt else ""
-                said = f": {came.said.strip()[:200]!r}" if came.said.strip() else ""
-                raise RunError(f"{self._where()}: {came.what}{times}{said}; {came.fix}")
-            time.sleep(http.pause(attempt, came.after, jitter))
+                said = f": {came.response.strip()[:200]!r}" if came.response.strip() else ""
+                raise RunError(f"{self._describe_address()}: {came.cause}{times}{said}; {came.fix}")
+            time.sleep(http.compute_retry_delay(attempt, came.retry_after_s, jitter))
             attempt += 1
         return came
 
-    def _where(self) -> str:
+    def _describe_address(self) -> str:
         return f"{self.role}.url={self.place.url}"
 
 
-def transport(place: Place, timeout_s: float) -> Transport:
+def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport:
     """Return the transport for the URL's scheme.
 
     Raises `ConfigError` for gRPC if it isn't installed.
     """
     if place.scheme in ("http", "https"):
-        return OverHTTP(place, timeout_s)
+        return HTTPTransport(place, timeout_s)
     try:
-        from weft.engine.service_grpc import OverGRPC
+        from weft.engine.service_grpc import GRPCTransport
     except ImportError as error:
         raise ConfigError(
             f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}"
         ) from None
-    return OverGRPC(place, timeout_s)
+    return GRPCTransport(place, timeout_s)
 
 
-def _log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:
+def _compute_log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:
     """Log-probs [n] of `ids` under rows of logits [n, V], in float32 sums of float64."""
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=-1, keepdims=True)

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import numpy as np
 
-from weft.engine.service_place import Place
-from weft.engine.service_transport import Outputs
+from weft.engine.service_address import ServiceAddress
+from weft.engine.service_transport import ServiceMetadata
 from weft.errors import DataError
 from weft.host import http
-from weft.host.http import Trouble
+from weft.host.http import RequestFailure
 from weft.protocol import messages
 from weft.protocol.tensors import Tensor
 
@@ -33,8 +33,8 @@ FIXES = {
 LARGEST = -1  # bytes of a message: no bound
 
 
-class OverGRPC:
-    def __init__(self, place: Place, timeout_s: float) -> None:
+class GRPCTransport:
+    def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place
         self._timeout_s = timeout_s
         options = [
@@ -48,37 +48,38 @@ class OverGRPC:
             )
         else:
             self._channel = grpc.insecure_channel(place.address, options)
-        self._calls = {name: self._call(name) for name in ("ModelMetadata", "ModelInfer")}
+        self._calls = {name: self._build_call(name) for name in ("ModelMetadata", "ModelInfer")}
         if place.token is not None:
             self._metadata = [("authorization", f"Bearer {place.token}")]
         else:
             self._metadata = []
 
-    def metadata(self) -> Outputs | Trouble:
+    def fetch_metadata(self) -> ServiceMetadata | RequestFailure:
         came = self._send(
-            "ModelMetadata", messages.message("ModelMetadataRequest")(name=self._place.model)
+            "ModelMetadata",
+            messages.get_message_class("ModelMetadataRequest")(name=self._place.model),
         )
-        if isinstance(came, Trouble):
+        if isinstance(came, RequestFailure):
             return came
-        return Outputs(
+        return ServiceMetadata(
             {entry.name: entry.datatype for entry in came.inputs},
             tuple(entry.name for entry in came.outputs),
         )
 
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
-    ) -> Tensor | Trouble:
-        request = messages.message("ModelInferRequest")(model_name=self._place.model)
+    ) -> Tensor | RequestFailure:
+        request = messages.get_message_class("ModelInferRequest")(model_name=self._place.model)
         messages.write_tensors(inputs, request.inputs, request.raw_input_contents)
         messages.write_parameters(parameters, request.parameters)
         request.outputs.add(name=output)
         came = self._send("ModelInfer", request)
-        if isinstance(came, Trouble):
+        if isinstance(came, RequestFailure):
             return came
         try:
             return np.asarray(messages.read_tensors(came.outputs, came.raw_output_contents)[output])
         except (DataError, KeyError):
-            return Trouble(
+            return RequestFailure(
                 "the answer lacks the output that was asked for",
                 f"check the model at {self._place.url}",
                 False,
@@ -87,11 +88,11 @@ class OverGRPC:
     def close(self) -> None:
         self._channel.close()
 
-    def _call(self, name: str) -> Any:
+    def _build_call(self, name: str) -> Any:
         return self._channel.unary_unary(
             f"/{messages.SERVICE}/{name}",
             request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=messages.message(f"{name}Response").FromString,
+            response_deserializer=messages.get_message_class(f"{name}Response").FromString,
         )
 
     def _send(self, name: str, request: Any) -> Any:
@@ -102,7 +103,7 @@ class OverGRPC:
             if code == grpc.StatusCode.UNAUTHENTICATED:
                 said = ""
             else:
-                said = http.without(error.details() or "", self._place.token)
-            return Trouble(
+                said = http.mask_key(error.details() or "", self._place.token)
+            return RequestFailure(
                 code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, said
             )

@@ -1,4 +1,4 @@
-"""Calls of the inference protocol over HTTP and gRPC; they return an answer or a `Trouble`."""
+"""Calls of the inference protocol over HTTP and gRPC; they return an answer or a `RequestFailure`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 
-from weft.engine.service_place import Place
+from weft.engine.service_address import ServiceAddress
 from weft.errors import DataError
 from weft.host import http
-from weft.host.http import Trouble
+from weft.host.http import RequestFailure
 from weft.protocol.tensors import LENGTH_HEADER, Tensor, pack, read_object, unpack
 
 STATUS_FIXES = {
@@ -25,23 +25,23 @@ STATUS_FIXES = {
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ServiceMetadata:
     """Names of a model's outputs, and names and types of its inputs."""
 
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
 
 
-class Transport(Protocol):
-    def metadata(self) -> Outputs | Trouble: ...
+class ServiceTransport(Protocol):
+    def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
-    ) -> Tensor | Trouble: ...
+    ) -> Tensor | RequestFailure: ...
     def close(self) -> None: ...
 
 
-class OverHTTP:
-    def __init__(self, place: Place, timeout_s: float) -> None:
+class HTTPTransport:
+    def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place
         self._timeout_s = timeout_s
         self._base = f"{place.scheme}://{place.address}/v2/models/{quote(place.model, safe='')}"
@@ -54,48 +54,48 @@ class OverHTTP:
             headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=not place.loopback
         )
 
-    def metadata(self) -> Outputs | Trouble:
+    def fetch_metadata(self) -> ServiceMetadata | RequestFailure:
         came = self._send("GET", self._base)
-        if isinstance(came, Trouble):
+        if isinstance(came, RequestFailure):
             return came
         with contextlib.suppress(DataError, KeyError, TypeError, AttributeError):
             said = read_object(came.content)
             inputs = {entry["name"]: entry["datatype"] for entry in said["inputs"]}
-            return Outputs(inputs, tuple(entry["name"] for entry in said["outputs"]))
-        return _not_understood(self._place)
+            return ServiceMetadata(inputs, tuple(entry["name"] for entry in said["outputs"]))
+        return _build_reply_trouble(self._place)
 
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
-    ) -> Tensor | Trouble:
+    ) -> Tensor | RequestFailure:
         head: dict[str, Any] = {"outputs": [{"name": output, "parameters": {"binary_data": True}}]}
         if parameters:
             head["parameters"] = dict(parameters)
         body, length = pack(head, "inputs", inputs, set(inputs))
         headers = {LENGTH_HEADER: str(length), "Content-Type": "application/octet-stream"}
         came = self._send("POST", f"{self._base}/infer", content=body, headers=headers)
-        if isinstance(came, Trouble):
+        if isinstance(came, RequestFailure):
             return came
         with contextlib.suppress(DataError, ValueError, KeyError):
             size = came.headers.get(LENGTH_HEADER)
             return np.asarray(
                 unpack(came.content, None if size is None else int(size), "outputs")[1][output]
             )
-        return _not_understood(self._place)
+        return _build_reply_trouble(self._place)
 
     def close(self) -> None:
         self._client.close()
 
-    def _send(self, method: str, url: str, **more: Any) -> httpx.Response | Trouble:
+    def _send(self, method: str, url: str, **more: Any) -> httpx.Response | RequestFailure:
         try:
             response = self._client.request(method, url, **more)
         except httpx.TimeoutException:
-            return _late(self._timeout_s)
+            return _build_timeout_trouble(self._timeout_s)
         except httpx.HTTPError as error:
-            return Trouble(
+            return RequestFailure(
                 type(error).__name__,
                 "start the server, or correct url",
                 True,
-                http.without(str(error), self._place.token),
+                http.mask_key(str(error), self._place.token),
             )
         status = response.status_code
         if status == 200:
@@ -103,29 +103,29 @@ class OverHTTP:
         if status in (401, 403):
             said = ""
         else:
-            said = http.without(response.text, self._place.token)
+            said = http.mask_key(response.text, self._place.token)
         fix = STATUS_FIXES.get(
             status, "look at the server's log" if status >= 500 else "check url and the model"
         )
-        return Trouble(
+        return RequestFailure(
             f"status {status}",
             fix,
-            http.may_repeat(status),
+            http.is_retryable_status(status),
             said,
-            http.seconds(response.headers.get("Retry-After")),
+            http.parse_retry_after(response.headers.get("Retry-After")),
         )
 
 
-def _late(timeout_s: float) -> Trouble:
-    return Trouble(
+def _build_timeout_trouble(timeout_s: float) -> RequestFailure:
+    return RequestFailure(
         f"no answer within service.timeout_s={timeout_s:g} seconds",
         "raise it, lower service.rows, or check that the server works",
         True,
     )
 
 
-def _not_understood(place: Place) -> Trouble:
-    return Trouble(
+def _build_reply_trouble(place: ServiceAddress) -> RequestFailure:
+    return RequestFailure(
         "the answer is none of the inference protocol",
         f"check that {place.url} is of such a server (KServe v2, Triton)",
         False,

@@ -27,13 +27,13 @@ class SharedPrefix:
 
 
 @dataclass(eq=False)
-class _Common:
+class _CommonPrefix:
     """Common prefix of `size` tokens of the sequences `start` to `end` in sorted order."""
 
     start: int
     end: int
     size: int
-    longer: list[_Common]  # longer common prefixes of some of these sequences
+    longer: list[_CommonPrefix]  # longer common prefixes of some of these sequences
     # sizes of the prefixes of this one in the tree, in ascending order; 0 is the empty prefix
     shorter: list[int] = field(default_factory=lambda: [0])
     # worth[i]: this prefix is chosen if the longest chosen one of `shorter` is the i-th;
@@ -42,13 +42,15 @@ class _Common:
     chosen: int = 0
 
 
-def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
+def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
     """Return the prefixes that save most tokens in all.
 
     Each has at least `least` >= 1 tokens, and never the last token of a prompt.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes())
-    tree = _tree([_alike(prompts[a], prompts[b]) for a, b in pairwise(order)], least)
+    tree = _build_prefix_tree(
+        [_count_common_tokens(prompts[a], prompts[b]) for a, b in pairwise(order)], least
+    )
     for one in reversed(tree):
         for longer in one.longer:
             longer.shorter = [*one.shorter, one.size]
@@ -75,14 +77,14 @@ def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]
     return sorted(made, key=lambda prefix: prefix.sequences)
 
 
-def _tree(common: Sequence[int], least: int) -> list[_Common]:
+def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]:
     """Return all common prefixes, given the lengths of those of neighbors.
 
     Longer prefixes of fewer sequences come before shorter ones of more.
     """
-    made: list[_Common] = []
+    made: list[_CommonPrefix] = []
     # prefixes that are not yet in a larger one, by their first and by their last sequence
-    ends: dict[int, _Common] = {}
+    ends: dict[int, _CommonPrefix] = {}
     for at in sorted(
         (at for at, size in enumerate(common) if size >= least), key=lambda at: -common[at]
     ):
@@ -91,7 +93,7 @@ def _tree(common: Sequence[int], least: int) -> list[_Common]:
         if left is not None and left.size == common[at]:
             one = left
         else:
-            one = _Common(
+            one = _CommonPrefix(
                 at if left is None else left.start, at, common[at], [] if left is None else [left]
             )
             made.append(one)
@@ -102,7 +104,7 @@ def _tree(common: Sequence[int], least: int) -> list[_Common]:
     return made
 
 
-def _alike(one: Tokens, other: Tokens) -> int:
+def _count_common_tokens(one: Tokens, other: Tokens) -> int:
     """Return the number of equal first tokens of two prompts, without the last token of either."""
     most = max(0, min(len(one), len(other)) - 1)
     differing = np.flatnonzero(one[:most] != other[:most])

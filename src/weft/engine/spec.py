@@ -12,12 +12,17 @@ from typing import Any, Literal, cast, get_args
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
 from weft.engine.adapters_spec import LoRASpec, PrefixSpec, check_adapters
-from weft.engine.limits import cache_problem, check_temperature, stop_ids_problem, stop_problem
+from weft.engine.limits import (
+    check_temperature,
+    find_cache_problem,
+    find_stop_ids_problem,
+    find_stop_problem,
+)
 from weft.errors import ConfigError
 from weft.extras import install
 from weft.options import option
-from weft.parallel.schedule import Kind, placement_of
-from weft.reading import url_problem
+from weft.parallel.schedule import Kind, build_placement
+from weft.reading import find_url_problem
 from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
@@ -131,7 +136,7 @@ class OptimizerSpec:
                 f"run: {install('8bit')}"
             )
 
-    def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
+    def build_schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
         """Return the schedule over `total_steps` optimizer steps, less those of frozen epochs.
 
         Raises `ConfigError` if no steps are left.
@@ -182,7 +187,7 @@ class ModelSpec:
     path: str | None = option(
         None,
         "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40",
-        check=url_problem,
+        check=find_url_problem,
     )
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(
@@ -262,7 +267,7 @@ class ModelSpec:
         None,
         "extend the model's context: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; "
         "saved in config.json",
-        check=rope_scaling.problem,
+        check=rope_scaling.find_problem,
     )
     router_aux_loss_coef: float | None = option(
         None,
@@ -347,7 +352,7 @@ class ModelSpec:
                 "recomputes every layer; set one of them"
             )
         if self.pipeline_stages_per_rank is not None:
-            self.placed(Layout())
+            self.with_virtual_stages(Layout())
         if self.residual_dropout_lima and not self.residual_dropout:
             raise ConfigError(
                 "residual_dropout_lima=true ramps residual_dropout, which is 0; set that, such as "
@@ -373,7 +378,7 @@ class ModelSpec:
             pipeline=sizes.pipeline_parallel_size,
         )
         if self.layout is None:
-            return self.placed(named)
+            return self.with_virtual_stages(named)
         parsed = Layout.parse(self.layout, trained=sharded)
         if self.zero_stage is not None and parsed.data > 1 and (parsed.fsdp > 1) != sharded:
             raise ConfigError(
@@ -385,14 +390,14 @@ class ModelSpec:
             raise ConfigError(
                 f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them"
             )
-        return self.placed(parsed)
+        return self.with_virtual_stages(parsed)
 
-    def placed(self, layout: Layout) -> Layout:
+    def with_virtual_stages(self, layout: Layout) -> Layout:
         """Return the layout with the pipeline stages per rank of the role's schedule.
 
         Raises `ConfigError` for a number of stages that the schedule doesn't support.
         """
-        placement = placement_of(
+        placement = build_placement(
             cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank
         )
         if layout.pipeline == 1:
@@ -469,12 +474,14 @@ class GenerationSpec:
     )
     greedy: bool = option(False, "take the likeliest token instead of sampling")
     stop: list[str] = option(
-        [], "texts that end a completion, besides the end-of-sequence token", check=stop_problem
+        [],
+        "texts that end a completion, besides the end-of-sequence token",
+        check=find_stop_problem,
     )
     stop_ids: list[int] = option(
         [],
         "token ids that end a completion, besides the end-of-sequence token",
-        check=stop_ids_problem,
+        check=find_stop_ids_problem,
     )
     max_support: int = option(
         1024,
@@ -487,7 +494,7 @@ class GenerationSpec:
         "GiB that keys and values take at most; a GPU keeps what they needed from one call to the "
         "next; absent: a quarter of "
         "the device's memory, on a GPU 90% of what is free where that is less",
-        check=cache_problem,
+        check=find_cache_problem,
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
@@ -506,7 +513,7 @@ class GenerationSpec:
         check_temperature(self.temperature, self.greedy)
 
     @property
-    def most_new_tokens(self) -> int:
+    def new_token_limit(self) -> int:
         """Value of `max_new_tokens`, or its default if the model's context is unknown."""
         if self.max_new_tokens is None:
             return MAX_NEW_TOKENS

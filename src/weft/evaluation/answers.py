@@ -7,33 +7,33 @@ from dataclasses import dataclass, replace
 
 from weft.engine.base import Request
 from weft.errors import DataError
-from weft.evaluation.models import Opened
-from weft.evaluation.prompts import Prompt
-from weft.evaluation.settings import Settings
+from weft.evaluation.models import OpenedModel
+from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.settings import SamplingSettings
 
 Progress = Callable[[int, int], None]  # (finished answers, all answers)
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """One completion: its text without end tokens, its token ids, and "stop" or "length"."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish: str
+    finish_reason: str
 
 
-def sample(
-    opened: Opened,
-    prompts: Sequence[Prompt],
-    settings: Sequence[Settings],
+def sample_answers(
+    opened: OpenedModel,
+    prompts: Sequence[EvaluationPrompt],
+    settings: Sequence[SamplingSettings],
     *,
     samples: int = 1,
     system: str | None = None,
     plain: bool = False,
     progress: Progress | None = None,
-) -> list[list[list[Answer]]]:
-    """Return the answers as `[prompt][setting][sample]`.
+) -> list[list[list[SampledAnswer]]]:
+    """Return the answers as `[prompt][setting][sample_answers]`.
 
     Greedy settings give one answer per prompt, since all would be equal. All requests share one
     generator, so a slow answer does not delay the others. Raises `DataError` for a prompt that
@@ -41,9 +41,9 @@ def sample(
     """
     # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
-    asked = [prompt.token_ids(tokenizer, system=system, plain=plain) for prompt in prompts]
+    asked = [prompt.tokenize(tokenizer, system=system, plain=plain) for prompt in prompts]
     specs = [
-        replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.stop_ids()])
+        replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.list_stop_ids()])
         for each in settings
     ]
     requests = [
@@ -52,7 +52,9 @@ def sample(
             k,
             ids,
             k,
-            max_new_tokens=_room(opened, prompts[index], ids, spec.most_new_tokens),
+            max_new_tokens=_compute_max_new_tokens(
+                opened, prompts[index], ids, spec.new_token_limit
+            ),
             sampling=spec,
         )
         for index, ids in enumerate(asked)
@@ -62,7 +64,7 @@ def sample(
     # Generate until all requests are finished.
     tokens: dict[tuple[str, int], list[int]] = {(request.id, request.k): [] for request in requests}
     ends: dict[tuple[str, int], str] = {}
-    most = max(spec.most_new_tokens for spec in specs)
+    most = max(spec.new_token_limit for spec in specs)
     with opened.engine.generating(
         replace(specs[0], max_new_tokens=most, min_new_tokens=0, tokenizer=tokenizer)
     ) as generator:
@@ -75,16 +77,20 @@ def sample(
                     if progress is not None:
                         progress(len(ends), len(requests))
     # Decode the tokens.
-    made: list[list[list[Answer]]] = [[[] for _ in settings] for _ in prompts]
+    made: list[list[list[SampledAnswer]]] = [[[] for _ in settings] for _ in prompts]
     for request in requests:
         index, kind = map(int, request.id.split("/"))
         ids = tokens[request.id, request.k]
         text = tokenizer.decode_after(list(request.prompt), ids, skip_special=True)
-        made[index][kind].append(Answer(text.strip(), tuple(ids), ends[request.id, request.k]))
+        made[index][kind].append(
+            SampledAnswer(text.strip(), tuple(ids), ends[request.id, request.k])
+        )
     return made
 
 
-def _room(opened: Opened, prompt: Prompt, ids: Sequence[int], most: int) -> int:
+def _compute_max_new_tokens(
+    opened: OpenedModel, prompt: EvaluationPrompt, ids: Sequence[int], most: int
+) -> int:
     """Return the maximum new tokens: `most`, or fewer if the model's context is shorter."""
     if opened.context is None:
         return most

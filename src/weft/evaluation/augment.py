@@ -1,6 +1,6 @@
 """Add bad replies to rankings, in last place: replies of a weak model, or degraded good replies.
 
-The output is written in parts of `AT_ONCE` rows, so that an interrupted command can resume with the
+The output is written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume with the
 same result. The first line of the unfinished file has the options. Random draws depend only on the
 seed and on the row or the number of its part.
 """
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from weft import randomness, writing
-from weft.data.bad_replies import Replied, replied_rows, worse
+from weft.data.bad_replies import PromptReplies, make_worse_reply, read_replies
 from weft.data.rows import BadRow
-from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
 from weft.evaluation import rewards
-from weft.evaluation.answers import Progress, sample
-from weft.evaluation.models import Opened
-from weft.evaluation.prompts import MOST_REPORTED, Prompt
-from weft.evaluation.settings import Settings
-from weft.writing import opened, replacing
+from weft.evaluation.answers import Progress, sample_answers
+from weft.evaluation.models import OpenedModel
+from weft.evaluation.prompts import MAX_REPORTED, EvaluationPrompt
+from weft.evaluation.settings import SamplingSettings
+from weft.writing import open_file, replace_file
 
-AT_ONCE = 64  # rows per part
+ROWS_PER_PART = 64  # rows per part
 
 
 @dataclass(frozen=True)
-class Plan:
+class AugmentationOptions:
     """Options of the bad replies.
 
     `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row, of
@@ -45,19 +45,19 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Weak:
+class WeakModel:
     """The model whose replies rank last, with its sampling settings.
 
     `reward` selects among several replies.
     """
 
-    opened: Opened
-    settings: Settings
-    reward: Opened | None = None
+    opened: OpenedModel
+    settings: SamplingSettings
+    reward: OpenedModel | None = None
 
 
 @dataclass
-class Made:
+class AugmentationCounts:
     """Numbers of rows written with bad replies, written without, and left out."""
 
     augmented: int = 0
@@ -65,26 +65,26 @@ class Made:
     left_out: int = 0
 
 
-def read(paths: Sequence[str]) -> list[Replied]:
+def read(paths: Sequence[str]) -> list[PromptReplies]:
     """Read the rows with replies from the files; ids are made unique.
 
     Raises `DataError` with each row that has no replies.
     """
-    found = list[Replied]()
+    found = list[PromptReplies]()
     wrong = list[str]()
     seen = dict[str, int]()
     for place, row in (
         each for path in paths for file in find_files(path) for each in read_rows(file)
     ):
         try:
-            if isinstance(row, Unreadable):
-                raise BadRow(row.wrong)
-            for made in replied_rows(row, len(found)):
+            if isinstance(row, UnreadableRow):
+                raise BadRow(row.reason)
+            for made in read_replies(row, len(found)):
                 times = seen[made.id] = seen.get(made.id, 0) + 1
                 found.append(made if times == 1 else replace(made, id=f"{made.id}-{times}"))
         except (BadRow, DataError) as error:
             wrong.append(f"{place}: {error}")
-            if len(wrong) == MOST_REPORTED:
+            if len(wrong) == MAX_REPORTED:
                 break
     if wrong:
         raise DataError("\n".join(["these rows have no replies to rank:", *wrong]))
@@ -94,13 +94,13 @@ def read(paths: Sequence[str]) -> list[Replied]:
 
 
 def write(
-    rows: Sequence[Replied],
-    plan: Plan,
-    weak: Weak | None,
+    rows: Sequence[PromptReplies],
+    plan: AugmentationOptions,
+    weak: WeakModel | None,
     file: Path,
     said: Mapping[str, Any],
     progress: Progress | None = None,
-) -> Made:
+) -> AugmentationCounts:
     """Write `file`, or resume from the unfinished file of an interrupted command.
 
     `said` are the options; an unfinished file with other options is refused. Raises `ConfigError`
@@ -113,23 +113,23 @@ def write(
     part = file.with_name(f"{file.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     first = json.dumps(dict(said), sort_keys=True)
-    lines = _begun(part, first)
-    done = Made()
+    lines = _read_unfinished(part, first)
+    done = AugmentationCounts()
     # Append each missing part to the unfinished file.
-    for start in range(0, len(rows), AT_ONCE):
-        chunk = rows[start : start + AT_ONCE]
-        number = start // AT_ONCE
+    for start in range(0, len(rows), ROWS_PER_PART):
+        chunk = rows[start : start + ROWS_PER_PART]
+        number = start // ROWS_PER_PART
         if number < len(lines):
             made = lines[number]
         else:
-            made = json.dumps(_made(chunk, rows, plan, weak, number), ensure_ascii=False)
-            with opened(part, "a", encoding="utf-8") as stream:
+            made = json.dumps(_augment_part(chunk, rows, plan, weak, number), ensure_ascii=False)
+            with open_file(part, "a", encoding="utf-8") as stream:
                 stream.write(made + "\n")
             lines.append(made)
         if progress is not None:
-            progress(min(start + AT_ONCE, len(rows)), len(rows))
+            progress(min(start + ROWS_PER_PART, len(rows)), len(rows))
     # Write the rows of all parts to the final file.
-    with replacing(file) as partial, partial.open("w", encoding="utf-8") as stream:
+    with replace_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
         for said_here in map(json.loads, lines):
             done.left_out += said_here["left_out"]
             for row in said_here["rows"]:
@@ -141,7 +141,7 @@ def write(
     return done
 
 
-def _begun(part: Path, first: str) -> list[str]:
+def _read_unfinished(part: Path, first: str) -> list[str]:
     """Return the complete lines of the unfinished file; start a new one if there is none.
 
     Raises `ConfigError` if the file has other options.
@@ -160,14 +160,20 @@ def _begun(part: Path, first: str) -> list[str]:
     return whole
 
 
-def _made(
-    chunk: Sequence[Replied], rows: Sequence[Replied], plan: Plan, weak: Weak | None, number: int
+def _augment_part(
+    chunk: Sequence[PromptReplies],
+    rows: Sequence[PromptReplies],
+    plan: AugmentationOptions,
+    weak: WeakModel | None,
+    number: int,
 ) -> dict[str, Any]:
     """Return the output rows of `chunk`, which is part `number`, and the count of rows left out."""
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
     sampled = iter(
-        _sampled(drawn, plan, weak, number) if weak is not None and drawn else [None] * len(drawn)
+        _sample_weak_replies(drawn, plan, weak, number)
+        if weak is not None and drawn
+        else [None] * len(drawn)
     )
     made = list[dict[str, Any]]()
     left_out = 0
@@ -175,17 +181,17 @@ def _made(
         bad = [
             found
             for kind in plan.kinds
-            if taken and (found := worse(kind, row, rows, plan.seed)) is not None
+            if taken and (found := make_worse_reply(kind, row, rows, plan.seed)) is not None
         ]
         answer = next(sampled) if taken else None
-        bad += [] if answer is None or row.has(answer) else [row.alike(answer)]
-        written = list(_written(row, bad, plan.pairs))
+        bad += [] if answer is None or row.has_reply(answer) else [row.match_whitespace(answer)]
+        written = list(_build_rows(row, bad, plan.pairs))
         made = made + written
         left_out = left_out + (not written)
     return {"left_out": left_out, "rows": made}
 
 
-def _written(row: Replied, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
+def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
     """Yield a ranking with the bad replies, or a pair of the best reply with each bad one.
 
     A row with one reply alone is no ranking and is left out.
@@ -194,37 +200,37 @@ def _written(row: Replied, bad: Sequence[str], pairs: bool) -> Iterator[dict[str
         for place, reply in enumerate(bad):
             yield {
                 "id": f"{row.id}/{place}",
-                **row.asked,
+                **row.prompt_columns,
                 "chosen": row.replies[0],
                 "rejected": reply,
             }
     elif bad or len(row.replies) > 1:
         yield {
             "id": row.id,
-            **row.asked,
+            **row.prompt_columns,
             "replies": list(row.replies),
             **({"augmented": list(bad)} if bad else {}),
         }
 
 
-def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> list[str | None]:
+def _sample_weak_replies(
+    rows: Sequence[PromptReplies], plan: AugmentationOptions, weak: WeakModel, number: int
+) -> list[str | None]:
     """Return a reply of the weak model to each row, or None.
 
     If there is a reward model, it selects the best of several. An entry is None if the reply is
     empty or the prompt does not fit in the context.
     """
-    prompts = {place: _prompt(row) for place, row in enumerate(rows) if row.messages}
+    prompts = {place: _build_prompt(row) for place, row in enumerate(rows) if row.messages}
     opened, context = weak.opened, weak.opened.context
     if context is not None:
         prompts = {
-            n: each
-            for n, each in prompts.items()
-            if len(each.token_ids(opened.tokenizer)) < context
+            n: each for n, each in prompts.items() if len(each.tokenize(opened.tokenizer)) < context
         }
     # Sample with a seed that depends on the part, so that a resumed command gives the same replies.
     spec = replace(weak.settings.spec, seed=weak.settings.spec.seed + number)
     if prompts:
-        answers = sample(
+        answers = sample_answers(
             opened,
             list(prompts.values()),
             [replace(weak.settings, spec=spec)],
@@ -240,7 +246,9 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
     if weak.reward is None:
         return [said[place][0] if place in said else None for place in range(len(rows))]
     # Select the best reply to each row by reward.
-    scores = rewards.score(weak.reward, [prompts[place] for place in said], list(said.values()))
+    scores = rewards.score_replies(
+        weak.reward, [prompts[place] for place in said], list(said.values())
+    )
     best = {
         place: texts[int(found.argmax())]
         for (place, texts), found in zip(said.items(), scores, strict=True)
@@ -248,13 +256,15 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
     return [best.get(place) for place in range(len(rows))]
 
 
-def _prompt(row: Replied) -> Prompt:
+def _build_prompt(row: PromptReplies) -> EvaluationPrompt:
     """Return the row's prompt; without a chat template a model gets only the last message."""
-    return Prompt(
+    return EvaluationPrompt(
         row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages
     )
 
 
-def _draw(row: Replied, seed: int) -> float:
+def _draw(row: PromptReplies, seed: int) -> float:
     """Return a number in [0, 1) that depends on the seed and the row's id."""
-    return float(randomness.uniforms(randomness.key(seed, "augmented", id=row.id), [0])[0])
+    return float(
+        randomness.draw_uniforms(randomness.derive_key(seed, "augmented", id=row.id), [0])[0]
+    )

@@ -11,27 +11,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.evaluation.answers import Answer
-from weft.evaluation.prompts import Prompt
+from weft.evaluation.answers import SampledAnswer
+from weft.evaluation.prompts import EvaluationPrompt
 from weft.evaluation.sampling_report import write
 
 
 @dataclass(frozen=True)
-class Choice:
+class RankedAnswers:
     """The answers to one prompt with their scores, best first."""
 
-    prompt: Prompt
-    answers: tuple[Answer, ...]
+    prompt: EvaluationPrompt
+    answers: tuple[SampledAnswer, ...]
     scores: tuple[float, ...]
 
 
 def choose(
-    prompts: Sequence[Prompt],
-    answers: Sequence[Sequence[Answer]],
+    prompts: Sequence[EvaluationPrompt],
+    answers: Sequence[Sequence[SampledAnswer]],
     scores: Sequence[npt.NDArray[np.float64]],
     *,
     finished_only: bool = True,
-) -> list[Choice]:
+) -> list[RankedAnswers]:
     """Sort each prompt's distinct answers by score; prompts without a non-empty answer are dropped.
 
     With `finished_only`, answers cut at the length limit are dropped if any other answer is
@@ -45,19 +45,21 @@ def choose(
             if answer.text
         }
         kept = list(distinct.values())
-        whole = [pair for pair in kept if pair[0].finish == "stop"]
+        whole = [pair for pair in kept if pair[0].finish_reason == "stop"]
         kept = whole if finished_only and whole else kept
         if kept:
             kept.sort(key=lambda pair: -pair[1])
             made.append(
-                Choice(
+                RankedAnswers(
                     prompt, tuple(answer for answer, _ in kept), tuple(value for _, value in kept)
                 )
             )
     return made
 
 
-def save(choices: Sequence[Choice], folder: Path, *, least: float | None = None) -> dict[str, int]:
+def save(
+    choices: Sequence[RankedAnswers], folder: Path, *, least: float | None = None
+) -> dict[str, int]:
     """Write three files and return the number of rows in each.
 
     `selected.jsonl`: rows of the `chat` form with the best answer, to train on with SFT; with
@@ -69,22 +71,22 @@ def save(choices: Sequence[Choice], folder: Path, *, least: float | None = None)
     good = [choice for choice in choices if least is None or choice.scores[0] >= least]
     several = [choice for choice in choices if choice.scores[0] > choice.scores[-1]]
     files = {
-        "selected.jsonl": [_chat(choice, 0) for choice in good],
-        "rejected.jsonl": [_chat(choice, -1) for choice in several],
-        "comparison.jsonl": [_pair(choice) for choice in several],
+        "selected.jsonl": [_build_chat_row(choice, 0) for choice in good],
+        "rejected.jsonl": [_build_chat_row(choice, -1) for choice in several],
+        "comparison.jsonl": [_build_pair_row(choice) for choice in several],
     }
     for name, rows in files.items():
         write(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return {name: len(rows) for name, rows in files.items()}
 
 
-def _chat(choice: Choice, index: int) -> dict[str, Any]:
+def _build_chat_row(choice: RankedAnswers, index: int) -> dict[str, Any]:
     reply = {"role": "assistant", "content": choice.answers[index].text}
     messages: Iterable[Mapping[str, Any]] = [*choice.prompt.messages, reply]
     return {"id": choice.prompt.id, "messages": list(messages), "score": choice.scores[index]}
 
 
-def _pair(choice: Choice) -> dict[str, Any]:
+def _build_pair_row(choice: RankedAnswers) -> dict[str, Any]:
     return {
         "id": choice.prompt.id,
         "prompt": list(choice.prompt.messages),

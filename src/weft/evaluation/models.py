@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints import kind
 from weft.checkpoints.names import ADAPTER
-from weft.checkpoints.prefix_files import holds_prefix, read_prefix
+from weft.checkpoints.prefix_files import has_prefix, read_prefix
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
-SCORED = (*kind.SCORED, "ForTokenClassification")  # architectures that give scores, not text
+SCORED = (
+    *kind.SCORE_ARCHITECTURES,
+    "ForTokenClassification",
+)  # architectures that give scores, not text
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model with its tokenizer.
 
     `path` is the directory or hub name, and `context` the maximum number of tokens if the config
@@ -47,13 +50,13 @@ class Opened:
         return str(self.adapter or self.path)
 
 
-def open_policy(spec: ModelSpec) -> Opened:
+def open_policy(spec: ModelSpec) -> OpenedModel:
     """Open the model at `spec.path` to sample from.
 
     Raises `UserError` if the model cannot generate text.
     """
-    check_talks(str(spec.path))
-    adapter = _adapter_at(str(spec.path))
+    check_generates_text(str(spec.path))
+    adapter = _find_adapter(str(spec.path))
     if adapter and spec.quantize is not None:
         raise CheckpointError(
             f"{adapter} is an adapter, which rounding to few bits would blur; leave "
@@ -61,21 +64,21 @@ def open_policy(spec: ModelSpec) -> Opened:
             "merge it into its model first: weft convert merge"
         )
     if adapter:
-        spec = _base_of(adapter, spec)
+        spec = _find_base_model(adapter, spec)
     opened = _open(spec, adapter)
     if adapter:
         _add_adapter(opened.engine, adapter, str(spec.path))
     return opened
 
 
-def open_scorer(spec: ModelSpec) -> Opened:
+def open_scorer(spec: ModelSpec) -> OpenedModel:
     """Open the reward model at `spec.path`. Raises `UserError` if it has no score head."""
     path = str(spec.path)
-    if _adapter_at(path):
+    if _find_adapter(path):
         raise CheckpointError(
             f"{path} is an adapter; merge it into its reward model first: weft convert merge"
         )
-    kinds = _architectures(path)
+    kinds = _read_architectures(path)
     if kinds and not is_scorer(path):
         raise CheckpointError(
             f"{path} is no reward model ({kinds[0]} has no score head); train one with weft "
@@ -84,29 +87,29 @@ def open_scorer(spec: ModelSpec) -> Opened:
     return _open(spec.with_head("score", trained=False), None)
 
 
-def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
+def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
     from weft.checkpoints import hf_io
     from weft.data.tokenizer import Tokenizer
     from weft.data.tokenizer_files import COMMAND
-    from weft.engine.backends.auto import chosen
+    from weft.engine.backends.auto import choose_backend
     from weft.registry import backends
     from weft.topology import Layout
 
     validate(spec)
     path = str(spec.path)
-    spec = chosen(spec)
+    spec = choose_backend(spec)
     prefix = read_prefix(path)
-    if prefix is not None and not _tokenizes(Path(path)) and spec.tokenizer.path is None:
+    if prefix is not None and not _has_tokenizer(Path(path)) and spec.tokenizer.path is None:
         spec = replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
     tokenizer = Tokenizer.load(spec.tokenizer, path, option=COMMAND)
     engine = backends.get(spec.backend)(spec, Layout())
-    context = context_length(hf_io.read_raw(path))
+    context = find_context_length(hf_io.read_raw(path))
     if context is not None and prefix is not None:
         context -= prefix.num_tokens
-    return Opened(engine, tokenizer, path, context, adapter, spec.notes)
+    return OpenedModel(engine, tokenizer, path, context, adapter, spec.notes)
 
 
-def context_length(values: Mapping[str, Any]) -> int | None:
+def find_context_length(values: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions in a config.json, by any of its names, or None."""
     found = (
         values.get(name)
@@ -117,20 +120,20 @@ def context_length(values: Mapping[str, Any]) -> int | None:
 
 def is_scorer(path: str) -> bool:
     """Return whether the model at `path`, a directory or a hub name, has a score head."""
-    return kind.gives_scores({"architectures": _architectures(path)})
+    return kind.is_reward_model({"architectures": _read_architectures(path)})
 
 
-def _architectures(path: str) -> list[str]:
+def _read_architectures(path: str) -> list[str]:
     from weft.checkpoints import hf_io
 
-    if _adapter_at(path):
+    if _find_adapter(path):
         return []
     return [str(each) for each in hf_io.read_raw(path).get("architectures") or []]
 
 
-def check_talks(path: str) -> None:
+def check_generates_text(path: str) -> None:
     """Raise `CheckpointError` for a model with a score head, which cannot generate text."""
-    for each in _architectures(path):
+    for each in _read_architectures(path):
         if any(name in each for name in SCORED):
             raise CheckpointError(
                 f"{path} is a reward or value model ({each}): it gives scores, not text; name an "
@@ -138,23 +141,23 @@ def check_talks(path: str) -> None:
             )
 
 
-def _adapter_at(path: str) -> Path | None:
+def _find_adapter(path: str) -> Path | None:
     """Return the path if it is a directory of LoRA adapters, else None.
 
     A directory with a trained prefix does not count: it is opened as a model, together with its
     base.
     """
     folder = Path(path).expanduser()
-    if (folder / ADAPTER).exists() and not holds_prefix(folder):
+    if (folder / ADAPTER).exists() and not has_prefix(folder):
         return folder
     return None
 
 
-def _tokenizes(folder: Path) -> bool:
+def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer_config.json").exists()
 
 
-def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
+def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
     """Return the base model of an adapter, with the adapter's tokenizer if there is one.
 
     Raises `CheckpointError` if the adapter scores, or does not name its base.
@@ -172,7 +175,7 @@ def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
             f"{adapter / ADAPTER} does not name its base model; merge it with weft convert merge "
             f"--base"
         )
-    if _tokenizes(adapter):
+    if _has_tokenizer(adapter):
         own = TokenizerSpec(path=str(adapter))
     else:
         own = model.tokenizer
@@ -188,10 +191,10 @@ def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
 
     from weft.checkpoints import hf_io, peft_io
     from weft.models.network import lora
-    from weft.models.network.parameters import values
-    from weft.topology import whole
+    from weft.models.network.parameters import find_canonical_values
+    from weft.topology import build_whole_slice
 
-    stored = hf_io.Reader(hf_io.resolve(base), "lm").dtype
+    stored = hf_io.ParameterReader(hf_io.resolve(base), "lm").dtype
     network = peft_io.load_adapted(
         base, adapter, "lm", torch.promote_types(stored, torch.float32), exact=True
     )
@@ -201,12 +204,15 @@ def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
             f"embedding; merge it into its "
             "base first: weft convert merge"
         )
-    scales = lora.scales(network)
-    merged = lora.merge(values(network), scales)
+    scales = lora.collect_scales(network)
+    merged = lora.merge(find_canonical_values(network), scales)
     names = {f"{layer}.weight" for layer in scales} | {
-        *peft_io.replaced_whole(adapter, network).values()
+        *peft_io.find_replaced_parameters(adapter, network).values()
     }
     engine.write(
-        ((name, whole(tuple(merged[name].shape)), merged[name]) for name in sorted(names)),
+        (
+            (name, build_whole_slice(tuple(merged[name].shape)), merged[name])
+            for name in sorted(names)
+        ),
         version=0,
     )

@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.asked import conversation, need_prompt, prompt_text
-from weft.data.fixed_prompts import MOST_REPORTED, prompt_rows
+from weft.data.fixed_prompts import MAX_REPORTED, read_prompt_rows
 from weft.data.messages import Message
+from weft.data.prompt_columns import read_conversation, read_prompt_text, require_prompt_key
 from weft.data.rows import BadRow
-from weft.data.sources import Unreadable
+from weft.data.sources import UnreadableRow
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EvaluationPrompt:
     """A prompt: `text` as in the file, and the `messages` for a chat model."""
 
     id: str
     text: str
     messages: tuple[Message, ...]
 
-    def token_ids(
+    def tokenize(
         self, tokenizer: Tokenizer, *, system: str | None = None, plain: bool = False
     ) -> list[int]:
         """Return the token ids of the prompt, in the chat template's form if there is one.
@@ -41,23 +41,23 @@ class Prompt:
         return tokenizer.encode_chat([*first, *self.messages], add_generation_prompt=True)
 
 
-def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
     """Read the prompts of a JSON, JSONL(.gz), Parquet or .txt file.
 
     A .txt file has one prompt per line, a JSONL file can have one quoted text per line. Rows have a
     prompt or messages in the columns that datasets use. Raises `DataError` with each row that has
     none.
     """
-    prompts = list[Prompt]()
+    prompts = list[EvaluationPrompt]()
     wrong = list[str]()
-    for place, row in prompt_rows(path):
+    for place, row in read_prompt_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
         try:
-            prompts.append(_prompt(row, str(len(prompts))))
+            prompts.append(_parse_prompt(row, str(len(prompts))))
         except BadRow as error:
             wrong.append(f"{place}: {error}")
-            if len(wrong) == MOST_REPORTED:
+            if len(wrong) == MAX_REPORTED:
                 break
     if wrong:
         raise DataError("\n".join(["these rows are no prompts:", *wrong]))
@@ -66,15 +66,15 @@ def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def _prompt(row: Any, number: str) -> Prompt:
-    if isinstance(row, Unreadable):
-        raise BadRow(row.wrong)
+def _parse_prompt(row: Any, number: str) -> EvaluationPrompt:
+    if isinstance(row, UnreadableRow):
+        raise BadRow(row.reason)
     if not isinstance(row, Mapping):
         raise BadRow("it is no JSON object")
-    key = need_prompt(row, None, "prompt")
-    asked = tuple(conversation(row, key))
+    key = require_prompt_key(row, None, "prompt")
+    asked = tuple(read_conversation(row, key))
     if isinstance(row[key], str):
-        text = prompt_text(row, key)
+        text = read_prompt_text(row, key)
     else:
         text = str(asked[-1]["content"])
-    return Prompt(str(row.get("id", number)), text, asked)
+    return EvaluationPrompt(str(row.get("id", number)), text, asked)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.base import host_array
+from weft.algorithms.base import to_host_array
 from weft.data.datasets.base import DatasetUtility, TableDataset
-from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
-from weft.evaluation.models import Opened
+from weft.evaluation.models import OpenedModel
 from weft.registry import datasets
 
 ORDERED = ("preference", "paired_comparison", "ranking")
@@ -24,7 +24,7 @@ IDS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class Group:
+class PairCounts:
     """Pair counts and score gap of one row."""
 
     category: str
@@ -34,13 +34,13 @@ class Group:
     gap: float  # mean score of the best-ranked replies less that of the worst-ranked
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """Number of all pairs."""
         return self.right + self.wrong + self.tied
 
 
 @dataclass(frozen=True)
-class Summary:
+class AgreementSummary:
     """Agreement with the order of the replies, over several rows.
 
     `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over
@@ -57,9 +57,9 @@ class Summary:
     margin: float
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Summary:
+    def from_counts(cls, groups: Sequence[PairCounts]) -> AgreementSummary:
         """Summarize the groups of several rows."""
-        pairs = np.array([group.pairs for group in groups], dtype=np.float64)
+        pairs = np.array([group.num_pairs for group in groups], dtype=np.float64)
         right = np.array([group.right for group in groups], dtype=np.float64)
         wrong = np.array([group.wrong for group in groups], dtype=np.float64)
         gaps = np.array([group.gap for group in groups])
@@ -73,7 +73,7 @@ class Summary:
 
 
 def evaluate(
-    opened: Opened,
+    opened: OpenedModel,
     path: str,
     kind: str,
     *,
@@ -82,7 +82,7 @@ def evaluate(
     args: Mapping[str, Any] | None = None,
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
-) -> list[Group]:
+) -> list[PairCounts]:
     """Score every row of `path`, a dataset of type `kind`, and return one group per row.
 
     Rows without two replies of different rank have no group. `category` is the column that groups
@@ -103,21 +103,21 @@ def evaluate(
         **limits,
         **(args or {}),
     ).table
-    categories = _categories(path, split, category)
+    categories = _read_categories(path, split, category)
     # Score them in batches, and compare the scores within each row.
-    groups = list[Group]()
+    groups = list[PairCounts]()
     for start in range(0, len(table), IDS_AT_ONCE):
         indices = range(start, min(start + IDS_AT_ONCE, len(table)))
-        batch = table.at(indices)
+        batch = table.take(indices)
         out = opened.engine.forward(batch, frozenset({"scores"}))
-        scores = host_array(out.data["scores"]).astype(np.float64)
+        scores = to_host_array(out.data["scores"]).astype(np.float64)
         owner = batch.group_of("rank")
-        rank = host_array(batch.data["rank"])
-        comparison = host_array(batch.data["comparison"])
+        rank = to_host_array(batch.data["rank"])
+        comparison = to_host_array(batch.data["comparison"])
         for place, index in enumerate(indices):
             at = owner == place
             group = categories[int(table.rows[index])] if categories else ""
-            groups += _groups(group, scores[at], rank[at], comparison[at])
+            groups += _count_pairs(group, scores[at], rank[at], comparison[at])
         if progress is not None:
             progress(indices[-1] + 1, len(table))
     if not groups:
@@ -125,12 +125,12 @@ def evaluate(
     return groups
 
 
-def _groups(
+def _count_pairs(
     category: str,
     scores: npt.NDArray[np.float64],
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
-) -> list[Group]:
+) -> list[PairCounts]:
     """Return one group for a row, over all pairs within a comparison that differ in rank.
 
     The list is empty if there is no such pair.
@@ -141,27 +141,28 @@ def _groups(
     gap = (scores[:, None] - scores[None, :])[better]
     ends = scores[rank == rank.min()].mean() - scores[rank == rank.max()].mean()
     return [
-        Group(
+        PairCounts(
             category, int((gap > 0).sum()), int((gap < 0).sum()), int((gap == 0).sum()), float(ends)
         )
     ]
 
 
-def _categories(path: str, split: str | None, column: str | None) -> list[str]:
+def _read_categories(path: str, split: str | None, column: str | None) -> list[str]:
     """Return the column's value in every row. Raises `DataError` if no row has the column."""
     if column is None:
         return []
     rows = [row for file in find_files(path, split) for _, row in read_rows(file)]
-    values = [None if isinstance(row, Unreadable) else row.get(column) for row in rows]
+    values = [None if isinstance(row, UnreadableRow) else row.get(column) for row in rows]
     if all(value is None for value in values):
         known = sorted({str(key) for row in rows if isinstance(row, Mapping) for key in row})
         raise DataError(f"{path}: no row has a column {column!r}; the rows have {', '.join(known)}")
     return ["none" if value is None else str(value) for value in values]
 
 
-def by_category(groups: Sequence[Group]) -> dict[str, Summary]:
+def summarize_by_category(groups: Sequence[PairCounts]) -> dict[str, AgreementSummary]:
     """Return the summary of each category, sorted by name; key "" if there are no categories."""
     names = sorted({group.category for group in groups})
     return {
-        name: Summary.of([group for group in groups if group.category == name]) for name in names
+        name: AgreementSummary.from_counts([group for group in groups if group.category == name])
+        for name in names
     }

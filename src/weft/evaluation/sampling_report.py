@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from weft import writing
 from weft.errors import DataError
-from weft.evaluation.answers import Answer
-from weft.evaluation.prompts import Prompt
-from weft.evaluation.settings import Settings
-from weft.reading import make_folder, read_json, reading
+from weft.evaluation.answers import SampledAnswer
+from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.settings import SamplingSettings
+from weft.reading import explain_read_errors, make_folder, read_json
 
 HERE = Path(__file__).parent
 Report = dict[str, Any]
@@ -33,9 +33,9 @@ Report = dict[str, Any]
 def build(
     model: str,
     args: Mapping[str, Any],
-    prompts: Sequence[Prompt],
-    settings: Sequence[Settings],
-    answers: Sequence[Sequence[Sequence[Answer]]],
+    prompts: Sequence[EvaluationPrompt],
+    settings: Sequence[SamplingSettings],
+    answers: Sequence[Sequence[Sequence[SampledAnswer]]],
 ) -> Report:
     """Return the report of one model; `answers` is `[prompt][setting][sample]`."""
     rows = []
@@ -43,9 +43,9 @@ def build(
         results = [
             {
                 "sampling_config": chosen.name,
-                "sampling_params": _params(chosen),
+                "sampling_params": _read_sampling_parameters(chosen),
                 "outputs": [answer.text for answer in said],
-                "finish": [answer.finish for answer in said],
+                "finish": [answer.finish_reason for answer in said],
             }
             for chosen, said in zip(settings, of_prompt, strict=True)
         ]
@@ -65,7 +65,7 @@ def build(
     }
 
 
-def _params(settings: Settings) -> dict[str, Any]:
+def _read_sampling_parameters(settings: SamplingSettings) -> dict[str, Any]:
     spec = settings.spec
     names = (
         "temperature",
@@ -87,13 +87,13 @@ def read(path: Path) -> Report:
     Raises `DataError` for any other file.
     """
     report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
-    wrong = _problem(report)
+    wrong = _find_problem(report)
     if wrong:
         raise DataError(f"{path} is not a sampling report: {wrong}; weft sample report writes one")
     return dict(report)
 
 
-def _problem(report: Any) -> str | None:
+def _find_problem(report: Any) -> str | None:
     if (
         not isinstance(report, Mapping)
         or not isinstance(report.get("prompts"), list)
@@ -115,12 +115,12 @@ def _problem(report: Any) -> str | None:
     return None
 
 
-def prompts_of(report: Report) -> list[Prompt]:
+def extract_prompts(report: Report) -> list[EvaluationPrompt]:
     """Return the prompts of a report; Open-Assistant's reports have texts but no messages."""
     found = []
     for number, row in enumerate(report["prompts"]):
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        found.append(Prompt(str(row.get("id", number)), row["prompt"], tuple(messages)))
+        found.append(EvaluationPrompt(str(row.get("id", number)), row["prompt"], tuple(messages)))
     return found
 
 
@@ -137,7 +137,7 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
             at += count
 
 
-def means(report: Report) -> dict[str, tuple[float, float, int]]:
+def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
     """Return setting -> (mean score, standard error over prompts, number of outputs)."""
     by_setting: dict[str, list[list[float]]] = {}
     for row in report["prompts"]:
@@ -158,36 +158,38 @@ def means(report: Report) -> dict[str, tuple[float, float, int]]:
 def write(path: Path, text: str) -> None:
     """Write a file atomically."""
     make_folder(path.parent, f"--out {path.parent}")
-    with reading(f"--out {path}", fix="name another file"):
+    with explain_read_errors(f"--out {path}", fix="name another file"):
         writing.write(path, text, errors="replace")
 
 
 # -- the page
 
 
-def page(reports: Sequence[Report]) -> str:
+def render_page(reports: Sequence[Report]) -> str:
     """Return one HTML page with models and settings side by side, for each prompt.
 
     The page loads nothing from the network.
     """
-    columns = _columns(reports)
+    columns = _name_columns(reports)
     script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
     return Template((HERE / "sampling_report.html").read_text(encoding="utf-8")).substitute(
-        title=escape(", ".join(dict.fromkeys(short(report["model_name"]) for report in reports))),
-        reward="<th>mean reward</th>" if any(map(means, reports)) else "",
-        models=_models(reports),
+        title=escape(
+            ", ".join(dict.fromkeys(shorten_name(report["model_name"]) for report in reports))
+        ),
+        reward="<th>mean reward</th>" if any(map(compute_means, reports)) else "",
+        models=_render_models(reports),
         columns="".join(
             f'<label><input type="checkbox" checked data-column="{index}"> {escape(name)}</label>'
             for index, name in enumerate(columns)
         ),
-        prompts="".join(_prompt(text, reports, columns) for text in _texts(reports)),
+        prompts="".join(_render_prompt(text, reports, columns) for text in _collect_texts(reports)),
         css=(HERE / "sampling_report.css").read_text(encoding="utf-8"),
         js=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
-def short(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Return the end of a path that identifies the model.
 
     It is the folder's name, or `chat/a/actor/step40` for a checkpoint of a run.
@@ -200,7 +202,7 @@ def short(name: str) -> str:
     return "/".join(parts[-wanted:]) or name
 
 
-def _columns(reports: Sequence[Report]) -> list[str]:
+def _name_columns(reports: Sequence[Report]) -> list[str]:
     """Return the column names, model and setting, in the order of the reports.
 
     There is no column for a setting that a model was not sampled with.
@@ -209,28 +211,30 @@ def _columns(reports: Sequence[Report]) -> list[str]:
     for index, report in enumerate(reports):
         for row in report["prompts"]:
             found |= {
-                _column(reports, index, result["sampling_config"]): None
+                _name_column(reports, index, result["sampling_config"]): None
                 for result in row["results"]
             }
     return list(found)
 
 
-def _column(reports: Sequence[Report], index: int, setting: str) -> str:
-    name = short(reports[index]["model_name"])
-    same = [other for other, report in enumerate(reports) if short(report["model_name"]) == name]
+def _name_column(reports: Sequence[Report], index: int, setting: str) -> str:
+    name = shorten_name(reports[index]["model_name"])
+    same = [
+        other for other, report in enumerate(reports) if shorten_name(report["model_name"]) == name
+    ]
     return f"{name if len(same) == 1 else f'{name} ({same.index(index) + 1})'} / {setting}"
 
 
-def _texts(reports: Sequence[Report]) -> list[str]:
+def _collect_texts(reports: Sequence[Report]) -> list[str]:
     return list(dict.fromkeys(row["prompt"] for report in reports for row in report["prompts"]))
 
 
-def _models(reports: Sequence[Report]) -> str:
+def _render_models(reports: Sequence[Report]) -> str:
     """Return the table rows of models and settings, with the mean reward if there are scores."""
     rows = list[str]()
-    has_rewards = any(map(means, reports))
+    has_rewards = any(map(compute_means, reports))
     for index, report in enumerate(reports):
-        scored = means(report)
+        scored = compute_means(report)
         settings = dict.fromkeys(
             result["sampling_config"] for row in report["prompts"] for result in row["results"]
         )
@@ -238,23 +242,24 @@ def _models(reports: Sequence[Report]) -> str:
             mean, error, _ = scored.get(setting, (None, None, 0))
             shown = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
             cell = f"<td>{shown}</td>" if has_rewards else ""
-            rows.append(f"<tr><td>{escape(_column(reports, index, setting))}</td>{cell}</tr>")
+            rows.append(f"<tr><td>{escape(_name_column(reports, index, setting))}</td>{cell}</tr>")
     return "".join(rows)
 
 
-def _prompt(text: str, reports: Sequence[Report], columns: Sequence[str]) -> str:
+def _render_prompt(text: str, reports: Sequence[Report], columns: Sequence[str]) -> str:
     cells = []
     for index, report in enumerate(reports):
         row = next((row for row in report["prompts"] if row["prompt"] == text), None)
         for result in row["results"] if row else ():
-            column = _column(reports, index, result["sampling_config"])
+            column = _name_column(reports, index, result["sampling_config"])
             cells.append(
-                f'<div class="cell" data-column="{columns.index(column)}"><h3>{escape(column)}</h3>{_outputs(result)}</div>'
+                f'<div class="cell" data-column="{columns.index(column)}"><h3>{escape(column)}</h3>'
+                f"{_render_outputs(result)}</div>"
             )
     return f'<article><p class="prompt">{escape(text)}</p><div class="answers">{"".join(cells)}</div></article>'
 
 
-def _outputs(result: Mapping[str, Any]) -> str:
+def _render_outputs(result: Mapping[str, Any]) -> str:
     outputs = result["outputs"]
     scores = result.get("scores") or []
     finishes = result.get("finish") or []

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.spec import GenerationSpec
-from weft.errors import ConfigError, nearest, unknown_name
-from weft.options import leaves, read, validate
+from weft.errors import ConfigError, build_unknown_name_error, find_nearest
+from weft.options import iterate_options, read, validate
 from weft.reading import read_yaml
 
 # Named as in Open-Assistant's sampling reports.
@@ -35,30 +35,30 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Named sampling options; `given` are the options as written in the file."""
+class SamplingSettings:
+    """Named sampling options; `file_values` are the options as written in the file."""
 
     name: str
     spec: GenerationSpec
-    given: Mapping[str, Any] = field(default_factory=dict)
+    file_values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def shipped(name: str, base: GenerationSpec) -> Settings:
+def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
     """Return the shipped settings of this name, applied to `base`.
 
     Raises `ConfigError` for an unknown name, with the nearest ones.
     """
     if name not in SHIPPED:
-        raise unknown_name("sampling setting", name, SHIPPED)
-    return _settings(name, SHIPPED[name], base, name)
+        raise build_unknown_name_error("sampling setting", name, SHIPPED)
+    return _parse_settings(name, SHIPPED[name], base, name)
 
 
-def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], list[str]]:
+def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSettings], list[str]]:
     """Return (the settings for names and files in order, notes on settings left out).
 
     Raises `ConfigError` for unknown names, duplicate names, and if no setting is left.
     """
-    chosen = list[Settings]()
+    chosen = list[SamplingSettings]()
     notes = list[str]()
     for word in words:
         if word.endswith((".yaml", ".yml", ".json")):
@@ -66,7 +66,7 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], 
             chosen += found
             notes += left_out
         else:
-            chosen.append(shipped(word, base))
+            chosen.append(build_shipped(word, base))
     names = [settings.name for settings in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -78,7 +78,7 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], 
     return chosen, notes
 
 
-def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str]]:
+def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], list[str]]:
     """Return (settings, notes on settings left out) of a file.
 
     The file has the form `{NAME: {top_k: 50, ...}}`, or Open-Assistant's form `{default:
@@ -91,9 +91,9 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str
         raise ConfigError(
             f"{path}: must hold settings by name, such as {{warm: {{temperature: 0.7}}}}"
         )
-    found = list[Settings]()
+    found = list[SamplingSettings]()
     notes = list[str]()
-    for name, given in _entries(path, values):
+    for name, given in _list_entries(path, values):
         missing = [
             f"{key}={given[key]}"
             for key, value in NEUTRAL.items()
@@ -104,16 +104,18 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str
                 f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}"
             )
             continue
-        found.append(_settings(name, given, base, f"{path}: {name}"))
+        found.append(_parse_settings(name, given, base, f"{path}: {name}"))
     return found, notes
 
 
-def _entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def _list_entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     if "configurations" not in values:
         entries = [(str(name), value) for name, value in values.items()]
     else:
-        common = _mapping(
-            path, "default", _mapping(path, "default", values.get("default")).get("generate_args")
+        common = _check_mapping(
+            path,
+            "default",
+            _check_mapping(path, "default", values.get("default")).get("generate_args"),
         )
         listed = values["configurations"]
         if not isinstance(listed, Sequence) or not all(
@@ -123,20 +125,22 @@ def _entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[st
         entries = [
             (
                 str(each["name"]),
-                {**common, **_mapping(path, str(each["name"]), each.get("generate_args"))},
+                {**common, **_check_mapping(path, str(each["name"]), each.get("generate_args"))},
             )
             for each in listed
         ]
-    return [(name, _mapping(path, name, value)) for name, value in entries]
+    return [(name, _check_mapping(path, name, value)) for name, value in entries]
 
 
-def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
+def _check_mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{path}: {name} must be a mapping of sampling options, not {value!r}")
     return value or {}
 
 
-def _settings(name: str, given: Mapping[str, Any], base: GenerationSpec, where: str) -> Settings:
+def _parse_settings(
+    name: str, given: Mapping[str, Any], base: GenerationSpec, where: str
+) -> SamplingSettings:
     values = {
         key: value for key, value in given.items() if key not in NEUTRAL and value is not None
     }
@@ -145,10 +149,10 @@ def _settings(name: str, given: Mapping[str, Any], base: GenerationSpec, where: 
         values["greedy"] = not sampled
     if values.get("temperature") == 0:
         values |= {"temperature": 1.0, "greedy": True}
-    known = [leaf.name for leaf in leaves(base)]
+    known = [leaf.name for leaf in iterate_options(base)]
     for key in values:
         if key not in known:
-            close = nearest(key, known)
+            close = find_nearest(key, known)
             raise ConfigError(
                 f"{where}: no sampling option {key!r}; "
                 f"{f'did you mean {close[0]}?' if close else ', '.join(known)}"
@@ -158,4 +162,4 @@ def _settings(name: str, given: Mapping[str, Any], base: GenerationSpec, where: 
         validate(spec)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return Settings(name, spec, dict(given))
+    return SamplingSettings(name, spec, dict(given))

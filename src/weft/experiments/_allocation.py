@@ -43,13 +43,15 @@ class SearchSpec:
     )
 
 
-def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> dict[str, ModelSpec]:
+def allocate_layouts(
+    roles: Mapping[str, ModelSpec], mode: str, num_devices: int
+) -> dict[str, ModelSpec]:
     """Return the roles, each with a layout; `num_devices` counts the devices of all machines.
 
     A role that names a layout keeps it, and a role whose backend runs on one device is unchanged.
     For the others: `manual` leaves them on the first device; an explicit layout is given to each of
     them; `heuristic` and `search` make each data-parallel over all devices. The placement of
-    `heuristic` and `search` is refined later (`weft.experiments._searched.place`).
+    `heuristic` and `search` is refined later (`weft.experiments._placement.place_calls`).
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"

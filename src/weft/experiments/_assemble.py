@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from weft.data.named import find
-from weft.data.spec import DatasetSpec, sources_of
+from weft.data.named import find_entry
+from weft.data.spec import DatasetSpec, list_source_specs
 from weft.engine.spec import ModelSpec
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._allocation import HEURISTIC, SEARCH, allocated
-from weft.experiments._fixed_prompts import fixed_prompts
-from weft.experiments._models import Run, option_of, settled
-from weft.experiments._searched import place
+from weft.experiments._allocation import HEURISTIC, SEARCH, allocate_layouts
+from weft.experiments._fixed_prompts import build_fixed_prompts
+from weft.experiments._models import RunConfigT, find_option_role, resolve_models
+from weft.experiments._placement import place_calls
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
@@ -25,22 +25,22 @@ from weft.registry import datasets, import_user_code, interfaces, losses
 DEFAULT_BATCH = 32
 
 # Keys in the rows of each shipped dataset type; a registered type can provide any of them.
-ANSWERS = ("prompt", "completion", "loss_mask")
-RANKED = (*ANSWERS, "rank", "comparison", "margin")
-COMPARED = (*RANKED, "label")
+ANSWER_KEYS = ("prompt", "completion", "loss_mask")
+RANKING_KEYS = (*ANSWER_KEYS, "rank", "comparison", "margin")
+COMPARISON_KEYS = (*RANKING_KEYS, "label")
 ROW_KEYS = {
-    "prompt_answer": ANSWERS,
-    "chat": ANSWERS,
-    "text": ANSWERS,
+    "prompt_answer": ANSWER_KEYS,
+    "chat": ANSWER_KEYS,
+    "text": ANSWER_KEYS,
     "prompt": ("prompt",),
-    "paired_comparison": COMPARED,
-    "preference": COMPARED,
-    "ranking": RANKED,
+    "paired_comparison": COMPARISON_KEYS,
+    "preference": COMPARISON_KEYS,
+    "ranking": RANKING_KEYS,
 }
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExperimentParts:
     """Roles, nodes and data that an algorithm derives from its options.
 
     Fields have the meaning of the same fields of `Experiment`; `evaluation` lists the nodes of the
@@ -61,7 +61,7 @@ class Plan:
     notes: Sequence[str] = ()
 
 
-def assemble(config: RunConfig, plan: Plan) -> Experiment:
+def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     """Return the experiment, with every check done that needs no torch.
 
     Raises `UserError` with the option, its value and the rule.
@@ -69,44 +69,46 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     # Give every role a layout, and check its model.
     _check_sizes(config, plan)
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
-    specs = allocated(
+    specs = allocate_layouts(
         plan.roles, config.allocation_mode, config.n_nodes * (config.n_gpus_per_node or 1)
     )
-    roles = {name: replace(_at_home(spec), trained=name in trained) for name, spec in specs.items()}
-    options = _settled(config, plan)
+    roles = {
+        name: replace(_expand_paths(spec), trained=name in trained) for name, spec in specs.items()
+    }
+    options = _collect_options(config, plan)
     for name, spec in roles.items():
-        checks.check_model(option_of(options, name, str(spec.path)), spec)
+        checks.check_model(find_option_role(options, name, str(spec.path)), spec)
     # Build the experiment and apply the options of calls.
-    keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
+    keys = ROW_KEYS.get(plan.dataset_type, COMPARISON_KEYS)
     model_notes = dict.fromkeys(note for spec in roles.values() for note in spec.notes)
     experiment = Experiment(
-        control=_control(config, plan.dataset),
+        control=_build_control(config, plan.dataset),
         roles=roles,
         graph=DataflowGraph([_with_offload(n, roles) for n in plan.nodes], keys, plan.syncs),
         dataset=plan.dataset,
         dataset_type=plan.dataset_type,
         data_role=plan.data_role,
-        evaluation=_evaluation(plan, keys),
+        evaluation=_build_evaluation(plan, keys),
         init_from=plan.init_from,
         saved_roles=tuple(name for name in roles if name in trained),
         config=options,
         steps_follow=plan.steps_follow,
         updates_per_firing=plan.updates_per_firing,
-        plan_notes=(*model_notes, *plan.notes, *_allocation_notes(config)),
+        plan_notes=(*model_notes, *plan.notes, *_build_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
     # Place the calls on devices.
     if config.allocation_mode in (HEURISTIC, SEARCH):
-        experiment = place(experiment, config, plan.roles)
-    experiment = replace(experiment, fixed_prompts=fixed_prompts(config, experiment))
+        experiment = place_calls(experiment, config, plan.roles)
+    experiment = replace(experiment, fixed_prompts=build_fixed_prompts(config, experiment))
     placement = {
-        node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()
+        node.name: experiment.get_mesh(node).layout for node in experiment.graph.list_model_calls()
     }
     _check_calls(experiment)
     return replace(experiment, placement=placement)
 
 
-def _allocation_notes(config: RunConfig) -> list[str]:
+def _build_allocation_notes(config: RunConfig) -> list[str]:
     if config.allocation_mode in (HEURISTIC, SEARCH) and config.n_gpus_per_node is None:
         return [
             f"allocation_mode={config.allocation_mode}: n_gpus_per_node is not set, so one device "
@@ -115,7 +117,7 @@ def _allocation_notes(config: RunConfig) -> list[str]:
     return []
 
 
-def check(config: Run) -> Run:
+def check_config(config: RunConfigT) -> RunConfigT:
     """Check the options that all experiments share, and resolve the models.
 
     Returns the configuration with its models resolved (`weft.experiments._models`). An algorithm's
@@ -132,10 +134,10 @@ def check(config: Run) -> Run:
             f"its batches, and only sft mixes "
             "samples; leave it out"
         )
-    return settled(config)
+    return resolve_models(config)
 
 
-def batches(dataset: DatasetSpec) -> DatasetSpec:
+def fill_batch_sizes(dataset: DatasetSpec) -> DatasetSpec:
     """Return the dataset options with default batch sizes and with `train_path` in place of `path`.
 
     Raises `ConfigError` if options exclude each other.
@@ -147,19 +149,19 @@ def batches(dataset: DatasetSpec) -> DatasetSpec:
     valid = dataset.valid_bs_n_seqs
     if valid is None and dataset.valid_tokens_per_batch is None:
         valid = size or DEFAULT_BATCH
-    train_path = checks.at_home(dataset.train_path or dataset.path)
-    valid_path = checks.at_home(dataset.valid_path)
+    train_path = checks.expand_home(dataset.train_path or dataset.path)
+    valid_path = checks.expand_home(dataset.valid_path)
     sized = replace(dataset, train_bs_n_seqs=size, valid_bs_n_seqs=valid)
     return replace(sized, train_path=train_path, valid_path=valid_path, path=None)
 
 
-def _at_home(spec: ModelSpec) -> ModelSpec:
+def _expand_paths(spec: ModelSpec) -> ModelSpec:
     """Return the role with `~` expanded in its paths; a shell does not expand it after `path=`."""
-    tokenizer = replace(spec.tokenizer, path=checks.at_home(spec.tokenizer.path))
-    return replace(spec, path=checks.at_home(spec.path), tokenizer=tokenizer)
+    tokenizer = replace(spec.tokenizer, path=checks.expand_home(spec.tokenizer.path))
+    return replace(spec, path=checks.expand_home(spec.path), tokenizer=tokenizer)
 
 
-def batch_size(dataset: DatasetSpec) -> int:
+def get_batch_size(dataset: DatasetSpec) -> int:
     """Return the number of ids that a node takes per step.
 
     It is 0 if the loader forms batches by token count, or mixes samples.
@@ -167,18 +169,18 @@ def batch_size(dataset: DatasetSpec) -> int:
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
 
-def type_of(dataset: DatasetSpec, usual: str) -> str:
+def choose_dataset_type(dataset: DatasetSpec, usual: str) -> str:
     """Return the dataset type that the options name, or the algorithm's default type.
 
     Raises `ConfigError` for an unknown type.
     """
     name = dataset.type or usual
     if name not in datasets:
-        raise unknown_name("dataset type", name, datasets.names())
+        raise build_unknown_name_error("dataset type", name, datasets.list_names())
     return name
 
 
-def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
+def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
     """Return the nodes for validation rows; calls that train use the method `evaluate` instead."""
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
@@ -189,18 +191,18 @@ def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
 
 def has_validation(dataset: DatasetSpec) -> bool:
     """Return whether the dataset options or one of the sources have validation rows."""
-    sources = sources_of(dataset)
+    sources = list_source_specs(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
     named = [
         source for source in sources if source.named is not None and source.valid_split is None
     ]
     own = own or any(
-        find(source.named or "", dataset.named_file).valid is not None for source in named
+        find_entry(source.named or "", dataset.named_file).valid is not None for source in named
     )
     return own or dataset.valid_path is not None or dataset.valid_split > 0
 
 
-def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
+def _collect_options(config: RunConfig, plan: ExperimentParts) -> dict[str, Any]:
     """Return the options as plain values, with default learning rates and lengths filled in."""
     values = to_mapping(config)
     for name, spec in plan.roles.items():
@@ -218,7 +220,7 @@ def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
     return values
 
 
-def _check_sizes(config: RunConfig, plan: Plan) -> None:
+def _check_sizes(config: RunConfig, plan: ExperimentParts) -> None:
     if plan.longest is None:
         return  # the lengths of the rows are checked when they are read
     of_what = "dataset.max_seqlen, or dataset.max_prompt_len + gen.max_new_tokens"
@@ -240,7 +242,7 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
             checks.check_fits(option, value.max_tokens_per_microbatch, plan.longest, of_what)
 
 
-def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
+def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
     """Return the run options.
 
     Raises `ConfigError` if evaluation is requested and there is nothing to evaluate on.
@@ -259,7 +261,7 @@ def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
     return config.control()
 
 
-def _evaluation(plan: Plan, keys: Sequence[str]) -> Evaluation | None:
+def _build_evaluation(plan: ExperimentParts, keys: Sequence[str]) -> Evaluation | None:
     if not plan.evaluation or not has_validation(plan.dataset):
         return None
     nodes = [_with_offload(node, plan.roles) for node in plan.evaluation]
@@ -284,11 +286,11 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
         if not isinstance(wanted, MFCOptions):
             continue
         if spec.name in names:
-            node = experiment.node(spec.name)
+            node = experiment.get_node(spec.name)
             assert isinstance(node, MFCDef), (
                 f"{spec.name} is a host function and has no call options"
             )
-            experiment = experiment.with_mfc(spec.name, **wanted.changes(node))
+            experiment = experiment.with_mfc(spec.name, **wanted.list_changes(node))
         elif wanted != type(wanted)():
             raise ConfigError(
                 f"{spec.name}.*: these options change a call that this graph does not make; its "
@@ -303,8 +305,8 @@ def _check_calls(experiment: Experiment) -> None:
 
     Losses work on arrays of any library, so torch is not loaded.
     """
-    for node in experiment.graph.model_calls():
+    for node in experiment.graph.list_model_calls():
         if node.interface not in interfaces:
-            raise unknown_name("interface", node.interface, interfaces.names())
+            raise build_unknown_name_error("interface", node.interface, interfaces.list_names())
         if node.interface == "train" and "loss" in node.args:
             losses.get(node.args["loss"])(**node.args.get("loss_args", {}))

@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoints.config_file import set_by
-from weft.checkpoints.kind import gives_scores, values_of
-from weft.checkpoints.names import HUB_NAME, SERVES
+from weft.checkpoints.kind import is_reward_model, read_config_values
+from weft.checkpoints.names import ACCEPTED_NAMES, HUB_NAME
 from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
-from weft.data.named import find
-from weft.data.spec import DatasetSpec, sources_of
+from weft.data.named import find_entry
+from weft.data.spec import DatasetSpec, list_source_specs
 from weft.engine.adapters_spec import PrefixSpec
 from weft.engine.quantize import check_quantize
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError, nearest
-from weft.experiment import step_range
+from weft.errors import CheckpointError, ConfigError, find_nearest
+from weft.experiment import parse_step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, is_root, refuse_url
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
 NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
-LONGEST_NAME = 255  # bytes of a folder's name
+MAX_NAME_LENGTH = 255  # bytes of a folder's name
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
 HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w./-]+)?", re.ASCII)
 DATA_FILE = re.compile(r"\.(jsonl?|parquet)(\.gz)?$")
@@ -39,22 +39,22 @@ FLASH_3 = "flash_attn_interface"  # the package of flash attention 3
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def file_problem(path: str) -> str | None:
+def find_file_problem(path: str) -> str | None:
     """Return an error message if the path is not a file, else None."""
     if Path(path).expanduser().is_file():
         return None
     return "there is no such file"
 
 
-def mode_problem(mode: str) -> str | None:
+def find_mode_problem(mode: str) -> str | None:
     """Return an error message for an unknown `mode`, else None."""
     if mode in MODES:
         return None
-    close = nearest(mode, MODES, 1)
+    close = find_nearest(mode, MODES, 1)
     return f"must be local, ray or slurm{f' (did you mean {close[0]}?)' if close else ''}"
 
 
-def device_problem(device: str) -> str | None:
+def find_device_problem(device: str) -> str | None:
     """Return an error message for an invalid `device`, else None."""
     if DEVICE.fullmatch(device):
         return None
@@ -73,26 +73,26 @@ def check_flash(asked: str, mode: str) -> None:
         )
 
 
-def profile_problem(steps: str) -> str | None:
+def find_profile_problem(steps: str) -> str | None:
     """Return an error message for an invalid range of steps, else None."""
     try:
-        step_range(steps)
+        parse_step_range(steps)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def allocation_problem(mode: str) -> str | None:
+def find_allocation_problem(mode: str) -> str | None:
     """Return an error message for an invalid `allocation_mode`, else None."""
     if mode in MODES_OF_ALLOCATION:
         return None
     if not re.fullmatch(r"([a-z]\d+)+", mode):
-        close = nearest(mode, MODES_OF_ALLOCATION, 1)
+        close = find_nearest(mode, MODES_OF_ALLOCATION, 1)
         return f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
-    return layout_problem(mode)
+    return find_layout_problem(mode)
 
 
-def layout_problem(layout: str) -> str | None:
+def find_layout_problem(layout: str) -> str | None:
     """Return an error message for an invalid layout, else None."""
     try:
         Layout.parse(layout)
@@ -108,20 +108,20 @@ def check_names(**names: str) -> None:
             raise ConfigError(
                 f"{option} is missing; write {option}=NAME (letters, digits, . and -)"
             )
-        if (count := len(os.fsencode(name))) > LONGEST_NAME:
+        if (count := len(os.fsencode(name))) > MAX_NAME_LENGTH:
             unit = "letters" if name.isascii() else "bytes"
             raise ConfigError(
-                f"{option}: {count} {unit}; at most {LONGEST_NAME}, since a folder bears the name"
+                f"{option}: {count} {unit}; at most {MAX_NAME_LENGTH}, since a folder bears the name"
             )
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"{option}={name!r}: must hold letters, digits, . and - only, and not begin with "
                 f"a dot; "
-                f"write {option}={_mended(name)}"
+                f"write {option}={_suggest_name(name)}"
             )
 
 
-def _mended(name: str) -> str:
+def _suggest_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-") or "NAME"
 
 
@@ -152,7 +152,7 @@ def check_model(role: str, spec: ModelSpec) -> None:
         _check_directory(role, spec, directory)
 
 
-def at_home(path: str | None) -> str | None:
+def expand_home(path: str | None) -> str | None:
     """Return the path with a leading `~` replaced by the home directory."""
     if path is not None and path.startswith("~"):
         return str(Path(path).expanduser())
@@ -178,7 +178,7 @@ def check_local(option: str, path: str) -> Path | None:
         siblings = [p.name for p in found.parent.iterdir()]
     else:
         siblings = []
-    close = nearest(found.name, siblings, 1)
+    close = find_nearest(found.name, siblings, 1)
     if close:
         hint = f"did you mean {found.parent / close[0]}?"
     else:
@@ -196,10 +196,10 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         _check_prefix(role, spec, prefix)
         return
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{option}: has no config.json; name {SERVES}")
+        raise CheckpointError(f"{option}: has no config.json; name {ACCEPTED_NAMES}")
     with set_by(f"{role}.path"):
-        values = values_of(str(spec.path))
-    if spec.head == "lm" and gives_scores(values):
+        values = read_config_values(str(spec.path))
+    if spec.head == "lm" and is_reward_model(values):
         raise CheckpointError(
             f"{option}: is a reward or value model ({values['architectures'][0]}), which has no "
             f"words; name a policy"
@@ -236,7 +236,7 @@ def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
         _check_directory(role, replace(spec, path=found.base, prefix=PrefixSpec()), base)
 
 
-def prefix_tokens(spec: ModelSpec) -> int:
+def count_prefix_tokens(spec: ModelSpec) -> int:
     """Return the number of context tokens that a role's prefix takes."""
     if spec.path is not None and is_local(spec.path):
         found = read_prefix(spec.path)
@@ -245,17 +245,17 @@ def prefix_tokens(spec: ModelSpec) -> int:
     return spec.prefix.num_tokens if found is None else found.num_tokens
 
 
-def model_config(spec: ModelSpec) -> Mapping[str, Any]:
+def read_model_config(spec: ModelSpec) -> Mapping[str, Any]:
     """Return the config.json of a role's model, or an empty mapping.
 
     It is read from a local directory or from the hub's cache.
     """
-    return {} if spec.path is None else values_of(spec.path)
+    return {} if spec.path is None else read_config_values(spec.path)
 
 
-def vocab_size(spec: ModelSpec) -> int | None:
+def read_vocab_size(spec: ModelSpec) -> int | None:
     """Return the vocabulary size in the model's config.json, or None if it is not known yet."""
-    size = model_config(spec).get("vocab_size")
+    size = read_model_config(spec).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
@@ -284,16 +284,16 @@ def check_dataset(dataset: DatasetSpec) -> None:
             "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a "
             "hub name"
         )
-    for source in sources_of(dataset):
+    for source in list_source_specs(dataset):
         if source.named is not None:
-            find(source.named, dataset.named_file)
+            find_entry(source.named, dataset.named_file)
     train = "dataset.train_path" if dataset.path is None else "dataset.path"
     for option, path in ((train, named), ("dataset.valid_path", dataset.valid_path)):
-        if path is not None and _looks_like_file(path):
+        if path is not None and _is_local_path(path):
             _check_data_file(option, path)
 
 
-def _looks_like_file(path: str) -> bool:
+def _is_local_path(path: str) -> bool:
     """Return whether a dataset path is local, not a hub name `OWNER/NAME[:FOLDER]`."""
     if Path(path).expanduser().exists() or DATA_FILE.search(path):
         return True
@@ -308,7 +308,7 @@ def _check_data_file(option: str, path: str) -> None:
             siblings = [p.name for p in found.parent.iterdir()]
         else:
             siblings = []
-        close = nearest(found.name, siblings, 1)
+        close = find_nearest(found.name, siblings, 1)
         if close:
             hint = f"did you mean {found.parent / close[0]}?"
         else:
@@ -332,7 +332,7 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
         )
 
 
-def minibatches(total: int, size: int | None, count: int, algorithm: str) -> int:
+def count_minibatches(total: int, size: int | None, count: int, algorithm: str) -> int:
     """Return the number of optimizer steps per pass over `total` completions.
 
     `size` is the number of completions per minibatch; without it there are `count` minibatches.
@@ -343,18 +343,18 @@ def minibatches(total: int, size: int | None, count: int, algorithm: str) -> int
             raise ConfigError(
                 f"{algorithm}.mini_batch_size={size}: must divide the {total} completions of a "
                 f"step "
-                f"(dataset.train_bs_n_seqs x samples a prompt); {_divisors(total)}"
+                f"(dataset.train_bs_n_seqs x samples a prompt); {_format_divisors(total)}"
             )
         return total // size
     if total % count:
         raise ConfigError(
             f"{algorithm}.ppo_n_minibatches={count}: must divide the {total} completions of a step "
-            f"(dataset.train_bs_n_seqs x samples a prompt); {_divisors(total)}"
+            f"(dataset.train_bs_n_seqs x samples a prompt); {_format_divisors(total)}"
         )
     return count
 
 
-def _divisors(total: int) -> str:
+def _format_divisors(total: int) -> str:
     found = [n for n in range(1, total + 1) if total % n == 0]
     if len(found) < 13:
         return f"{', '.join(map(str, found[:12]))} do"

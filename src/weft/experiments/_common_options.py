@@ -6,64 +6,73 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 
 from weft.experiments.common import RunConfig
-from weft.options import leaves
+from weft.options import iterate_options
 
 NAMES = ("experiment_name", "trial_name")
-ROWS = ("dataset.path", "dataset.valid_path", "dataset.type", "dataset.columns")
-LEARNS = ("optimizer.lr", "optimizer.lr_scheduler_type", "optimizer.warmup_steps_proportion")
+DATA_OPTIONS = ("dataset.path", "dataset.valid_path", "dataset.type", "dataset.columns")
+LEARNING_OPTIONS = (
+    "optimizer.lr",
+    "optimizer.lr_scheduler_type",
+    "optimizer.warmup_steps_proportion",
+)
 LENGTH = ("total_train_epochs", "max_steps")
 RUN = ("device", "seed", "save_freq_steps", "logger.wandb.mode")
 
 
-def _model(role: str) -> tuple[str, ...]:
+def _list_model_options(role: str) -> tuple[str, ...]:
     return tuple(
         f"{role}.{name}"
         for name in ("dtype", "lora.r", "gradient_checkpointing", "tokenizer.chat_template")
     )
 
 
-def _learns(role: str) -> tuple[str, ...]:
-    return tuple(f"{role}.{name}" for name in LEARNS)
+def _list_learning_options(role: str) -> tuple[str, ...]:
+    return tuple(f"{role}.{name}" for name in LEARNING_OPTIONS)
 
 
-def _samples(algorithm: str, *others: str) -> tuple[str, ...]:
+def _list_sampling_options(algorithm: str, *others: str) -> tuple[str, ...]:
     """Return the names of an algorithm's sampling options, followed by `others`."""
     return tuple(
         f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)
     )
 
 
-TRAINS = (*ROWS, "dataset.max_seqlen", "dataset.train_bs_n_seqs")
-SAMPLES = ("dataset.path", "dataset.columns", "dataset.max_prompt_len", "dataset.train_bs_n_seqs")
+TRAINING_DATA_OPTIONS = (*DATA_OPTIONS, "dataset.max_seqlen", "dataset.train_bs_n_seqs")
+SAMPLING_DATA_OPTIONS = (
+    "dataset.path",
+    "dataset.columns",
+    "dataset.max_prompt_len",
+    "dataset.train_bs_n_seqs",
+)
 POLICY = ("actor.dtype", "actor.lora.r", "actor.layout")
 
 COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {
         "what": (*NAMES, "model.path"),
-        "data": TRAINS,
-        "model": _model("model"),
-        "optimization": (*_learns("model"), *LENGTH),
+        "data": TRAINING_DATA_OPTIONS,
+        "model": _list_model_options("model"),
+        "optimization": (*_list_learning_options("model"), *LENGTH),
         "run": (*RUN, "eval_freq_steps"),
     },
     "rw": {
         "what": (*NAMES, "model.path"),
-        "data": TRAINS,
-        "model": _model("model"),
-        "optimization": (*_learns("model"), *LENGTH),
+        "data": TRAINING_DATA_OPTIONS,
+        "model": _list_model_options("model"),
+        "optimization": (*_list_learning_options("model"), *LENGTH),
         "reward model": ("rw.center", "rw.loss_type"),
         "run": RUN,
     },
     "dpo": {
         "what": (*NAMES, "actor.path", "ref.path"),
-        "data": TRAINS,
-        "model": _model("actor"),
-        "optimization": (*_learns("actor"), *LENGTH),
+        "data": TRAINING_DATA_OPTIONS,
+        "model": _list_model_options("actor"),
+        "optimization": (*_list_learning_options("actor"), *LENGTH),
         "DPO": ("dpo.beta", "dpo.loss_type"),
         "run": RUN,
     },
     "ppo": {
         "what": (*NAMES, "actor.path", "rew.path", "reward"),
-        "data": SAMPLES,
+        "data": SAMPLING_DATA_OPTIONS,
         "model": POLICY,
         "optimization": (
             "actor.optimizer.lr",
@@ -72,40 +81,44 @@ COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "ppo.ppo_epochs",
             *LENGTH,
         ),
-        "generation and PPO": _samples("ppo", "samples_per_prompt", "kl_ctl"),
+        "generation and PPO": _list_sampling_options("ppo", "samples_per_prompt", "kl_ctl"),
         "run": RUN,
     },
     "grpo": {
         "what": (*NAMES, "actor.path", "reward", "rew.path"),
-        "data": SAMPLES,
+        "data": SAMPLING_DATA_OPTIONS,
         "model": POLICY,
         "optimization": ("actor.optimizer.lr", "grpo.ppo_n_minibatches", *LENGTH),
-        "generation and GRPO": _samples("grpo", "group_size", "kl_coef", "loss_type"),
+        "generation and GRPO": _list_sampling_options("grpo", "group_size", "kl_coef", "loss_type"),
         "run": RUN,
     },
     "online_dpo": {
         "what": (*NAMES, "actor.path", "rew.path", "reward"),
-        "data": SAMPLES,
+        "data": SAMPLING_DATA_OPTIONS,
         "model": POLICY,
         "optimization": ("actor.optimizer.lr", "online_dpo.ppo_n_minibatches", *LENGTH),
-        "generation and DPO": _samples("online_dpo", "samples_per_prompt", "beta", "loss_type"),
+        "generation and DPO": _list_sampling_options(
+            "online_dpo", "samples_per_prompt", "beta", "loss_type"
+        ),
         "run": RUN,
     },
     "distill": {
         "what": (*NAMES, "actor.path", "teacher.path"),
-        "data": SAMPLES,
+        "data": SAMPLING_DATA_OPTIONS,
         "model": POLICY,
         "optimization": ("actor.optimizer.lr", *LENGTH),
-        "generation and distillation": _samples(
+        "generation and distillation": _list_sampling_options(
             "distill", "loss_type", "on_policy", "divergence_beta"
         ),
         "run": RUN,
     },
     "gen": {
         "what": (*NAMES, "model.path"),
-        "data": (*SAMPLES, "dataset.train_bs_n_seqs"),
+        "data": (*SAMPLING_DATA_OPTIONS, "dataset.train_bs_n_seqs"),
         "model": ("model.dtype", "model.tokenizer.chat_template"),
-        "generation": _samples("gen", "samples_per_prompt", "top_p", "top_k", "greedy", "stop"),
+        "generation": _list_sampling_options(
+            "gen", "samples_per_prompt", "top_p", "top_k", "greedy", "stop"
+        ),
         "run": ("device", "seed"),
     },
 }
@@ -144,12 +157,12 @@ EXAMPLES: Mapping[str, str] = {
 }
 
 
-def common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
+def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Return the names of the common options that `config` has, by group.
 
     For a user's own configuration class the first group lists the options that the class adds.
     """
-    known = {leaf.name for leaf in leaves(config)}
+    known = {leaf.name for leaf in iterate_options(config)}
     chosen = {
         group: tuple(dict.fromkeys(name for name in names if name in known))
         for group, names in COMMON.get(config.algorithm, {}).items()

@@ -12,8 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from weft.engine import memory
-from weft.engine.memory import BYTES, SLOTS, WIDE, NetworkShape, RoleMemory, Settings, Work
-from weft.experiments._rates import Rates
+from weft.engine.memory import (
+    BYTES,
+    SLOTS,
+    WIDE,
+    CallDemand,
+    MemorySettings,
+    NetworkShape,
+    RoleMemory,
+)
+from weft.experiments._rates import DeviceRates
 from weft.topology import Layout, Mesh
 
 CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
@@ -22,7 +30,7 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 
 
 @dataclass(frozen=True)
-class Network:
+class DecoderSizes:
     """Sizes of a decoder, and the settings of its role that affect cost.
 
     `inner` is the width of the MLP, summed over the experts that a token is routed to. `active` is
@@ -60,12 +68,12 @@ class Network:
     on_gpu: bool = True
 
     @property
-    def width(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes per element in the dtype of the computation."""
         return BYTES[self.dtype]
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Number of all parameters."""
         return self.layers * self.whole + self.embedding + (0 if self.tied else self.outputs)
 
@@ -74,14 +82,14 @@ class Network:
         """Number of trained parameters; 0 for a frozen role."""
         if self.trained:
             if self.trainable is None:
-                return self.parameters
+                return self.num_parameters
             return self.trainable
         return 0
 
-    def operations(self, tokens: float, length: float, rows: float) -> float:
+    def count_operations(self, tokens: float, length: float, rows: float) -> float:
         """Return the floating-point operations of a forward pass.
 
-        `tokens` are in sequences of `length`; logits are computed for `rows` of them.
+        `num_tokens` are in sequences of `sequence_length`; logits are computed for `rows` of them.
         """
         return (
             tokens * self.layers * 2 * (self.active + self.query * length) + rows * 2 * self.outputs
@@ -89,30 +97,30 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Load:
+class CallWorkload:
     """The work of a call in one step.
 
-    `sequences` have `prompt` + `new` tokens each. A call that trains makes `updates` optimizer
+    `num_sequences` have `prompt_tokens` + `new_tokens` tokens each. A call that trains makes `num_updates` optimizer
     steps per epoch; `microbatch` is the maximum number of tokens on a device at a time.
     """
 
     method: str
-    sequences: int
-    prompt: int
-    new: int
-    updates: int = 1
-    epochs: int = 1
+    num_sequences: int
+    prompt_tokens: int
+    new_tokens: int
+    num_updates: int = 1
+    num_epochs: int = 1
     microbatch: int = 16384
 
     @property
-    def length(self) -> int:
+    def sequence_length(self) -> int:
         """Tokens per sequence."""
-        return self.prompt + self.new
+        return self.prompt_tokens + self.new_tokens
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return self.sequences * self.length
+        return self.num_sequences * self.sequence_length
 
     @property
     def trains(self) -> bool:
@@ -123,38 +131,47 @@ class Load:
 # -- seconds
 
 
-def call_seconds(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
+def estimate_call_seconds(
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
+) -> float:
     """Return the seconds of a call in one step on this mesh, without the transfer of parameters."""
     if load.method == "generate":
-        return _generation(network, load, mesh, rates)
-    once = _forward(network, load, mesh, rates)
+        return _estimate_generation(network, load, mesh, rates)
+    once = _estimate_pass(network, load, mesh, rates)
     if not load.trains:
         return once
-    return load.epochs * (once + load.updates * _update(network, mesh, rates))
+    return load.num_epochs * (once + load.num_updates * _estimate_update(network, mesh, rates))
 
 
-def moving_seconds(network: Network, source: Mesh, target: Mesh, rates: Rates) -> float:
+def estimate_transfer_seconds(
+    network: DecoderSizes, source: Mesh, target: Mesh, rates: DeviceRates
+) -> float:
     """Return the seconds to copy the weights trained on `source` to `target`.
 
     The device that sends or receives the most bytes determines the time.
     """
     size = float(
-        (network.parameters if network.trainable is None else network.trainable) * network.width
+        (network.num_parameters if network.trainable is None else network.trainable)
+        * network.element_bytes
     )
     wanted = {
-        rank: size * _held(target.layout) * (1.0 - _there(source, target, rank))
+        rank: size
+        * _compute_stored_share(target.layout)
+        * (1.0 - _compute_present_share(source, target, rank))
         for rank in target.ranks
     }
     most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    return most / rates.bandwidth({*source.ranks, *target.ranks}) + (rates.latency if most else 0.0)
+    return most / rates.compute_bandwidth({*source.ranks, *target.ranks}) + (
+        rates.latency if most else 0.0
+    )
 
 
-def _held(layout: Layout) -> float:
+def _compute_stored_share(layout: Layout) -> float:
     """Return the fraction of a network that one device stores."""
     return 1.0 / (layout.tensor * layout.pipeline * layout.fsdp)
 
 
-def _there(source: Mesh, target: Mesh, rank: int) -> float:
+def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
     """Return the fraction of a device's share on `target` that it already has from `source`.
 
     It is 1 for the same position in the same layout.
@@ -163,8 +180,8 @@ def _there(source: Mesh, target: Mesh, rank: int) -> float:
         return 0.0
     a = source.layout
     b = target.layout
-    here = source.coordinates(rank)
-    there = target.coordinates(rank)
+    here = source.get_coordinates(rank)
+    there = target.get_coordinates(rank)
     share = 1.0
     for parts, own, at, wanted in (
         (a.tensor, b.tensor, here.tensor, there.tensor),
@@ -177,38 +194,40 @@ def _there(source: Mesh, target: Mesh, rank: int) -> float:
     return share
 
 
-def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
+def _estimate_pass(
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
+) -> float:
     """Return the seconds of one pass over all tokens, with the backward pass if the call trains."""
     layout = mesh.layout
     trains = load.trains
     forwards = 2 if trains and network.recompute else 1
     # Cost in forward passes: the gradients of activations cost one, those of trained weights a
     # fraction of one.
-    passes = forwards + (1.0 + network.num_trained / network.parameters if trains else 0.0)
-    own = load.tokens / (layout.data * layout.context)  # tokens per device
+    passes = forwards + (1.0 + network.num_trained / network.num_parameters if trains else 0.0)
+    own = load.num_tokens / (layout.data * layout.context)  # tokens per device
     parts = max(1, math.ceil(own / load.microbatch))
-    rows = load.sequences * (load.new or load.prompt)
+    rows = load.num_sequences * (load.new_tokens or load.prompt_tokens)
     products = (
         passes
-        * network.operations(load.tokens, load.length, rows)
+        * network.count_operations(load.num_tokens, load.sequence_length, rows)
         / len(mesh.ranks)
-        / rates.products
+        / rates.flops
     )
     # Matrix products, and the minimum time of each layer
     layers = network.layers / layout.pipeline
     rounds = 3 if trains else 1
     busy = products + layers * parts * rounds * rates.launch
-    band = rates.bandwidth(mesh.ranks)
+    band = rates.compute_bandwidth(mesh.ranks)
     # Messages between the devices: sums of tensor parallelism, keys and values of context
     # parallelism, gathered weights of sharding, hidden states of pipelines
-    states = own * network.hidden * network.width
+    states = own * network.hidden * network.element_bytes
     if layout.tensor > 1:
         sums = 2 * layers * (forwards + 1 if trains else 1)  # after attention and after the MLP
         busy += sums * (
             2 * states * (layout.tensor - 1) / layout.tensor / band + parts * 2 * rates.latency
         )
     if layout.context > 1:
-        kv = own * 2 * network.key * network.width
+        kv = own * 2 * network.key * network.element_bytes
         busy += (
             layers
             * rounds
@@ -216,14 +235,14 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
         )
     if layout.fsdp > 1:
         gathered = (
-            network.parameters
-            * network.width
+            network.num_parameters
+            * network.element_bytes
             / (layout.tensor * layout.pipeline)
             * (layout.fsdp - 1)
             / layout.fsdp
         )
         busy += parts * (2 if trains else 1) * (gathered / band + layers * rates.latency)
-        # Gradients are scattered after each micro-batch; `_update` counts the last one.
+        # Gradients are scattered after each micro-batch; `_estimate_update` counts the last one.
         if trains and not network.sums_once:
             scattered = (
                 network.num_trained
@@ -232,17 +251,17 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
                 * (layout.fsdp - 1)
                 / layout.fsdp
             )
-            busy += max(0, parts - load.updates) * (scattered / band + layers * rates.latency)
+            busy += max(0, parts - load.num_updates) * (scattered / band + layers * rates.latency)
     if layout.pipeline > 1:
         busy *= 1 + (layout.pipeline - 1) / parts
         busy += (2 if trains else 1) * (states / band + (parts + layout.pipeline) * rates.latency)
     return busy
 
 
-def _update(network: Network, mesh: Mesh, rates: Rates) -> float:
+def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> float:
     """Return the seconds of summing the gradients and of one optimizer step."""
     layout = mesh.layout
-    band = rates.bandwidth(mesh.ranks)
+    band = rates.compute_bandwidth(mesh.ranks)
     parts = layout.tensor * layout.pipeline
     gradients = network.num_trained * WIDE / parts
     own = network.num_trained / parts / layout.fsdp
@@ -256,39 +275,43 @@ def _update(network: Network, mesh: Mesh, rates: Rates) -> float:
     return (
         exchanged / band
         + exchanges * rates.latency
-        + own * WIDE * (2 + SLOTS[network.optimizer]) * STATE_READS / rates.memory
+        + own * WIDE * (2 + SLOTS[network.optimizer]) * STATE_READS / rates.memory_bandwidth
     )
 
 
-def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
+def _estimate_generation(
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
+) -> float:
     """Return the seconds of prefilling the prompts and decoding all sequences token by token.
 
     Pipeline stages are assumed to wait for each other.
     """
     layout = mesh.layout
-    band = rates.bandwidth(mesh.ranks)
-    prefill = _forward(network, replace(load, new=0), mesh, rates)
+    band = rates.compute_bandwidth(mesh.ranks)
+    prefill = _estimate_pass(network, replace(load, new_tokens=0), mesh, rates)
     # One decoding step reads all weights and the KV cache, or is bound by its products.
-    own = math.ceil(load.sequences / (layout.data * layout.context))
+    own = math.ceil(load.num_sequences / (layout.data * layout.context))
     together = min(own, rates.most_sequences)
-    weights = (network.layers * network.active + network.outputs) * network.width / layout.tensor
+    weights = (
+        (network.layers * network.active + network.outputs) * network.element_bytes / layout.tensor
+    )
     cache = (
         together
-        * (load.prompt + load.new / 2)
+        * (load.prompt_tokens + load.new_tokens / 2)
         * 2
         * network.layers
         * network.key
-        * network.width
+        * network.element_bytes
         / layout.tensor
     )
     products = (
-        network.operations(together, load.prompt + load.new / 2, together)
+        network.count_operations(together, load.prompt_tokens + load.new_tokens / 2, together)
         / layout.tensor
-        / rates.products
+        / rates.flops
     )
-    step = max(products, (weights + cache) / rates.memory) + network.layers * rates.launch
+    step = max(products, (weights + cache) / rates.memory_bandwidth) + network.layers * rates.launch
     if layout.tensor > 1:
-        states = together * network.hidden * network.width
+        states = together * network.hidden * network.element_bytes
         step += (
             network.layers
             * 2
@@ -296,22 +319,27 @@ def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float
         )
     if layout.fsdp > 1:
         step += (
-            network.parameters
-            * network.width
+            network.num_parameters
+            * network.element_bytes
             / layout.tensor
             * (layout.fsdp - 1)
             / layout.fsdp
             / band
         )
     step += (layout.pipeline - 1) * rates.latency * 2
-    return prefill + load.new * step * math.ceil(own / together)
+    return prefill + load.new_tokens * step * math.ceil(own / together)
 
 
 # -- memory
 
 
-def role_memory(
-    network: Network, loads: Iterable[Load], layout: Layout, rates: Rates, *, own: bool = True
+def estimate_role_memory(
+    network: DecoderSizes,
+    loads: Iterable[CallWorkload],
+    layout: Layout,
+    rates: DeviceRates,
+    *,
+    own: bool = True,
 ) -> RoleMemory:
     """Estimate the bytes on one device for a role's weights and for these calls.
 
@@ -322,7 +350,7 @@ def role_memory(
     layers = math.ceil(network.layers / layout.pipeline)
     trained = own and network.trained
     shape = NetworkShape(
-        parameters=math.ceil(network.parameters / parts / layout.fsdp),
+        parameters=math.ceil(network.num_parameters / parts / layout.fsdp),
         trainable=math.ceil(network.num_trained / parts / layout.fsdp) if trained else 0,
         layers=layers,
         hidden=network.hidden,
@@ -339,7 +367,7 @@ def role_memory(
         row_ranks=t,
         shards=layout.fsdp,
     )
-    settings = Settings(
+    settings = MemorySettings(
         dtype=network.dtype,
         trained=trained,
         optimizer=network.optimizer,
@@ -353,23 +381,23 @@ def role_memory(
         reshards=network.reshards,
         sums_once=network.sums_once,
     )
-    return memory.estimate(shape, settings, [_work(load, layout, rates) for load in loads])
+    return memory.estimate(shape, settings, [_build_work(load, layout, rates) for load in loads])
 
 
-def _work(load: Load, layout: Layout, rates: Rates) -> Work:
-    own = math.ceil(load.sequences / layout.data)
+def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallDemand:
+    own = math.ceil(load.num_sequences / layout.data)
     if load.method == "generate":
         together = min(own, rates.most_sequences)
-        return Work(
-            cache_tokens=together * load.length,
+        return CallDemand(
+            cache_tokens=together * load.sequence_length,
             cache_limit=int(CACHE_SHARE * rates.capacity),
             sequences=together,
         )
-    tokens = math.ceil(own * load.length / max(1, load.updates if load.trains else 1))
-    most = max(min(load.microbatch, tokens), load.length)
-    rows = math.ceil(most * load.new / load.length) if load.new else most
+    tokens = math.ceil(own * load.sequence_length / max(1, load.num_updates if load.trains else 1))
+    most = max(min(load.microbatch, tokens), load.sequence_length)
+    rows = math.ceil(most * load.new_tokens / load.sequence_length) if load.new_tokens else most
     size = layout.context
-    return Work(
+    return CallDemand(
         tokens=math.ceil(most / size),
         rows=math.ceil(rows / size),
         backward=load.trains,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.errors import nearest
+from weft.errors import find_nearest
 
 AUTO = "auto"
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -121,7 +121,7 @@ REFUSED = {
 
 
 @dataclass
-class Mapped:
+class MappedDeepSpeedConfig:
     """Result of the translation of a DeepSpeed configuration.
 
     `options` are weft's options by name, `notes` lines for the user, `tuning` the keys that only
@@ -136,12 +136,12 @@ class Mapped:
     refused: list[str] = field(default_factory=list)
     batch: dict[str, int] = field(default_factory=dict)  # batch sizes that the file sets
 
-    def put(self, name: str, value: Any) -> None:
+    def set_option(self, name: str, value: Any) -> None:
         """Set an option of the run, or of each trained role if the name begins with a dot."""
-        for option in self.names(name):
+        for option in self.list_names(name):
             self.options[option] = value
 
-    def names(self, name: str) -> tuple[str, ...]:
+    def list_names(self, name: str) -> tuple[str, ...]:
         """Return the full option names: one per trained role if the name begins with a dot."""
         if name.startswith("."):
             return tuple(f"{role}{name}" for role in self.roles)
@@ -151,11 +151,11 @@ class Mapped:
         """Record that a key is refused, and why."""
         self.refused.append(f"{key}={value!r}: {why}")
 
-    def rest(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
+    def refuse_unknown(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
         """Refuse all keys of a group that are set and not in `known`."""
         for key, value in group.items():
             if key not in known and not _is_off(value):
-                close = nearest(key, known, 1)
+                close = find_nearest(key, known, 1)
                 self.refuse(
                     f"{prefix}.{key}",
                     value,
@@ -165,9 +165,9 @@ class Mapped:
 
 def map_config(
     config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None
-) -> Mapped:
+) -> MappedDeepSpeedConfig:
     """Translate a DeepSpeed configuration into options of the trained roles."""
-    done = Mapped(tuple(roles), max_seqlen)
+    done = MappedDeepSpeedConfig(tuple(roles), max_seqlen)
     config = _with_numbers(config)
     for key, value in config.items():
         if key in RULES:
@@ -176,11 +176,11 @@ def map_config(
         elif key in TUNING:
             done.tuning.append(key)
         elif key not in REFUSED:
-            close = nearest(key, [*RULES, *TUNING, *REFUSED], 1)
+            close = find_nearest(key, [*RULES, *TUNING, *REFUSED], 1)
             done.refuse(key, value, f"unknown{f'; did you mean {close[0]}?' if close else ''}")
         elif not _is_off(value) and (value is True or value != 1):
             done.refuse(key, value, REFUSED[key])
-    _batch(done, config)
+    _map_batch(done, config)
     return done
 
 
@@ -207,7 +207,7 @@ def _is_off(value: Any) -> bool:
     return value in (None, AUTO, False, 0, "none", [], "")
 
 
-def _number(done: Mapped, key: str, value: Any, least: float = 0.0) -> bool:
+def _check_number(done: MappedDeepSpeedConfig, key: str, value: Any, least: float = 0.0) -> bool:
     """Return whether the value is a usable number; refuse the key if it is set to anything else."""
     if value in (None, AUTO):
         return False
@@ -217,7 +217,7 @@ def _number(done: Mapped, key: str, value: Any, least: float = 0.0) -> bool:
     return True
 
 
-def _group(done: Mapped, key: str, value: Any) -> Mapping[str, Any]:
+def _read_group(done: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
     done.refuse(key, value, "must be a group of keys")
@@ -227,7 +227,7 @@ def _group(done: Mapped, key: str, value: Any) -> Mapping[str, Any]:
 # -- batches
 
 
-def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
+def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
     """Map the batch sizes: the global batch to rows, the micro-batch of a device to tokens."""
     micro, accumulation = (
         config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -238,20 +238,20 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
     }
-    good = {key: _number(done, key, value, 1) for key, value in sizes.items()}
+    good = {key: _check_number(done, key, value, 1) for key, value in sizes.items()}
     done.batch = {key: int(sizes[key]) for key, fine in good.items() if fine}  # type: ignore[arg-type]
     if good["train_batch_size"]:
-        done.put("dataset.train_bs_n_seqs", total)
+        done.set_option("dataset.train_bs_n_seqs", total)
         done.tuning += (
             ["gradient_accumulation_steps"] if good["gradient_accumulation_steps"] else []
         )
     elif good["train_micro_batch_size_per_gpu"]:
-        done.put("per_device_train_batch_size", micro)
+        done.set_option("per_device_train_batch_size", micro)
         if good["gradient_accumulation_steps"]:
-            done.put("gradient_accumulation_steps", accumulation)
+            done.set_option("gradient_accumulation_steps", accumulation)
     if good["train_micro_batch_size_per_gpu"] and micro is not None:
         if done.max_seqlen is not None:
-            done.put("max_tokens_per_microbatch", micro * done.max_seqlen)
+            done.set_option("max_tokens_per_microbatch", micro * done.max_seqlen)
         else:
             done.notes.append(
                 "train_micro_batch_size_per_gpu: rows are packed by tokens here, as many as "
@@ -262,8 +262,8 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
 # -- optimizer, schedule and dtype
 
 
-def _optimizer(done: Mapped, value: Any) -> None:
-    group = _group(done, "optimizer", value)
+def _map_optimizer(done: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(done, "optimizer", value)
     name = str(group.get("type", AUTO))
     params = group.get("params") or {}
     kind = OPTIMIZERS.get(name.lower())
@@ -271,23 +271,25 @@ def _optimizer(done: Mapped, value: Any) -> None:
         if kind is None:
             done.refuse("optimizer.type", name, "weft has AdamW, SGD and Lion")
             return
-        done.put(".optimizer.type", kind)
+        done.set_option(".optimizer.type", kind)
     if params.get("adam_w_mode", True) is False:
         done.refuse(
             "optimizer.params.adam_w_mode", False, "weight decay is decoupled here; leave it out"
         )
     for key, option in (("lr", "lr"), ("eps", "eps"), ("weight_decay", "weight_decay")):
-        if _number(done, f"optimizer.params.{key}", params.get(key)):
-            done.put(f".optimizer.{option}", params[key])
+        if _check_number(done, f"optimizer.params.{key}", params.get(key)):
+            done.set_option(f".optimizer.{option}", params[key])
     betas = params.get("betas", AUTO)
     if isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2:
         for index, beta in enumerate(betas):
-            if _number(done, f"optimizer.params.betas[{index}]", beta):
-                done.put(f".optimizer.beta{index + 1}", beta)
+            if _check_number(done, f"optimizer.params.betas[{index}]", beta):
+                done.set_option(f".optimizer.beta{index + 1}", beta)
     elif betas != AUTO:
         done.refuse("optimizer.params.betas", betas, "must be two numbers, or auto")
-    if kind == "sgd" and _number(done, "optimizer.params.momentum", params.get("momentum", 0.0)):
-        done.put(".optimizer.beta1", params.get("momentum", 0.0))
+    if kind == "sgd" and _check_number(
+        done, "optimizer.params.momentum", params.get("momentum", 0.0)
+    ):
+        done.set_option(".optimizer.beta1", params.get("momentum", 0.0))
     known = {
         "lr",
         "eps",
@@ -298,23 +300,23 @@ def _optimizer(done: Mapped, value: Any) -> None:
         "bias_correction",
         "fused",
     }
-    done.rest(
+    done.refuse_unknown(
         "optimizer.params", params, frozenset(known | ({"momentum"} if kind == "sgd" else set()))
     )
-    done.rest("optimizer", group, frozenset({"type", "params", "legacy_fusion"}))
+    done.refuse_unknown("optimizer", group, frozenset({"type", "params", "legacy_fusion"}))
 
 
-def _scheduler(done: Mapped, value: Any) -> None:
-    group = _group(done, "scheduler", value)
+def _map_scheduler(done: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(done, "scheduler", value)
     name = str(group.get("type", AUTO))
     params = group.get("params") or {}
     if name != AUTO:
         if name not in SCHEDULES:
             done.refuse("scheduler.type", name, f"weft has {', '.join(SCHEDULES)}")
             return
-        done.put(".optimizer.lr_scheduler_type", SCHEDULES[name])
+        done.set_option(".optimizer.lr_scheduler_type", SCHEDULES[name])
     peak = params.get("warmup_max_lr")
-    if _number(done, "scheduler.params.warmup_max_lr", peak):
+    if _check_number(done, "scheduler.params.warmup_max_lr", peak):
         if done.roles:
             own = done.options.get(f"{done.roles[0]}.optimizer.lr")
         else:
@@ -325,11 +327,11 @@ def _scheduler(done: Mapped, value: Any) -> None:
                 peak,
                 f"optimizer.params.lr is {own}; give one of them",
             )
-        done.put(".optimizer.lr", peak)
-    if _number(done, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
-        done.put(".optimizer.warmup_steps", params["warmup_num_steps"])
-    if _number(done, "scheduler.params.cos_min_ratio", params.get("cos_min_ratio")):
-        done.put(".optimizer.min_lr_ratio", params["cos_min_ratio"])
+        done.set_option(".optimizer.lr", peak)
+    if _check_number(done, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
+        done.set_option(".optimizer.warmup_steps", params["warmup_num_steps"])
+    if _check_number(done, "scheduler.params.cos_min_ratio", params.get("cos_min_ratio")):
+        done.set_option(".optimizer.min_lr_ratio", params["cos_min_ratio"])
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if not _is_off(params.get(key)):
             done.refuse(f"scheduler.params.{key}", params[key], "the learning rate warms up from 0")
@@ -345,7 +347,7 @@ def _scheduler(done: Mapped, value: Any) -> None:
             params["total_num_steps"],
             "a schedule ends with the run; write auto, and max_steps=N to end it earlier",
         )
-    done.rest(
+    done.refuse_unknown(
         "scheduler.params",
         params,
         frozenset(
@@ -361,45 +363,45 @@ def _scheduler(done: Mapped, value: Any) -> None:
             )
         ),
     )
-    done.rest("scheduler", group, frozenset({"type", "params"}))
+    done.refuse_unknown("scheduler", group, frozenset({"type", "params"}))
 
 
-def _half(key: str, dtype: str) -> Callable[[Mapped, Any], None]:
-    def rule(done: Mapped, value: Any) -> None:
-        group = _group(done, key, value)
+def _build_dtype_rule(key: str, dtype: str) -> Callable[[MappedDeepSpeedConfig, Any], None]:
+    def map_dtype(done: MappedDeepSpeedConfig, value: Any) -> None:
+        group = _read_group(done, key, value)
         if group.get("enabled") is True:
             other = done.options.get(f"{done.roles[0]}.dtype") if done.roles else None
             if other is not None:
                 done.refuse(f"{key}.enabled", True, f"{other} is asked for too; enable one of them")
-            done.put(".dtype", dtype)
+            done.set_option(".dtype", dtype)
             scaled = sorted(
                 name
                 for name in group
                 if name in LOSS_SCALING - {"enabled"} and not _is_off(group[name])
             )
             done.tuning += [f"{key}.{name}" for name in scaled]
-        done.rest(key, group, LOSS_SCALING)
+        done.refuse_unknown(key, group, LOSS_SCALING)
 
-    return rule
+    return map_dtype
 
 
-def _clipping(done: Mapped, value: Any) -> None:
-    if _number(done, "gradient_clipping", value):
-        done.put(".optimizer.max_grad_norm", value)
+def _map_clipping(done: MappedDeepSpeedConfig, value: Any) -> None:
+    if _check_number(done, "gradient_clipping", value):
+        done.set_option(".optimizer.max_grad_norm", value)
 
 
 # -- sharding, offloading and communication
 
 
-def _zero(done: Mapped, value: Any) -> None:
-    group = _group(done, "zero_optimization", value)
+def _zero(done: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(done, "zero_optimization", value)
     stage = group.get("stage", 0)
     if stage in (0, 1, 2, 3) and not isinstance(stage, bool):
-        done.put(".zero_stage", stage)
+        done.set_option(".zero_stage", stage)
     elif stage != AUTO:
         done.refuse("zero_optimization.stage", stage, "must be 0, 1, 2 or 3")
     if group.get("cpu_offload") is True:  # spelling in older files
-        done.put(".optimizer.offload", True)
+        done.set_option(".optimizer.offload", True)
     for key, option in (("offload_optimizer", ".optimizer.offload"), ("offload_param", ".offload")):
         _offload(done, f"zero_optimization.{key}", group.get(key), option)
     for key in group:
@@ -428,25 +430,25 @@ def _zero(done: Mapped, value: Any) -> None:
         "mics_shard_size",
     }
     tuning = {key for key in group if key.removeprefix("stage3_") in ZERO_TUNING}
-    done.rest("zero_optimization", group, ZERO_TUNING | own | tuning)
+    done.refuse_unknown("zero_optimization", group, ZERO_TUNING | own | tuning)
 
 
-def _offload(done: Mapped, key: str, value: Any, option: str) -> None:
+def _offload(done: MappedDeepSpeedConfig, key: str, value: Any, option: str) -> None:
     if value in (None, AUTO):
         return
-    group = _group(done, key, value)
+    group = _read_group(done, key, value)
     device = group.get("device", "none")
     if device == "cpu":
-        done.put(option, True)
+        done.set_option(option, True)
     elif device not in ("none", AUTO):
         done.refuse(f"{key}.device", device, "weft offloads to host memory; write cpu")
     if not _is_off(group.get("ratio")) and group["ratio"] != 1:
         done.refuse(f"{key}.ratio", group["ratio"], "all of it is offloaded; leave it out")
-    done.rest(key, group, OFFLOAD_TUNING | {"ratio"})
+    done.refuse_unknown(key, group, OFFLOAD_TUNING | {"ratio"})
 
 
-def _activations(done: Mapped, value: Any) -> None:
-    group = _group(done, "activation_checkpointing", value)
+def _map_activations(done: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(done, "activation_checkpointing", value)
     for key, each in group.items():
         if key in ("partition_activations", "cpu_checkpointing") and each is True:
             done.refuse(
@@ -458,14 +460,14 @@ def _activations(done: Mapped, value: Any) -> None:
             done.tuning.append(f"activation_checkpointing.{key}")
 
 
-def _factor(done: Mapped, value: Any) -> None:
+def _map_predivide_factor(done: MappedDeepSpeedConfig, value: Any) -> None:
     if value != 1:
         done.refuse(
             "gradient_predivide_factor", value, "gradients are summed in float32; leave it out"
         )
 
 
-def _communication(done: Mapped, value: Any) -> None:
+def _map_communication(done: MappedDeepSpeedConfig, value: Any) -> None:
     if value not in ("fp32", "torch.float32"):
         done.refuse("communication_data_type", value, "gradients are summed in float32; write fp32")
 
@@ -473,35 +475,37 @@ def _communication(done: Mapped, value: Any) -> None:
 # -- loggers
 
 
-def _tensorboard(done: Mapped, value: Any) -> None:
-    if _group(done, "tensorboard", value).get("enabled") is True:
-        done.put("logger.tensorboard", True)
+def _map_tensorboard(done: MappedDeepSpeedConfig, value: Any) -> None:
+    if _read_group(done, "tensorboard", value).get("enabled") is True:
+        done.set_option("logger.tensorboard", True)
 
 
-def _wandb(done: Mapped, value: Any) -> None:
-    group = _group(done, "wandb", value)
+def _map_wandb(done: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(done, "wandb", value)
     if group.get("enabled") is True:
-        done.put("logger.wandb.mode", "online")
+        done.set_option("logger.wandb.mode", "online")
         for key, option in (("team", "entity"), ("project", "project")):
             if not _is_off(group.get(key)):
-                done.put(f"logger.wandb.{option}", group[key])
-        done.rest("wandb", group, frozenset({"enabled", "team", "project"}))
+                done.set_option(f"logger.wandb.{option}", group[key])
+        done.refuse_unknown("wandb", group, frozenset({"enabled", "team", "project"}))
 
 
-RULES: dict[str, Callable[[Mapped, Any], None]] = {
-    "train_batch_size": lambda done, value: None,  # `_batch` maps this and the next two together
+RULES: dict[str, Callable[[MappedDeepSpeedConfig, Any], None]] = {
+    "train_batch_size": lambda done, value: (
+        None
+    ),  # `_map_batch` maps this and the next two together
     "train_micro_batch_size_per_gpu": lambda done, value: None,
     "gradient_accumulation_steps": lambda done, value: None,
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
-    "fp16": _half("fp16", "float16"),
-    "bf16": _half("bf16", "bfloat16"),
-    "bfloat16": _half("bfloat16", "bfloat16"),
-    "gradient_clipping": _clipping,
+    "optimizer": _map_optimizer,
+    "scheduler": _map_scheduler,
+    "fp16": _build_dtype_rule("fp16", "float16"),
+    "bf16": _build_dtype_rule("bf16", "bfloat16"),
+    "bfloat16": _build_dtype_rule("bfloat16", "bfloat16"),
+    "gradient_clipping": _map_clipping,
     "zero_optimization": _zero,
-    "activation_checkpointing": _activations,
-    "gradient_predivide_factor": _factor,
-    "communication_data_type": _communication,
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
+    "activation_checkpointing": _map_activations,
+    "gradient_predivide_factor": _map_predivide_factor,
+    "communication_data_type": _map_communication,
+    "tensorboard": _map_tensorboard,
+    "wandb": _map_wandb,
 }

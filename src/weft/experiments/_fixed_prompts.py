@@ -7,17 +7,21 @@ from dataclasses import asdict, fields
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.experiment import Evaluation, Experiment
-from weft.experiments._lengths import model_context
+from weft.experiments._lengths import read_model_context
 from weft.experiments.common import RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Offload
 
 NODE = "eval_prompts"
 NEW_TOKENS = 128  # default answer length in a run that samples nothing else
-KEPT = ("stop", "stop_ids", "kv_cache_gb")  # options taken over from the run's own sampling
+COPIED_OPTIONS = (
+    "stop",
+    "stop_ids",
+    "kv_cache_gb",
+)  # options taken over from the run's own sampling
 
 
-def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
+def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
     """Return the graph in which the trained model answers `eval_prompts`, or None without them.
 
     The call uses the layout and devices of the run's own sampling, if the run samples. Raises
@@ -33,10 +37,10 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
             )
         return None
     # Choose the length of answers.
-    own, role = _sampler(config, experiment, path)
+    own, role = _find_sampler(config, experiment, path)
     given = dict(own.args) if own is not None else {}
     spec = experiment.roles[role]
-    context = model_context(spec)
+    context = read_model_context(spec)
     usual = int(given.get("max_new_tokens") or NEW_TOKENS)
     if most is None:
         if own is not None or context is None:
@@ -52,7 +56,10 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
     # Sample greedily, with default options except for those in KEPT.
     plain = asdict(GenerationSpec())
     names = [each.name for each in fields(GenerationSpec) if not each.metadata.get("hidden")]
-    args = {name: given.get(name, plain[name]) if name in KEPT else plain[name] for name in names}
+    args = {
+        name: given.get(name, plain[name]) if name in COPIED_OPTIONS else plain[name]
+        for name in names
+    }
     call = MFCDef(
         NODE,
         role,
@@ -69,9 +76,11 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
     return Evaluation(DataflowGraph([call], ("prompt",)), 0)
 
 
-def _sampler(config: RunConfig, experiment: Experiment, path: str) -> tuple[MFCDef | None, str]:
+def _find_sampler(
+    config: RunConfig, experiment: Experiment, path: str
+) -> tuple[MFCDef | None, str]:
     """Return (the run's call that samples with the trained policy, or None; the policy's role)."""
-    calls = experiment.graph.model_calls()
+    calls = experiment.graph.list_model_calls()
     trained = [
         call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"
     ]

@@ -12,7 +12,7 @@ from weft.experiments import _checks as checks
 from weft.experiments.common import RunConfig
 
 # Keys of config.json for the maximum number of positions, which differ by model family.
-CONTEXT = (
+CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
@@ -22,55 +22,57 @@ CONTEXT = (
 )
 
 
-def context_of(config: RunConfig) -> int | None:
+def find_context(config: RunConfig) -> int | None:
     """Return the shortest context of the run's models in tokens, or None if it is unknown.
 
     Contexts come from the available config.json files. The reward model's context does not count,
     since its tokenizer can differ.
     """
     named = {spec.name: getattr(config, spec.name) for spec in fields(config) if spec.name != "rew"}
-    found = [model_context(value) for value in named.values() if isinstance(value, ModelSpec)]
+    found = [read_model_context(value) for value in named.values() if isinstance(value, ModelSpec)]
     return min((each for each in found if each is not None), default=None)
 
 
-def model_context(spec: ModelSpec) -> int | None:
+def read_model_context(spec: ModelSpec) -> int | None:
     """Return a model's context in tokens, or None if no available config.json states it."""
-    values = checks.model_config(spec)
+    values = checks.read_model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):
             found = [
                 holder[key]
-                for key in CONTEXT
+                for key in CONTEXT_KEYS
                 if isinstance(holder.get(key), int) and holder[key] > 0
             ]
             if found:
-                return rope_scaling.context(
+                return rope_scaling.compute_context(
                     spec.rope_scaling, int(found[0])
-                ) - checks.prefix_tokens(spec)
+                ) - checks.count_prefix_tokens(spec)
     return None
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
     """Return the options of a dataset with answers; `max_seqlen` defaults to the context."""
-    return replace(dataset, max_seqlen=dataset.max_seqlen or context_of(config))
+    return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SampleLengths:
     """A dataset of prompts and its sampling options, with default lengths filled in."""
 
     dataset: DatasetSpec
     gen: GenerationSpec
 
     @classmethod
-    def of(cls, config: RunConfig, dataset: DatasetSpec, gen: GenerationSpec, name: str) -> Lengths:
+    def from_options(
+        cls, config: RunConfig, dataset: DatasetSpec, gen: GenerationSpec, name: str
+    ) -> SampleLengths:
         """Fill in `max_new_tokens` and `max_prompt_len` if they are not set.
 
         `max_new_tokens` is the smaller of `MAX_NEW_TOKENS` and the context less `max_prompt_len`,
         or half of the context if `max_prompt_len` is not set. `max_prompt_len` is the context less
         `max_new_tokens`. Raises `ConfigError` if no room is left for a prompt or a completion.
         """
-        context = context_of(config)
+        context = find_context(config)
         given = dataset.max_prompt_len
         most = gen.max_new_tokens
         if most is None:
@@ -100,7 +102,7 @@ class Lengths:
         return cls(replace(dataset, max_prompt_len=given), replace(gen, max_new_tokens=most))
 
 
-def asked_for(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
+def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
     """Return the maximum tokens of a prompt and its completion, or None if no length is set."""
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None

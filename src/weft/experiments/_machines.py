@@ -17,7 +17,7 @@ SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD)", re.I)
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY")
 
 
-def _env_problem(env: Mapping[str, str]) -> str | None:
+def _find_env_problem(env: Mapping[str, str]) -> str | None:
     for name in env:
         if not VARIABLE.fullmatch(name):
             return f"{name!r} is not a valid environment variable name; write letters, digits and _, no digit first"
@@ -30,26 +30,26 @@ def _env_problem(env: Mapping[str, str]) -> str | None:
     return None
 
 
-def _time_problem(time: str) -> str | None:
+def _find_time_problem(time: str) -> str | None:
     if TIME.fullmatch(time):
         return None
     return "must be minutes, HH:MM:SS or DAYS-HH:MM:SS, such as 24:00:00"
 
 
-def _memory_problem(memory: str) -> str | None:
+def _find_memory_problem(memory: str) -> str | None:
     if MEMORY.fullmatch(memory):
         return None
     return "must be a size with K, M, G or T, such as 64G"
 
 
-def _mounts_problem(mounts: list[str]) -> str | None:
+def _find_mounts_problem(mounts: list[str]) -> str | None:
     wrong = next((m for m in mounts if not re.fullmatch(r"/[^:,]*(:/[^:,]*)?(:[a-z+]+)?", m)), None)
     if wrong:
         return f"{wrong!r}: a mount is /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro"
     return None
 
 
-def _lines_problem(lines: list[str]) -> str | None:
+def _find_lines_problem(lines: list[str]) -> str | None:
     wrong = next((line for line in lines if not line.startswith("-") or "\n" in line), None)
     if wrong:
         return f"{wrong!r}: a line is an option of sbatch, such as --mail-type=END"
@@ -65,7 +65,7 @@ class LaunchSpec:
         "environment of the run and its workers: launch.env.NAME=value; secrets come from the "
         "shell's own "
         f"({', '.join(SECRETS)})",
-        check=_env_problem,
+        check=_find_env_problem,
     )
 
 
@@ -76,12 +76,12 @@ class SlurmSpec:
     partition: str | None = option(None, "partition, or several with commas")
     account: str | None = option(None, "account that is charged")
     qos: str | None = option(None, "quality of service")
-    time: str | None = option(None, "time limit, such as 24:00:00", check=_time_problem)
+    time: str | None = option(None, "time limit, such as 24:00:00", check=_find_time_problem)
     cpus_per_node: int | None = option(
         None, "processors of each node; many clusters give one by default", at_least=1
     )
     mem_per_node: str | None = option(
-        None, "memory of each node, such as 64G; 0 is all of it", check=_memory_problem
+        None, "memory of each node, such as 64G; 0 is all of it", check=_find_memory_problem
     )
     gpu_type: str | None = option(
         None, "kind of GPU as the cluster calls it, such as a100; any when absent"
@@ -98,7 +98,7 @@ class SlurmSpec:
         [],
         "more folders for the container, /SOURCE:/TARGET; the working directory, fileroot and "
         "/tmp are there",
-        check=_mounts_problem,
+        check=_find_mounts_problem,
     )
     modules: list[str] = option([], "environment modules to load")
     setup: list[str] = option(
@@ -108,7 +108,7 @@ class SlurmSpec:
         None, "Python interpreter on the nodes; this one when absent, in a container python3"
     )
     sbatch: list[str] = option(
-        [], "more options of sbatch, such as --mail-type=END", check=_lines_problem
+        [], "more options of sbatch, such as --mail-type=END", check=_find_lines_problem
     )
     grace_s: int = option(
         120,

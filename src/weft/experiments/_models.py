@@ -11,7 +11,7 @@ import yaml
 
 from weft.checkpoints import kind, names
 from weft.checkpoints.config_file import set_by
-from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, Wanted
+from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, ModelQuery
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
@@ -20,17 +20,17 @@ from weft.experiments.common import RunConfig
 from weft.observe.short_names import POLICIES
 
 # role -> roles of another run whose checkpoint it can use; all other roles use a policy
-SERVING = {"rew": SCORERS, "critic": CRITICS}
+ACCEPTED_ROLES = {"rew": SCORERS, "critic": CRITICS}
 
 # the reward model's role, and the endings of architectures without a score head
 REWARD = "rew"
-PLAIN = ("ForCausalLM", "LMHeadModel")
+LM_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
 
-Run = TypeVar("Run", bound=RunConfig)
-Naming = RunConfig | Control  # both have `fileroot` and the names of the run
+RunConfigT = TypeVar("RunConfigT", bound=RunConfig)
+NamedRunConfig = RunConfig | Control  # both have `fileroot` and the names of the run
 
 
-def settled(config: Run) -> Run:
+def resolve_models(config: RunConfigT) -> RunConfigT:
     """Return the configuration with the directory and the backend of each role's model.
 
     Names of runs are replaced by directories. A backend is chosen only if the role's config.json is
@@ -41,27 +41,27 @@ def settled(config: Run) -> Run:
     for spec in fields(config):
         value = getattr(config, spec.name)
         if isinstance(value, ModelSpec):
-            changed[spec.name] = _settled_role(config, spec.name, value)
+            changed[spec.name] = _resolve_role(config, spec.name, value)
     return replace(config, **changed)
 
 
-def settled_roles(experiment: Experiment) -> Experiment:
+def resolve_roles(experiment: Experiment) -> Experiment:
     """Resolve the model paths of an experiment built by user code. Raises `CheckpointError`."""
     roles = {
-        name: _settled_role(experiment.control, name, spec)
+        name: _resolve_role(experiment.control, name, spec)
         for name, spec in experiment.roles.items()
     }
     return replace(experiment, roles=roles)
 
 
-def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
-    located = _located(control, role, spec)
+def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelSpec:
+    located = _locate_paths(control, role, spec)
     path = None if located.backend in NO_NETWORK else located.path
     with set_by(f"{role}.path"):
-        values = {} if path is None else kind.values_of(path)
+        values = {} if path is None else kind.read_config_values(path)
     found = _with_backend(role, located, values)
-    notes = (*found.notes, *_noise(role, found, values))
-    if path is not None and kind.shipped_config(path) is not None:
+    notes = (*found.notes, *_build_head_warnings(role, found, values))
+    if path is not None and kind.find_shipped_config(path) is not None:
         notes = (
             *notes,
             f"{role}.path={path}: is not on this machine; its config.json is the one that weft "
@@ -70,7 +70,7 @@ def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
     return replace(found, notes=tuple(dict.fromkeys(notes)))
 
 
-def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
+def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
     """Return a warning if the reward model has no score head: a new random one gives noise.
 
     `values`: the contents of config.json.
@@ -78,7 +78,7 @@ def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
         return []
-    if not all(str(each).endswith(PLAIN) for each in kinds):
+    if not all(str(each).endswith(LM_ARCHITECTURES) for each in kinds):
         return []
     return [
         f"{role}.path={spec.path}: is a language model without a score head, so its rewards are "
@@ -87,27 +87,27 @@ def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
+def find_option_role(config: Mapping[str, Any], role: str, path: str) -> str:
     """Return the role whose option `path` the user set: `role`, or the role it was copied from.
 
     `config`: the options as plain values.
     """
 
-    def names(name: str) -> bool:
+    def is_set(name: str) -> bool:
         values = config.get(name)
         return isinstance(values, Mapping) and values.get("path") == path
 
-    if names(role):
+    if is_set(role):
         return role
-    return next((name for name in config if names(name)), role)
+    return next((name for name in config if is_set(name)), role)
 
 
-def _located(config: Naming, role: str, spec: ModelSpec) -> ModelSpec:
+def _locate_paths(config: NamedRunConfig, role: str, spec: ModelSpec) -> ModelSpec:
     alone = spec.backend in NO_NETWORK  # `path` then names a tokenizer only
-    path, note = _path(
-        config, f"{role}.path", spec.path, SERVING.get(role, POLICIES), tokenizer=alone
+    path, note = _locate_path(
+        config, f"{role}.path", spec.path, ACCEPTED_ROLES.get(role, POLICIES), tokenizer=alone
     )
-    own, more = _path(
+    own, more = _locate_path(
         config, f"{role}.tokenizer.path", spec.tokenizer.path, POLICIES, tokenizer=True
     )
     if (path, own) == (spec.path, spec.tokenizer.path):
@@ -118,23 +118,30 @@ def _located(config: Naming, role: str, spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _path(
-    config: Naming, option: str, given: str | None, roles: tuple[str, ...], *, tokenizer: bool
+def _locate_path(
+    config: NamedRunConfig,
+    option: str,
+    given: str | None,
+    roles: tuple[str, ...],
+    *,
+    tokenizer: bool,
 ) -> tuple[str | None, str]:
     """Return (the directory or hub name, a note for the user)."""
-    if given is None or (tokenizer and _holds_tokenizer(Path(given).expanduser())):
+    if given is None or (tokenizer and _has_tokenizer(Path(given).expanduser())):
         return given, ""
     run = Path(config.fileroot).expanduser() / config.experiment_name / config.trial_name
-    wanted = Wanted(option, roles, config.fileroot, _began(config, run, option), run)
-    found = names.locate(given, wanted)
+    wanted = ModelQuery(
+        option, roles, config.fileroot, _find_initial_value(config, run, option), run
+    )
+    found = names.locate_model(given, wanted)
     return found.path, found.note
 
 
-def _holds_tokenizer(place: Path) -> bool:
+def _has_tokenizer(place: Path) -> bool:
     return place.is_file() or any((place / name).is_file() for name in TOKENIZERS)
 
 
-def _began(config: Naming, run: Path, option: str) -> str | None:
+def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str | None:
     """Return the value of the option in the run that is resumed, or None in a new run.
 
     That is this run, or the run that `resume_from` names.
@@ -143,7 +150,9 @@ def _began(config: Naming, run: Path, option: str) -> str | None:
     if config.resume_from is not None:
         source = Path(config.resume_from).expanduser()
         places += [source, *list(source.absolute().parents)[:3]]
-    file = next((place / names.RUN for place in places if (place / names.RUN).is_file()), None)
+    file = next(
+        (place / names.RUN_CONFIG for place in places if (place / names.RUN_CONFIG).is_file()), None
+    )
     if file is None:
         return None
     try:
@@ -163,11 +172,11 @@ def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> Mode
     `values` are the contents of config.json; without them the backend stays as it is. Raises
     `ConfigError` if the backend cannot run the model.
     """
-    if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
+    if spec.backend not in (AUTO, kind.TORCH_BACKEND) or spec.path is None:
         return spec
     if not values or spec.type is not None:
-        return replace(spec, backend=kind.OWN_RUN) if values else spec
-    if role == REWARD and values.get("model_type") in kind.NO_DECODERS:
+        return replace(spec, backend=kind.TORCH_BACKEND) if values else spec
+    if role == REWARD and values.get("model_type") in kind.NON_DECODER_TYPES:
         raise ConfigError(
             f"{role}.path={spec.path}: a model of type {values['model_type']} is no decoder, so "
             f"weft does not run it itself; "
@@ -175,22 +184,22 @@ def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> Mode
             f"rew_inf.interface=NAME "
             "(docs/reward-classifier.md)"
         )
-    backend = kind.backend_of(values)
+    backend = kind.choose_backend(values)
     if spec.backend != AUTO and backend != spec.backend:
         raise ConfigError(
             f"{role}.backend={spec.backend}: weft has no family for models of type "
             f"{values.get('model_type')}; leave the "
             f"option out, and backend={backend} runs any decoder that transformers knows"
         )
-    if backend != kind.OWN_RUN and spec.tokenizer.add_tokens:
+    if backend != kind.TORCH_BACKEND and spec.tokenizer.add_tokens:
         raise ConfigError(
             f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which "
             f"runs models of type "
             f"{values.get('model_type')}, keeps their vocabulary; leave it out, with a chat "
             f"template in words such as zephyr"
         )
-    if backend == kind.OWN_RUN:
+    if backend == kind.TORCH_BACKEND:
         notes = spec.notes
     else:
-        notes = (*spec.notes, f"{role}: {kind.cost(values)}")
+        notes = (*spec.notes, f"{role}: {kind.describe_disadvantages(values)}")
     return replace(spec, backend=backend, notes=notes)

@@ -20,7 +20,7 @@ from weft.options import option
 __all__ = ["MFCOptions", "PolicyConfig", "PolicyOptions", "SamplingConfig", "SamplingOptions"]
 
 
-def _reward_problem(reward: Any) -> str | None:
+def _find_reward_problem(reward: Any) -> str | None:
     try:
         for part in parse_reward(reward):
             locate(part)
@@ -183,7 +183,7 @@ class SamplingConfig(RunConfig):
         "FILE.py:function, weights by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of "
         "[name, weight] or of "
         "{name, weight, args}; added to the reward model's score where both are given",
-        check=_reward_problem,
+        check=_find_reward_problem,
     )
     reward_column: str | None = option(
         None,

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, find_nearest
 
 GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """Speed of one device and of its links to others.
 
-    `products` are floating-point operations per second that a run reaches in the model's dtype.
-    `memory`, `link` (within a machine) and `net` (to another machine) are bytes per second.
+    `flops` are floating-point operations per second that a run reaches in the model's dtype.
+    `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to another machine) are bytes per second.
     `latency` is the seconds of one exchange, `launch` the minimum seconds per layer, `dispatch` the
     seconds of a call to another process. `capacity` is the number of bytes that a run can fill,
     `per_node` the devices per machine. `cores` are the CPU cores of a machine, shared by its
@@ -26,10 +26,10 @@ class Rates:
     """
 
     name: str
-    products: float
-    memory: float
-    link: float
-    net: float
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
     latency: float
     launch: float
     capacity: float
@@ -39,14 +39,14 @@ class Rates:
     cores: float | None = None
     threads: int | None = None
 
-    def at_work(self, working: int, started: int) -> Rates:
+    def share_cores(self, working: int, started: int) -> DeviceRates:
         """Return the rates while `working` of `started` processes of the machine compute."""
         if self.cores is None:
             return self
-        products, memory, launch = _of_cores(self.cores_each(working, started))
-        return replace(self, products=products, memory=memory, launch=launch)
+        products, memory, launch = _estimate_core_rates(self.compute_cores_each(working, started))
+        return replace(self, flops=products, memory_bandwidth=memory, launch=launch)
 
-    def cores_each(self, working: int, started: int) -> float:
+    def compute_cores_each(self, working: int, started: int) -> float:
         """Return the number of cores that each of `working` processes uses.
 
         That is its number of threads, or an equal share of the cores if these are fewer.
@@ -56,11 +56,11 @@ class Rates:
         threads = self.threads or max(1, int(self.cores / started))
         return min(threads, self.cores / working)
 
-    def bandwidth(self, ranks: Iterable[int]) -> float:
+    def compute_bandwidth(self, ranks: Iterable[int]) -> float:
         """Return the bytes per second between these devices."""
         if len({rank // self.per_node for rank in ranks}) == 1:
-            return self.link
-        return self.net
+            return self.link_bandwidth
+        return self.network_bandwidth
 
 
 # Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in
@@ -83,10 +83,10 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
     "3090": (71, 35.6, 0.936, 24, 32),
 }
 # Shares of the data sheet's TFLOP/s and of its bandwidths that a run reaches
-REACHED = 0.45
-REACHED_LINK = 0.7
-NET = 40e9  # one 400 Gb/s port per device
-USABLE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
+REACHED_FLOPS_SHARE = 0.45
+REACHED_LINK_SHARE = 0.7
+NETWORK_BANDWIDTH = 40e9  # one 400 Gb/s port per device
+USABLE_MEMORY_SHARE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
 
 # A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Four cores share half
 # of a socket's memory bandwidth. gloo on one machine copies through the kernel's loopback:
@@ -104,19 +104,21 @@ CPU_LAUNCH = 2e-4  # interpreter overhead per layer
 DISPATCH = 4e-3
 
 
-def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None = None) -> Rates:
+def estimate_cpu_rates(
+    cores: float, memory_gb: float, per_node: int, threads: int | None = None
+) -> DeviceRates:
     """Return the rates of `per_node` processes that share a machine's cores, with `memory_gb` each.
 
     `threads`: threads per process, if the user set them (`OMP_NUM_THREADS`).
     """
-    products, memory, launch = _of_cores(max(1.0, cores / per_node))
-    return Rates(
+    products, memory, launch = _estimate_core_rates(max(1.0, cores / per_node))
+    return DeviceRates(
         name="cpu",
-        products=products,
-        memory=memory,
+        flops=products,
+        memory_bandwidth=memory,
         launch=launch,
-        link=LOOPBACK,
-        net=ETHERNET,
+        link_bandwidth=LOOPBACK,
+        network_bandwidth=ETHERNET,
         latency=LOOPBACK_LATENCY,
         capacity=memory_gb * GIB,
         most_sequences=128,
@@ -127,7 +129,7 @@ def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None
     )
 
 
-def _of_cores(cores: float) -> tuple[float, float, float]:
+def _estimate_core_rates(cores: float) -> tuple[float, float, float]:
     """Return (products, memory, launch) of a process with this many cores.
 
     `cores` is below 1 if there are more processes than cores.
@@ -135,14 +137,16 @@ def _of_cores(cores: float) -> tuple[float, float, float]:
     return CORE_PRODUCTS * cores, CORE_MEMORY * cores, CPU_LAUNCH / min(1.0, cores)
 
 
-def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:
+def find_gpu_rates(
+    name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8
+) -> DeviceRates:
     """Return the rates of a GPU by the name that its driver reports, or by a name such as H100.
 
     Raises `ConfigError` for an unknown GPU.
     """
     found = next((known for known in GPUS if known.lower() in name.lower()), None)
     if found is None:
-        close = nearest(name, GPUS, 1)
+        close = find_nearest(name, GPUS, 1)
         if close:
             hint = f"did you mean {close[0]}?"
         else:
@@ -152,15 +156,15 @@ def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: i
             f"like it ({hint})"
         )
     half, single, memory, gib, link = GPUS[found]
-    return Rates(
+    return DeviceRates(
         name=found,
-        products=1e12 * REACHED * (half if dtype in ("bfloat16", "float16") else single),
-        memory=1e12 * REACHED_LINK * memory,
-        link=1e9 * REACHED_LINK * link,
-        net=min(NET, 1e9 * link),
+        flops=1e12 * REACHED_FLOPS_SHARE * (half if dtype in ("bfloat16", "float16") else single),
+        memory_bandwidth=1e12 * REACHED_LINK_SHARE * memory,
+        link_bandwidth=1e9 * REACHED_LINK_SHARE * link,
+        network_bandwidth=min(NETWORK_BANDWIDTH, 1e9 * link),
         latency=2e-5,
         launch=2e-5,
-        capacity=(memory_gb if memory_gb is not None else USABLE * gib) * GIB,
+        capacity=(memory_gb if memory_gb is not None else USABLE_MEMORY_SHARE * gib) * GIB,
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,

@@ -18,18 +18,18 @@ ADAPTER_RATE = 1e-5
 PREFIX_RATE = 1e-2
 
 
-def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
+def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
     """Return (the frozen reference, which role its weights are copied from).
 
     A reference without a path is the initial actor: copied if the actor has random weights, else
     read from the same files.
     """
-    own = ref if ref.path is not None else _like(ref, actor)
+    own = ref if ref.path is not None else _copy_model(ref, actor)
     copied = ref.path is None and actor.init_from_scratch and ref.backend not in NO_NETWORK
     return own.with_head("lm", trained=False), {"ref": "actor"} if copied else {}
 
 
-def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
+def _copy_model(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
     """Return `spec` with the model of `source`: path, family, tokenizer and loading options."""
     return replace(
         spec,
@@ -55,7 +55,7 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
     return replace(spec, optimizer=replace(spec.optimizer, lr=own if spec.has_adapters else full))
 
 
-def critic(
+def build_critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
     """Return (the critic, which role its weights are copied from).
@@ -67,7 +67,9 @@ def critic(
     """
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}
-    shares_tokens = not rew.prompt_prefix and not rew.prompt_suffix and _same_vocabulary(actor, rew)
+    shares_tokens = (
+        not rew.prompt_prefix and not rew.prompt_suffix and _has_same_vocabulary(actor, rew)
+    )
     usable = rew.path is not None and rew.backend not in NO_NETWORK
     if init == "rew" and not usable:
         raise ConfigError(
@@ -75,26 +77,26 @@ def critic(
             "critic_init=actor"
         )
     if init == "rew" or (init is None and usable and shares_tokens):
-        return _like(spec, rew).with_head("value", trained=True), {}
-    made = _like(spec, actor).with_head("value", trained=True)
+        return _copy_model(spec, rew).with_head("value", trained=True), {}
+    made = _copy_model(spec, actor).with_head("value", trained=True)
     return made, {"critic": "actor"} if actor.init_from_scratch else {}
 
 
-def _same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
+def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
     """Return whether two roles have the same path, or tokenizer files with the same vocabulary."""
     places = [spec.tokenizer.path or spec.path for spec in (one, other)]
     if places[0] == places[1]:
         return True
-    files = [_tokenizer_file(place) for place in places]
+    files = [_find_tokenizer_file(place) for place in places]
     if files[0] is None or files[1] is None or files[0].name != files[1].name:
         return False
     texts = [file.read_bytes() for file in files if file is not None]
     return texts[0] == texts[1] or (
-        files[0].suffix == ".json" and _vocabulary(texts[0]) == _vocabulary(texts[1])
+        files[0].suffix == ".json" and _parse_vocabulary(texts[0]) == _parse_vocabulary(texts[1])
     )
 
 
-def _tokenizer_file(place: str | None) -> Path | None:
+def _find_tokenizer_file(place: str | None) -> Path | None:
     """Return the file with a local tokenizer's vocabulary, or None."""
     found = Path(place).expanduser() if place else None
     if found is None or found.is_file():
@@ -109,7 +111,7 @@ def _tokenizer_file(place: str | None) -> Path | None:
     )
 
 
-def _vocabulary(text: bytes) -> Any:
+def _parse_vocabulary(text: bytes) -> Any:
     """Return (the model, the added tokens) of a tokenizer.json, without templates and padding."""
     try:
         values = json.loads(text)
@@ -124,7 +126,7 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     Tokenizers without local files are compared later, once they are loaded.
     """
     places = [each.tokenizer.path or each.path for each in (spec, other)]
-    files = [_tokenizer_file(place) for place in places]
+    files = [_find_tokenizer_file(place) for place in places]
     if (
         files[0] is None
         or files[1] is None
@@ -134,7 +136,7 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     texts = [file.read_bytes() for file in files if file is not None]
     if texts[0] == texts[1]:
         return
-    (one, added), (two, more) = (_token_ids(text) for text in texts)
+    (one, added), (two, more) = (_parse_token_ids(text) for text in texts)
     apart = sum(one.get(token) != two.get(token) for token in {*one, *two})
     # Only added tokens of both count: the options can add a token that one of them lacks.
     apart += sum(added[token] != more[token] for token in {*added} & {*more})
@@ -147,9 +149,9 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
         )
 
 
-def _token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
+def _parse_token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
     """Return the ids of the tokens in a tokenizer.json: (the model's tokens, the added ones)."""
-    model, added = _vocabulary(text)
+    model, added = _parse_vocabulary(text)
     vocab = (model or {}).get("vocab") or {}
     # A Unigram vocabulary is a list of (piece, score), in the order of ids.
     if isinstance(vocab, dict):

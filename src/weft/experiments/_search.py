@@ -14,21 +14,27 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.experiments._cost import Load, Network, call_seconds, moving_seconds, role_memory
-from weft.experiments._rates import Rates
+from weft.experiments._cost import (
+    CallWorkload,
+    DecoderSizes,
+    estimate_call_seconds,
+    estimate_role_memory,
+    estimate_transfer_seconds,
+)
+from weft.experiments._rates import DeviceRates
 from weft.topology import Layout, Mesh
 
 # Up to ALL placements are all tried; of more, annealing draws ANNEALED.
-ALL = 20_000
-ANNEALED = 6_000
+MAX_EXHAUSTIVE = 20_000
+ANNEALING_STEPS = 6_000
 # Temperatures of annealing at its start and end, in units of log step time
-HOT = 0.3
-COLD = 0.003
+INITIAL_TEMPERATURE = 0.3
+FINAL_TEMPERATURE = 0.003
 SEED = 1
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlacementUnit:
     """Calls that share one placement: all calls that train a role, or one other call.
 
     `meshes` are the candidates.
@@ -41,39 +47,39 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class PlacementEstimate:
     """Estimate of a placement: mesh, seconds of work and of weight transfer of each call."""
 
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
-    moving: Mapping[str, float]
-    step: float
-    bytes: float  # memory used on the fullest device
-    over: float  # bytes beyond the capacity of that device
+    transfer_seconds: Mapping[str, float]
+    step_seconds: float
+    peak_bytes: float  # memory used on the fullest device
+    excess_bytes: float  # bytes beyond the capacity of that device
 
 
 # (bytes beyond the capacity, seconds of a step, devices), compared in this order; less is better
-Score = tuple[float, float, int]
+PlacementScore = tuple[float, float, int]
 
 
 @dataclass
-class Problem:
+class PlacementProblem:
     """A graph to place on devices, and the data for the estimates.
 
     `order` and `producers` describe the graph and include host functions, which take no time here.
-    `lag` is the number of steps by which sampling can be ahead of training. `shares` maps a role to
+    `max_staleness` is the number of steps by which sampling can be ahead of training. `shared_roles` maps a role to
     the base role whose weights it uses if both are on the same mesh.
     """
 
-    units: Sequence[Unit]
-    networks: Mapping[str, Network]
-    loads: Mapping[str, Load]
+    units: Sequence[PlacementUnit]
+    networks: Mapping[str, DecoderSizes]
+    loads: Mapping[str, CallWorkload]
     order: Sequence[str]
     producers: Mapping[str, Sequence[str]]
-    rates: Rates
+    rates: DeviceRates
     num_devices: int
-    lag: int = 0
-    shares: Mapping[str, str] = field(default_factory=dict)
+    max_staleness: int = 0
+    shared_roles: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._unit_of = {
@@ -92,59 +98,68 @@ class Problem:
         self._held: dict[tuple[str, int, tuple[str, ...], bool, bool], tuple[int, int]] = {}
 
     @property
-    def size(self) -> int:
+    def num_placements(self) -> int:
         """Number of placements."""
         return math.prod(len(unit.meshes) for unit in self.units)
 
-    def score(self, choice: Sequence[int]) -> Score:
+    def compute_score(self, choice: Sequence[int]) -> PlacementScore:
         """Return the score of a placement, given as the index of each unit's mesh."""
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         devices = sum(len(self._meshes[number].ranks) for number in numbers)
-        return max(0.0, self._bytes(numbers) - self.rates.capacity), self._step(numbers), devices
+        return (
+            max(0.0, self._compute_peak_bytes(numbers) - self.rates.capacity),
+            self._simulate_step(numbers),
+            devices,
+        )
 
-    def estimate(self, choice: Sequence[int]) -> Estimate:
+    def estimate(self, choice: Sequence[int]) -> PlacementEstimate:
         """Return the estimate of a placement, given as the index of each unit's mesh."""
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
-        most = self._bytes(numbers)
-        started = self._started(numbers)
-        return Estimate(
+        most = self._compute_peak_bytes(numbers)
+        started = self._count_started(numbers)
+        return PlacementEstimate(
             meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
             seconds={
-                call: self._call(call, numbers[unit], started)
+                call: self._estimate_call(call, numbers[unit], started)
                 for call, unit in self._unit_of.items()
             },
-            moving={call: self._move(unit, numbers) for call, unit in self._unit_of.items()},
-            step=self._step(numbers),
-            bytes=most,
-            over=max(0.0, most - self.rates.capacity),
+            transfer_seconds={
+                call: self._estimate_transfer(unit, numbers) for call, unit in self._unit_of.items()
+            },
+            step_seconds=self._simulate_step(numbers),
+            peak_bytes=most,
+            excess_bytes=max(0.0, most - self.rates.capacity),
         )
 
     def is_trained(self, role: str) -> bool:
         """Return whether the role is trained."""
         return self.units[self._home[role]].trains
 
-    def _started(self, numbers: Sequence[int]) -> int:
+    def _count_started(self, numbers: Sequence[int]) -> int:
         """Return the number of processes: one for each device up to the last that a call uses."""
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
-    def _call(self, call: str, number: int, started: int) -> float:
+    def _estimate_call(self, call: str, number: int, started: int) -> float:
         """Return the seconds of a call on its own, in a run with `started` processes."""
         found = self._seconds.get((call, number, started))
         if found is None:
             network = self.networks[self.units[self._unit_of[call]].role]
             mesh = self._meshes[number]
-            found = call_seconds(
-                network, self.loads[call], mesh, self.rates.at_work(*self._sharing(mesh, started))
+            found = estimate_call_seconds(
+                network,
+                self.loads[call],
+                mesh,
+                self.rates.share_cores(*self._count_processes(mesh, started)),
             )
             found += self.rates.dispatch if started > 1 else 0.0
             self._seconds[call, number, started] = found
         return found
 
-    def _sharing(self, mesh: Mesh, started: int) -> tuple[int, int]:
+    def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
         """Return (processes of a machine that work in a call on `mesh`, all its processes)."""
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
-    def _move(self, unit: int, numbers: Sequence[int]) -> float:
+    def _estimate_transfer(self, unit: int, numbers: Sequence[int]) -> float:
         """Return the seconds to copy the trained weights to the unit's devices."""
         role = self.units[unit].role
         home = self._home[role]
@@ -154,19 +169,19 @@ class Problem:
             return 0.0  # frozen weights are copied only once
         found = self._moving.get((role, source, target))
         if found is None:
-            found = moving_seconds(
+            found = estimate_transfer_seconds(
                 self.networks[role], self._meshes[source], self._meshes[target], self.rates
             )
             self._moving[role, source, target] = found
         return found
 
-    def _step(self, numbers: Sequence[int]) -> float:
+    def _simulate_step(self, numbers: Sequence[int]) -> float:
         """Return the seconds of a step, simulated over the graph."""
         # By device: the time at which its next call can start, and the seconds it works.
         free = [0.0] * self.num_devices
         busy = [0.0] * self.num_devices
         ends = dict[str, float]()
-        started = self._started(numbers)
+        started = self._count_started(numbers)
         computed = [0.0] * self.num_devices
         for name in self.order:
             begin = max([ends[other] for other in self.producers[name]], default=0.0)
@@ -175,7 +190,7 @@ class Problem:
                 ends[name] = begin
                 continue
             ranks = self._meshes[numbers[unit]].ranks
-            moves = self._move(unit, numbers)
+            moves = self._estimate_transfer(unit, numbers)
             if moves:
                 sources = self._meshes[numbers[self._home[self.units[unit].role]]].ranks
             else:
@@ -185,8 +200,10 @@ class Problem:
             for rank in {*ranks, *sources}:
                 free[rank] = begin + moves
                 busy[rank] += moves
-            takes = self._call(name, numbers[unit], started)
-            cores_each = self.rates.cores_each(*self._sharing(self._meshes[numbers[unit]], started))
+            takes = self._estimate_call(name, numbers[unit], started)
+            cores_each = self.rates.compute_cores_each(
+                *self._count_processes(self._meshes[numbers[unit]], started)
+            )
             end = ends[name] = begin + moves + takes
             for rank in ranks:
                 free[rank] = end
@@ -194,7 +211,7 @@ class Problem:
                 computed[rank] += takes * cores_each
         # With a lag several steps overlap, until a device is always busy.
         last = max(ends.values(), default=0.0)
-        step = last if not self.lag else max(max(busy), last / (self.lag + 1))
+        step = last if not self.max_staleness else max(max(busy), last / (self.max_staleness + 1))
         if self.rates.cores is None:
             return step
         # Concurrent calls share the cores of a machine, so its total work bounds the step.
@@ -205,8 +222,8 @@ class Problem:
         )
         return max(step, max(nodes) / self.rates.cores)
 
-    def _bytes(self, numbers: Sequence[int]) -> float:
-        """Return the bytes of the fullest device, counted as by `weft.engine.memory.total`."""
+    def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
+        """Return the bytes of the fullest device, counted as by `weft.engine.memory.compute_peak`."""
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):
             places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
@@ -214,16 +231,18 @@ class Problem:
         most = [0] * self.num_devices
         for (role, number), calls in places.items():
             own = numbers[self._home[role]] == number
-            base = self.shares.get(role)
+            base = self.shared_roles.get(role)
             mesh = self._meshes[number]
-            shared = base is not None and self._meshes[numbers[self._home[base]]].parts_as(mesh)
-            stays, call = self._memory(role, number, calls, own=own, shared=shared)
+            shared = base is not None and self._meshes[numbers[self._home[base]]].has_same_parts(
+                mesh
+            )
+            stays, call = self._estimate_memory(role, number, calls, own=own, shared=shared)
             for rank in mesh.ranks:
                 stay[rank] += stays
                 most[rank] = max(most[rank], call)
         return float(max(a + b for a, b in zip(stay, most, strict=True)))
 
-    def _memory(
+    def _estimate_memory(
         self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
     ) -> tuple[int, int]:
         """Return (bytes that stay on a device, bytes added while the role is called).
@@ -234,8 +253,8 @@ class Problem:
         if key not in self._held:
             loads = [self.loads[call] for call in calls]
             layout = self._meshes[number].layout
-            held = role_memory(self.networks[role], loads, layout, self.rates, own=own)
-            stays = held.kept if shared else held.held - held.away
+            held = estimate_role_memory(self.networks[role], loads, layout, self.rates, own=own)
+            stays = held.kept if shared else held.permanent - held.away
             self._held[key] = stays, held.call + (0 if shared else held.away)
         return self._held[key]
 
@@ -243,53 +262,53 @@ class Problem:
 # -- candidates
 
 
-def ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
+def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
     """Yield the ranges of neighbouring devices that can form a mesh.
 
     Their size divides the number of devices per machine, or is a multiple of it.
     """
-    for size in _divisors(num_devices):
+    for size in _list_divisors(num_devices):
         if (size <= per_node and per_node % size == 0) or size % per_node == 0:
             for first in range(0, num_devices, size):
                 yield tuple(range(first, first + size))
 
 
-def layouts(size: int, per_node: int) -> Iterator[Layout]:
-    """Yield all layouts of `size` devices with d, t and p.
+def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
+    """Yield all layouts of `num_placements` devices with d, t and p.
 
     Tensor parallelism stays within a machine. Each layout comes with fully sharded and with whole
     weights.
     """
-    for t in _divisors(size):
-        for p in _divisors(size // t):
+    for t in _list_divisors(size):
+        for p in _list_divisors(size // t):
             d = size // t // p
             if t <= per_node:
                 for f in dict.fromkeys((d, 1)):
                     yield Layout(data=d, fsdp=f, tensor=t, pipeline=p)
 
 
-def candidates(
+def list_meshes(
     num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
 ) -> list[Mesh]:
     """Return all meshes with the layouts that `allowed` accepts, in the form that it returns."""
     found = []
-    for ranks in ranges(num_devices, per_node):
+    for ranks in list_ranges(num_devices, per_node):
         found += [
             Mesh(made, ranks)
-            for each in layouts(len(ranks), per_node)
+            for each in list_layouts(len(ranks), per_node)
             if (made := allowed(each)) is not None
         ]
     return list(dict.fromkeys(found))
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 # -- the heuristic
 
 
-def uniform(problem: Problem) -> list[list[int]]:
+def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     """Return the placements in which all movable calls are data-parallel on the same first devices.
 
     There are up to three for each number of devices: trained roles sharded in all their calls;
@@ -320,44 +339,44 @@ def uniform(problem: Problem) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best placement, the first placement, and the number of placements `tried`.
+class SearchResult:
+    """The best placement, the first placement, and the number of placements `num_tried`.
 
-    `exhaustive` is true if all placements were tried.
+    `is_exhaustive` is true if all placements were tried.
     """
 
-    best: Estimate
-    first: Estimate
-    tried: int
-    exhaustive: bool
+    best: PlacementEstimate
+    first: PlacementEstimate
+    num_tried: int
+    is_exhaustive: bool
 
 
-def search(problem: Problem, start: Sequence[int]) -> Found:
+def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Return the best placement found; its score is never worse than that of `start`.
 
     The result is deterministic.
     """
-    seen: dict[tuple[int, ...], Score] = {}
+    seen: dict[tuple[int, ...], PlacementScore] = {}
 
-    def look(choice: Sequence[int]) -> Score:
+    def look(choice: Sequence[int]) -> PlacementScore:
         key = tuple(choice)
         if key not in seen:
-            seen[key] = problem.score(key)
+            seen[key] = problem.compute_score(key)
         return seen[key]
 
     look(start)
-    exhaustive = problem.size <= ALL
+    exhaustive = problem.num_placements <= MAX_EXHAUSTIVE
     if exhaustive:
         for choice in itertools.product(*(range(len(unit.meshes)) for unit in problem.units)):
             look(choice)
     else:
         _descend(problem, _anneal(problem, _descend(problem, start, look), look), look)
     best = min(seen, key=lambda choice: (seen[choice], choice))
-    return Found(problem.estimate(best), problem.estimate(start), len(seen), exhaustive)
+    return SearchResult(problem.estimate(best), problem.estimate(start), len(seen), exhaustive)
 
 
 def _descend(
-    problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
+    problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
     """Move one unit at a time to its best mesh, as long as the score improves."""
     now = list(start)
@@ -373,19 +392,21 @@ def _descend(
 
 
 def _anneal(
-    problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
+    problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
     """Return the best placement found by simulated annealing, changing one or two units a turn."""
     draw = random.Random(SEED)
     movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
     now = list(start)
     best = list(start)
-    for turn in range(ANNEALED):
-        heat = HOT * (COLD / HOT) ** (turn / ANNEALED)
+    for turn in range(ANNEALING_STEPS):
+        heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
+            turn / ANNEALING_STEPS
+        )
         new = list(now)
         for number in draw.sample(movable, min(len(movable), draw.choice((1, 1, 2)))):
             new[number] = draw.randrange(len(problem.units[number].meshes))
-        worse = _energy(problem, look(new)) - _energy(problem, look(now))
+        worse = _compute_energy(problem, look(new)) - _compute_energy(problem, look(now))
         if worse <= 0 or draw.random() < math.exp(-worse / heat):
             now = new
             if look(now) < look(best):
@@ -393,7 +414,7 @@ def _anneal(
     return best
 
 
-def _energy(problem: Problem, score: Score) -> float:
+def _compute_energy(problem: PlacementProblem, score: PlacementScore) -> float:
     """Return the objective of annealing: the log of the step time, plus a memory penalty."""
     over, step, _ = score
     return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)

@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from weft.checkpoints.kind import OWN_RUN
-from weft.engine.service_place import Place
+from weft.checkpoints.kind import TORCH_BACKEND
+from weft.engine.service_address import ServiceAddress
 from weft.engine.service_spec import SERVICE, ServedSpec
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
-from weft.experiments._assemble import check
+from weft.experiments._assemble import check_config
 from weft.experiments._policy_options import REWARD_VARIABLE, SamplingConfig, SamplingOptions
 
 # Environment variables with host:port/model of a gRPC server
 VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}
 
 
-def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:
+def check_shared_options(
+    config: SamplingConfig, options: SamplingOptions, name: str
+) -> SamplingConfig:
     """Check the shared options, and resolve the roles that have a URL.
 
     Returns the configuration with the backend of these roles set. A URL is given by an option or by
     the environment; `name` is the group of the method's `options`. Raises `UserError`.
     """
-    config = check(config)
-    rew = _resolved("rew", config.rew)
-    ref = _resolved("ref", config.ref)
+    config = check_config(config)
+    rew = _resolve_url("rew", config.rew)
+    ref = _resolve_url("ref", config.ref)
     if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
         # Without its own tokenizer the reward model reads the actor's tokens.
         own = config.actor.tokenizer.path or config.actor.path
@@ -60,7 +62,7 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
         )
 
 
-def service_notes(config: SamplingConfig) -> list[str]:
+def build_service_notes(config: SamplingConfig) -> list[str]:
     """Return lines on roles that are on servers, for the plan that is printed before the run."""
     told = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
@@ -73,7 +75,7 @@ def service_notes(config: SamplingConfig) -> list[str]:
     return told
 
 
-def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
+def _resolve_url(role: str, spec: ServedSpec) -> ServedSpec:
     url = spec.url
     if url is None and (named := os.environ.get(VARIABLES[role], "").strip()):
         url = named if "://" in named else f"grpc://{named}"
@@ -81,7 +83,7 @@ def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
         if is_served(spec):
             raise ConfigError(f"{role}.backend=service: the role needs {role}.url")
         return spec
-    if spec.backend not in (AUTO, OWN_RUN, SERVICE):
+    if spec.backend not in (AUTO, TORCH_BACKEND, SERVICE):
         raise ConfigError(
             f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them"
         )
@@ -90,5 +92,5 @@ def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
             f"{role}.offload=true moves weights, and those of {role}.url are elsewhere; set one "
             f"of the two"
         )
-    Place.of(role, url, spec.service)
+    ServiceAddress.parse(role, url, spec.service)
     return replace(spec, url=url, backend=SERVICE)

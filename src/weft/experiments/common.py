@@ -18,8 +18,8 @@ from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
-from weft.options import leaves, option, read
-from weft.reading import url_problem
+from weft.options import iterate_options, option, read
+from weft.reading import find_url_problem
 
 
 @dataclass
@@ -38,7 +38,7 @@ class WandbSpec:
     prefix: str | None = option(None, "put before the name of every metric")
     id: str | None = option(None, "id of the run; a resumed run continues its own when absent")
     dir: str | None = option(
-        None, "folder of its local files; the run's own when absent", check=url_problem
+        None, "folder of its local files; the run's own when absent", check=find_url_problem
     )
 
 
@@ -61,7 +61,7 @@ class LoggerSpec:
     wandb: WandbSpec = option(WandbSpec(), "Weights & Biases")
     trackio: TrackioSpec = option(TrackioSpec(), "trackio")
 
-    def enabled(self) -> dict[str, dict[str, Any]]:
+    def get_enabled(self) -> dict[str, dict[str, Any]]:
         """Return the options of each enabled logger."""
         if self.tensorboard:
             loggers: dict[str, dict[str, Any]] = {"tensorboard": {}}
@@ -77,7 +77,9 @@ class LoggerSpec:
         return loggers
 
 
-HOOKS = "offload, offload_optimizer, NAME of a registered function, or {function: NAME, args: {..}}"
+HOOK_FORMS = (
+    "offload, offload_optimizer, NAME of a registered function, or {function: NAME, args: {..}}"
+)
 
 
 def _check_hooks(hooks: Any) -> str | None:
@@ -101,12 +103,12 @@ class MFCOptions:
     )
     pre_hooks: Any = option(
         None,
-        f"hooks before the call, in place of the experiment's ([] for none): {HOOKS}",
+        f"hooks before the call, in place of the experiment's ([] for none): {HOOK_FORMS}",
         check=_check_hooks,
     )
     post_hooks: Any = option(
         None,
-        f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}",
+        f"hooks after the call, in place of the experiment's ([] for none): {HOOK_FORMS}",
         check=_check_hooks,
     )
     deadline_s: float | None = option(
@@ -118,7 +120,7 @@ class MFCOptions:
         None,
         "parallel layout of this call, such as d4; its role's when absent; where the call trains "
         "it is the role's too",
-        check=checks.layout_problem,
+        check=checks.find_layout_problem,
     )
     device_mesh: str | None = option(
         None,
@@ -126,7 +128,7 @@ class MFCOptions:
         "its layout takes",
     )
 
-    def changes(self, node: MFCDef) -> dict[str, Any]:
+    def list_changes(self, node: MFCDef) -> dict[str, Any]:
         """Return the fields of `node` that the user sets."""
         changes: dict[str, Any] = {}
         for name in (
@@ -166,7 +168,7 @@ def _parse_hook(hook: Any) -> Hook:
         return NAMED_HOOKS.get(hook) or Call(hook)
     if isinstance(hook, Mapping) and "function" in hook and set(hook) <= {"function", "args"}:
         return Call(str(hook["function"]), dict(hook.get("args") or {}))
-    raise ConfigError(f"hook {hook!r} cannot be read; it is {HOOKS}")
+    raise ConfigError(f"hook {hook!r} cannot be read; it is {HOOK_FORMS}")
 
 
 @dataclass
@@ -198,18 +200,20 @@ class RunConfig(ABC):
         "./runs",
         "folder of all runs; this one's is fileroot/experiment_name/trial_name",
         check=lambda path: (
-            url_problem(path) if path.strip() else "names no folder; write ./runs, say"
+            find_url_problem(path) if path.strip() else "names no folder; write ./runs, say"
         ),
     )
     mode: str = option(
         "local",
         "where to run: local (this machine, one process per device), ray (a running Ray cluster), "
         "slurm (a job on a cluster)",
-        check=checks.mode_problem,
+        check=checks.find_mode_problem,
     )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
     device: str | None = option(
-        None, "cpu, cuda, cuda:1 or mps; absent: the best one there is", check=checks.device_problem
+        None,
+        "cpu, cuda, cuda:1 or mps; absent: the best one there is",
+        check=checks.find_device_problem,
     )
     ray_address: str | None = option(
         None,
@@ -237,7 +241,7 @@ class RunConfig(ABC):
         "n_gpus_per_node, all or fewer, sharded or whole, whichever is estimated to be fastest), "
         "search (the placement of "
         "each call that is estimated to be fastest there), or a layout such as d4t2",
-        check=checks.allocation_problem,
+        check=checks.find_allocation_problem,
     )
     search: SearchSpec = option(SearchSpec(), "assumptions of allocation_mode=search and --dry-run")
     total_train_epochs: int = option(
@@ -278,7 +282,7 @@ class RunConfig(ABC):
         "model answers, greedily, "
         "before the first step, at every evaluation and at the end; the report shows how the "
         "answers change",
-        check=checks.file_problem,
+        check=checks.find_file_problem,
     )
     eval_prompts_max_new_tokens: int | None = option(
         None,
@@ -309,7 +313,7 @@ class RunConfig(ABC):
         None,
         "recovery point, checkpoint or run directory to resume from, in place of the run's own "
         "last point",
-        check=url_problem,
+        check=find_url_problem,
     )
     max_tokens_per_microbatch: int = option(
         16384, "maximum tokens of one forward pass, for every call", at_least=1
@@ -327,7 +331,7 @@ class RunConfig(ABC):
         None,
         "steps to trace with torch's profiler, such as 5:8 (the last one too) or 5; one file a "
         "device, in the run's profile/",
-        check=checks.profile_problem,
+        check=checks.find_profile_problem,
     )
     flash_attention: str = option(
         "auto",
@@ -404,10 +408,10 @@ class RunConfig(ABC):
         shared = {
             spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own
         }
-        return Control(**shared, loggers=self.logger.enabled(), env=self.launch.env)
+        return Control(**shared, loggers=self.logger.get_enabled(), env=self.launch.env)
 
 
-class Buildable(Protocol):
+class ExperimentConfig(Protocol):
     """A configuration of an experiment; `RunConfig` is one."""
 
     def build(self) -> Experiment: ...
@@ -415,7 +419,7 @@ class Buildable(Protocol):
 
 # Methods by which a subclass of ReaL's configurations changes a run, and their counterparts in
 # weft.
-NEVER_CALLED = {
+UNSUPPORTED_METHODS = {
     "rpcs": "change a call with experiment.with_mfc(NAME, ...) in build()",
     "models": (
         "set the options of the roles, such as rew.backend, or change experiment.roles in build()"
@@ -429,12 +433,12 @@ NEVER_CALLED = {
         "classes have this method"
     ),
 }
-GUIDE = """Write the edits of ReaL's guide as
+MIGRATION_HINT = """Write the edits of ReaL's guide as
     return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])
 and set rew.backend=null in place of a model_worker that is given a tokenizer for its model"""
 
 
-def build_experiment(config: Buildable) -> Experiment:
+def build_experiment(config: ExperimentConfig) -> Experiment:
     """Return the experiment that a configuration describes.
 
     Calls `initial_setup` if a subclass overrides it, else `build`. Raises `ConfigError` if a
@@ -445,21 +449,21 @@ def build_experiment(config: Buildable) -> Experiment:
     missing = config.missing()
     if len(missing) > 1:  # a single missing option is reported later, with a more specific message
         raise ConfigError(f"these options are missing: {'; '.join(missing)}")
-    return replace(_build(config), left_at_default=_left_at_default(config))
+    return replace(_build(config), left_at_default=_find_default_options(config))
 
 
-def _left_at_default(config: RunConfig) -> frozenset[str]:
+def _find_default_options(config: RunConfig) -> frozenset[str]:
     """Return the dotted names of the options that are not set by the user.
 
     The set is empty for a class that cannot be built without arguments, whose defaults are unknown.
     """
     try:
-        usual = {leaf.name: leaf.default for leaf in leaves(type(config)())}
+        usual = {leaf.name: leaf.default for leaf in iterate_options(type(config)())}
     except TypeError:
         return frozenset()
     return frozenset(
         leaf.name
-        for leaf in leaves(config)
+        for leaf in iterate_options(config)
         if leaf.name in usual and usual[leaf.name] == leaf.default
     )
 
@@ -469,7 +473,7 @@ def _build(config: RunConfig) -> Experiment:
     own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
     overridden = {name for cls in own for name in vars(cls)}
     name = type(config).__name__
-    for method, instead in NEVER_CALLED.items():
+    for method, instead in UNSUPPORTED_METHODS.items():
         if any(isinstance(vars(cls).get(method), FunctionType | property) for cls in own):
             raise ConfigError(f"{name} defines {method}, which weft never calls; {instead}")
     if "initial_setup" not in overridden:
@@ -492,5 +496,5 @@ def _explain_attribute(name: str, error: AttributeError) -> str:
     The message says what to write instead.
     """
     if isinstance(error.obj, Experiment):
-        return f"{name}.initial_setup: weft's Experiment has no {error.name}. {GUIDE}"
+        return f"{name}.initial_setup: weft's Experiment has no {error.name}. {MIGRATION_HINT}"
     return f"{name}.initial_setup: weft's {type(error.obj).__name__} has no {error.name}; see docs/coming-from/real.md"

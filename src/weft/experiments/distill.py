@@ -20,9 +20,16 @@ from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._assemble import Plan, assemble, batches, check, evaluating, type_of
-from weft.experiments._lengths import Lengths, asked_for, with_answers
-from weft.experiments._policy import SAMPLING, SUPPORT, pass_notes
+from weft.experiments._assemble import (
+    ExperimentParts,
+    assemble,
+    build_evaluation_nodes,
+    check_config,
+    choose_dataset_type,
+    fill_batch_sizes,
+)
+from weft.experiments._lengths import SampleLengths, compute_max_length, with_answers
+from weft.experiments._rl_graph import SAMPLING_OPTIONS, SUPPORT_KEYS, build_pass_notes
 from weft.experiments._roles import check_same_vocabulary, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -30,7 +37,7 @@ from weft.options import option
 from weft.registry import register_quickstart
 
 # Outputs of `actor_gen` that are also its inputs; a node cannot write a key that it reads.
-MIXED = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
+MIXED_NAMES = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
 
 
 @dataclass
@@ -142,9 +149,9 @@ class DistillConfig(RunConfig):
         There is no `actor_gen` if nothing is sampled; `reverse_kl` has `advantages` before
         `actor_train`. Raises `UserError` with the option, its value and the rule.
         """
-        config = check(self)
+        config = check_config(self)
         options = config.distill
-        _check(options)
+        _check_options(options)
         _refuse(
             config.teacher,
             ("prompt_prefix", "prompt_suffix"),
@@ -152,35 +159,35 @@ class DistillConfig(RunConfig):
             "teacher.",
         )
         check_same_vocabulary("actor", config.actor, "teacher", config.teacher)
-        plan = _Distillation.of(config)
+        plan = _DistillationGraphBuilder.from_config(config)
         evaluated = plan if options.on_policy == 0.0 else replace(plan, share=1.0)
         actor = config.actor.with_head("lm", trained=True)
         return assemble(
             config,
-            Plan(
+            ExperimentParts(
                 # GKD has the default learning rate of supervised methods, reverse KL that of
                 # policy gradients.
                 roles={
                     "actor": with_lr(actor, 1e-6 if options.loss_type == "reverse_kl" else 1e-5),
                     "teacher": config.teacher.with_head("lm", trained=False),
                 },
-                nodes=plan.nodes(),
+                nodes=plan.build_nodes(),
                 dataset=plan.dataset,
-                dataset_type=type_of(
+                dataset_type=choose_dataset_type(
                     plan.dataset, "prompt" if options.on_policy == 1.0 else "prompt_answer"
                 ),
                 data_role="actor",
                 steps_follow="actor_train",
                 longest=plan.longest,
-                evaluation=evaluating(evaluated.nodes(), plan.dataset),
-                updates_per_firing={"actor_train": plan.minibatches * options.ppo_epochs},
-                notes=plan.notes(),
+                evaluation=build_evaluation_nodes(evaluated.build_nodes(), plan.dataset),
+                updates_per_firing={"actor_train": plan.num_minibatches * options.ppo_epochs},
+                notes=plan.build_notes(),
             ),
         )
 
 
 @dataclass(frozen=True)
-class _Distillation:
+class _DistillationGraphBuilder:
     """Sizes and sampling options of a distillation, and the nodes built from them.
 
     `share` is the fraction of ids whose completion is sampled.
@@ -193,10 +200,10 @@ class _Distillation:
     longest: int | None  # maximum tokens of a sequence, if the user set it
 
     @classmethod
-    def of(cls, config: DistillConfig) -> _Distillation:
+    def from_config(cls, config: DistillConfig) -> _DistillationGraphBuilder:
         """Build from the options. Raises `ConfigError` for sizes that do not divide or fit."""
         options = config.distill
-        dataset = batches(config.dataset)
+        dataset = fill_batch_sizes(config.dataset)
         share = options.on_policy
         gen = options.gen
         tokens = dataset.train_tokens_per_batch
@@ -210,13 +217,13 @@ class _Distillation:
             )
         asked = [config.dataset.limit] if share < 1.0 else []
         if share:
-            lengths = Lengths.of(config, dataset, gen, "distill.gen")
+            lengths = SampleLengths.from_options(config, dataset, gen, "distill.gen")
             dataset = lengths.dataset
             gen = lengths.gen
-            asked.append(asked_for(config.dataset, options.gen))
+            asked.append(compute_max_length(config.dataset, options.gen))
         if share < 1.0:
             dataset = with_answers(config, dataset)
-        vocab = checks.vocab_size(config.actor)
+        vocab = checks.read_vocab_size(config.actor)
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
         longest = max((each for each in asked if each is not None), default=None)
@@ -225,48 +232,56 @@ class _Distillation:
         return cls(options, dataset, replace(gen, record_support=records), share, longest)
 
     @property
-    def size(self) -> int:
+    def batch_size(self) -> int:
         """Ids per step; 0 if batches are formed by token count."""
         return self.dataset.train_bs_n_seqs or 0
 
     @property
-    def completions(self) -> int:
+    def num_completions(self) -> int:
         """Completions per step."""
-        return self.size * self.options.samples_per_prompt
+        return self.batch_size * self.options.samples_per_prompt
 
     @property
-    def minibatches(self) -> int:
+    def num_minibatches(self) -> int:
         """Minibatches per pass over the completions of a step."""
         options = self.options
-        if not self.size:
+        if not self.batch_size:
             return 1
-        return checks.minibatches(
-            self.completions, options.mini_batch_size, options.ppo_n_minibatches, "distill"
+        return checks.count_minibatches(
+            self.num_completions, options.mini_batch_size, options.ppo_n_minibatches, "distill"
         )
 
     @property
     def _names(self) -> Mapping[str, str]:
         """New names for the keys that `actor_gen` both reads and writes, in the nodes after it."""
-        return MIXED if 0.0 < self.share < 1.0 else {}
+        return MIXED_NAMES if 0.0 < self.share < 1.0 else {}
 
     @property
-    def _masks(self) -> tuple[str, ...]:
+    def _mask_keys(self) -> tuple[str, ...]:
         """Key of the loss mask, if `actor_gen` computes one."""
         return ("loss_mask",) if self.share else ()
 
-    def nodes(self) -> list[Node]:
+    def build_nodes(self) -> list[Node]:
         """Return the nodes in the order of execution."""
-        sampling = [self._generate()] if self.share else []
+        sampling = [self._build_generation()] if self.share else []
         if self.options.loss_type == "reverse_kl":
-            return [*sampling, self._scored(), self._advantages(), self._policy_gradient()]
-        return [*sampling, self._distributions(), self._gkd()]
+            return [
+                *sampling,
+                self._build_scoring(),
+                self._build_advantages(),
+                self._build_policy_gradient(),
+            ]
+        return [*sampling, self._build_distributions(), self._build_gkd()]
 
-    def _generate(self) -> MFCDef:
+    def _build_generation(self) -> MFCDef:
         mixed = self.share < 1.0
         reverse = self.options.loss_type == "reverse_kl"
         made = ["completion", "loss_mask", "sampled" if mixed else "finished"]
-        made += [*(["logprobs"] if reverse else []), *(SUPPORT if self.gen.record_support else ())]
-        args = {name: getattr(self.gen, name) for name in SAMPLING}
+        made += [
+            *(["logprobs"] if reverse else []),
+            *(SUPPORT_KEYS if self.gen.record_support else ()),
+        ]
+        args = {name: getattr(self.gen, name) for name in SAMPLING_OPTIONS}
         if mixed:
             args["share"] = self.share
         return MFCDef(
@@ -274,7 +289,7 @@ class _Distillation:
             role="actor",
             interface="generate",
             method="generate",
-            batch_size=self.size,
+            batch_size=self.batch_size,
             input_keys=("prompt", *(("completion",) if mixed else ())),
             optional_keys=("loss_mask",) if mixed else (),
             output_keys=made,
@@ -282,15 +297,15 @@ class _Distillation:
             args={**args, "samples_per_prompt": self.options.samples_per_prompt},
         )
 
-    def _distributions(self) -> MFCDef:
+    def _build_distributions(self) -> MFCDef:
         outputs = {"top_ids": "teacher_ids", "top_logprobs": "teacher_logprobs"}
-        return self._teacher(outputs, {"top_k": self.options.top_k})
+        return self._build_teacher(outputs, {"top_k": self.options.top_k})
 
-    def _scored(self) -> MFCDef:
+    def _build_scoring(self) -> MFCDef:
         outputs = {"logprobs": "teacher_logprobs", "top1": "teacher_top1"}
-        return self._teacher(outputs, {}, SUPPORT if self.gen.record_support else ())
+        return self._build_teacher(outputs, {}, SUPPORT_KEYS if self.gen.record_support else ())
 
-    def _teacher(
+    def _build_teacher(
         self, outputs: Mapping[str, str], args: Mapping[str, Any], more: Sequence[str] = ()
     ) -> MFCDef:
         return MFCDef(
@@ -298,32 +313,32 @@ class _Distillation:
             role="teacher",
             interface="infer",
             method="inference",
-            batch_size=self.size,
+            batch_size=self.batch_size,
             input_keys=("prompt", "completion", *more),
-            input_key_remap=_some(self._names, ("completion",)),
+            input_key_remap=_select_names(self._names, ("completion",)),
             output_keys=tuple(outputs),
             output_key_remap=outputs,
             args={"outputs": list(outputs), "temperature": self.options.temperature, **args},
         )
 
-    def _advantages(self) -> HostFunction:
+    def _build_advantages(self) -> HostFunction:
         return HostFunction(
             name="advantages",
             function="teacher_advantages",
-            batch_size=self.size,
+            batch_size=self.batch_size,
             input_keys=(
                 "prompt",
                 "completion",
                 "logprobs",
                 "teacher_logprobs",
                 "teacher_top1",
-                *self._masks,
+                *self._mask_keys,
             ),
             output_keys=("advantages",),
             args={"discount": self.options.discount},
         )
 
-    def _gkd(self) -> MFCDef:
+    def _build_gkd(self) -> MFCDef:
         """Return the training call for GKD.
 
         The cross-entropy applies to the rows' own completions only. If all are sampled, as in
@@ -332,9 +347,9 @@ class _Distillation:
         sft = self.options.sft_coef if self.share < 1.0 else 0.0
         keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))
         loss_args = {"divergence_beta": self.options.divergence_beta, "sft_coef": sft}
-        return self._train("gkd", loss_args, keys, {"given_ids": "teacher_ids"})
+        return self._build_training("gkd", loss_args, keys, {"given_ids": "teacher_ids"})
 
-    def _policy_gradient(self) -> MFCDef:
+    def _build_policy_gradient(self) -> MFCDef:
         """Return the training call for reverse KL; the policy loss logs the KL to the teacher."""
         options = self.options
         loss_args = {
@@ -346,11 +361,11 @@ class _Distillation:
             "logprobs",
             "advantages",
             "ref_logprobs",
-            *(SUPPORT if self.gen.record_support else ()),
+            *(SUPPORT_KEYS if self.gen.record_support else ()),
         )
-        return self._train("grpo", loss_args, keys, {"ref_logprobs": "teacher_logprobs"})
+        return self._build_training("grpo", loss_args, keys, {"ref_logprobs": "teacher_logprobs"})
 
-    def _train(
+    def _build_training(
         self, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str], names: Mapping[str, str]
     ) -> MFCDef:
         return MFCDef(
@@ -358,20 +373,20 @@ class _Distillation:
             role="actor",
             interface="train",
             method="train_step",
-            batch_size=self.size,
-            input_keys=("prompt", "completion", *self._masks, *keys),
+            batch_size=self.batch_size,
+            input_keys=("prompt", "completion", *self._mask_keys, *keys),
             optional_keys=() if self.share else ("loss_mask",),
             input_key_remap={**self._names, **names},
             args={
                 "loss": loss,
                 "loss_args": dict(loss_args),
-                "num_minibatches": self.minibatches,
+                "num_minibatches": self.num_minibatches,
                 "epochs": self.options.ppo_epochs,
                 "temperature": self.options.temperature,
             },
         )
 
-    def notes(self) -> list[str]:
+    def build_notes(self) -> list[str]:
         """Return lines on one step, in addition to the counts in the plan's table."""
         options = self.options
         lines = list[str]()
@@ -383,8 +398,10 @@ class _Distillation:
             lines.append(
                 f"{rows}completions of at most {self.gen.max_new_tokens} tokens from the student"
             )
-        if self.size:
-            lines += pass_notes(options.ppo_epochs, self.completions, self.minibatches)
+        if self.batch_size:
+            lines += build_pass_notes(
+                options.ppo_epochs, self.num_completions, self.num_minibatches
+            )
         if options.loss_type == "gkd":
             lines.append(
                 f"teacher: the {options.top_k} likeliest ids of each token, and one event for all "
@@ -393,15 +410,15 @@ class _Distillation:
         return lines
 
 
-def _some(names: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
+def _select_names(names: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if key in keys}
 
 
-GKD = ("divergence_beta", "top_k", "sft_coef")
-REVERSE = ("discount", "eps_clip", "eps_clip_high")
+GKD_OPTIONS = ("divergence_beta", "top_k", "sft_coef")
+REVERSE_KL_OPTIONS = ("discount", "eps_clip", "eps_clip_high")
 
 
-def _check(options: DistillOptions) -> None:
+def _check_options(options: DistillOptions) -> None:
     """Raise `ConfigError` for options that exclude each other or have no effect."""
     reverse = options.loss_type == "reverse_kl"
     share = options.on_policy
@@ -413,7 +430,7 @@ def _check(options: DistillOptions) -> None:
         )
     _refuse(
         options,
-        GKD if reverse else REVERSE,
+        GKD_OPTIONS if reverse else REVERSE_KL_OPTIONS,
         f"has no meaning with distill.loss_type={options.loss_type}",
     )
     if options.gen.greedy and (reverse or options.samples_per_prompt > 1):
@@ -431,7 +448,7 @@ def _check(options: DistillOptions) -> None:
         _refuse(options, ("samples_per_prompt",), unused)
         _refuse(
             options.gen,
-            [name for name in SAMPLING if name != "temperature"],
+            [name for name in SAMPLING_OPTIONS if name != "temperature"],
             unused,
             "distill.gen.",
         )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import DEFAULTS, LOSS_TYPES, REFERENCE_FREE, default_beta, dpo_loss
+from weft.algorithms.dpo import (
+    DEFAULTS,
+    LOSS_TYPES,
+    REFERENCE_FREE,
+    build_preference_loss,
+    find_default_beta,
+)
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import DIVERGENCES
 from weft.algorithms.transport import TRANSPORTED
@@ -14,16 +20,16 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import (
-    Plan,
+    ExperimentParts,
     assemble,
-    batch_size,
-    batches,
-    check,
-    evaluating,
-    type_of,
+    build_evaluation_nodes,
+    check_config,
+    choose_dataset_type,
+    fill_batch_sizes,
+    get_batch_size,
 )
 from weft.experiments._lengths import with_answers
-from weft.experiments._roles import reference, with_lr
+from weft.experiments._roles import build_reference, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
@@ -79,9 +85,9 @@ class DPOOptions:
         False, "compute the reference's log-probs once for each id and keep them on disk"
     )
 
-    def loss_args(self) -> dict[str, Any]:
+    def build_loss_args(self) -> dict[str, Any]:
         """Return the arguments of the loss `dpo`."""
-        beta = default_beta(self.loss_type) if self.beta is None else self.beta
+        beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
         return {
             "loss_type": self.loss_type,
             "beta": beta,
@@ -138,32 +144,32 @@ class DPOConfig(RunConfig):
         KTO, BCO and AOT have further nodes before `actor_train`, which compute statistics of the
         whole batch. Raises `UserError` with the option, its value and the rule.
         """
-        config = check(self)
-        dataset = with_answers(config, batches(config.dataset))
+        config = check_config(self)
+        dataset = with_answers(config, fill_batch_sizes(config.dataset))
         if config.dpo.loss_type == "kto":
             _check_kto(dataset)
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
         init_from: dict[str, str] = {}
         if config.dpo.loss_type not in REFERENCE_FREE:
-            roles["ref"], init_from = reference(config.ref, config.actor)
-        nodes = self._nodes(batch_size(dataset))
+            roles["ref"], init_from = build_reference(config.ref, config.actor)
+        nodes = self._build_nodes(get_batch_size(dataset))
         return assemble(
             config,
-            Plan(
+            ExperimentParts(
                 roles=roles,
                 nodes=nodes,
                 dataset=dataset,
-                dataset_type=type_of(dataset, "paired_comparison"),
+                dataset_type=choose_dataset_type(dataset, "paired_comparison"),
                 data_role="actor",
                 steps_follow="actor_train",
                 longest=config.dataset.limit,
-                evaluation=evaluating(nodes, dataset),
+                evaluation=build_evaluation_nodes(nodes, dataset),
                 init_from=init_from,
                 updates_per_firing={"actor_train": 1},
             ),
         )
 
-    def _nodes(self, size: int) -> list[Node]:
+    def _build_nodes(self, size: int) -> list[Node]:
         kind = self.dpo.loss_type
         if kind in LABELLED:
             wants = ("label", LABELLED[kind])
@@ -177,30 +183,33 @@ class DPOConfig(RunConfig):
             batch_size=size,
             input_keys=("prompt", "completion", *wants),
             optional_keys=("comparison", "loss_mask"),
-            args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
+            args={"loss": "dpo", "loss_args": self.dpo.build_loss_args()},
         )
-        dpo_loss(**self.dpo.loss_args())  # raises ConfigError if options exclude each other
+        build_preference_loss(
+            **self.dpo.build_loss_args()
+        )  # raises ConfigError if options exclude each other
         if kind in REFERENCE_FREE:
             return [train]
-        ref_inf = _scoring("ref_inf", "ref", size)
+        ref_inf = _build_scoring("ref_inf", "ref", size)
         nodes: list[Node] = [
             replace(ref_inf, cache=self.dpo.cache_ref_logprobs),
             replace(train, input_keys=(*train.input_keys, "ref_logprobs")),
         ]
         if kind == "kto":
-            return [*_baseline(size), *nodes]
+            return [*_build_baseline(size), *nodes]
         if kind == "bco" or kind in TRANSPORTED:
-            return [*nodes[:1], *self._compared(size), *nodes[1:]]
+            return [*nodes[:1], *self._build_comparison(size), *nodes[1:]]
         return nodes
 
-    def _compared(self, size: int) -> list[Node]:
+    def _build_comparison(self, size: int) -> list[Node]:
         """Return the nodes that score with the actor and compute BCO's shift or AOT's partners.
 
         The actor's scores are from before its update; the host function compares the whole batch.
         """
         kind = self.dpo.loss_type
         scored = replace(
-            _scoring("actor_inf", "actor", size), output_key_remap={"logprobs": "old_logprobs"}
+            _build_scoring("actor_inf", "actor", size),
+            output_key_remap={"logprobs": "old_logprobs"},
         )
         bco = kind == "bco"
         whole = HostFunction(
@@ -216,7 +225,7 @@ class DPOConfig(RunConfig):
             ),
             optional_keys=("loss_mask",) if bco else ("loss_mask", "comparison"),
             output_keys=(LABELLED[kind] if bco else "partner",),
-            args={"beta": self.dpo.loss_args()["beta"]} if bco else {"loss_type": kind},
+            args={"beta": self.dpo.build_loss_args()["beta"]} if bco else {"loss_type": kind},
         )
         return [scored, whole]
 
@@ -232,7 +241,7 @@ def _check_kto(dataset: DatasetSpec) -> None:
             )
 
 
-def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
+def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
     """Return the call that computes log-probs of the completions with a role.
 
     With a prefix it scores the completions whose key has this prefix.
@@ -252,7 +261,7 @@ def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
     )
 
 
-def _baseline(size: int) -> list[Node]:
+def _build_baseline(size: int) -> list[Node]:
     """Return the nodes for KTO's z0: both models score mismatched completions (`weft.host.kto`)."""
     mismatch = HostFunction(
         name="kto_mismatch",
@@ -271,7 +280,7 @@ def _baseline(size: int) -> list[Node]:
     )
     return [
         mismatch,
-        _scoring("kl_actor_inf", "actor", size, "kl_"),
-        _scoring("kl_ref_inf", "ref", size, "kl_"),
+        _build_scoring("kl_actor_inf", "actor", size, "kl_"),
+        _build_scoring("kl_ref_inf", "ref", size, "kl_"),
         baseline,
     ]

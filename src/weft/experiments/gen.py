@@ -9,8 +9,15 @@ from weft.data.spec import DatasetSpec
 from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
-from weft.experiments._lengths import Lengths, asked_for
+from weft.experiments._assemble import (
+    ExperimentParts,
+    assemble,
+    check_config,
+    choose_dataset_type,
+    fill_batch_sizes,
+    get_batch_size,
+)
+from weft.experiments._lengths import SampleLengths, compute_max_length
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
 from weft.options import option
@@ -46,8 +53,10 @@ class GenConfig(RunConfig):
 
         Raises `UserError` with the option, its value and the rule.
         """
-        config = check(self)
-        lengths = Lengths.of(config, batches(config.dataset), config.gen, "gen")
+        config = check_config(self)
+        lengths = SampleLengths.from_options(
+            config, fill_batch_sizes(config.dataset), config.gen, "gen"
+        )
         dataset = lengths.dataset
         gen = asdict(lengths.gen)
         names = [spec.name for spec in fields(GenerationSpec) if not spec.metadata.get("hidden")]
@@ -56,7 +65,7 @@ class GenConfig(RunConfig):
             "model",
             "generate",
             "generate",
-            batch_size(dataset),
+            get_batch_size(dataset),
             input_keys=("prompt",),
             output_keys=("completion", "logprobs", "versions", "finished"),
             args={
@@ -66,13 +75,13 @@ class GenConfig(RunConfig):
         )
         return assemble(
             config,
-            Plan(
+            ExperimentParts(
                 roles={"model": config.model.with_head("lm", trained=False)},
                 nodes=[node],
                 dataset=dataset,
-                dataset_type=type_of(dataset, "prompt"),
+                dataset_type=choose_dataset_type(dataset, "prompt"),
                 data_role="model",
                 steps_follow="gen",
-                longest=asked_for(config.dataset, config.gen),
+                longest=compute_max_length(config.dataset, config.gen),
             ),
         )

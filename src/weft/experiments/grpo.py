@@ -10,14 +10,14 @@ from weft.algorithms.grpo import GRPOLoss
 from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._policy import Policy
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
+from weft.experiments._rl_graph import RLGraphBuilder
 from weft.graph.mfc import HostFunction, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
 BASELINES = ("group", "leave_one_out", "opo", "greedy", "none")
-OF_GROUPS = ("group", "leave_one_out", "opo")
+GROUP_BASELINES = ("group", "leave_one_out", "opo")
 
 
 @dataclass
@@ -173,10 +173,12 @@ class GRPOConfig(PolicyConfig):
         Raises `UserError` with the option, its value and the rule.
         """
         grpo = self.grpo
-        policy = Policy.of(self, grpo, "grpo", grpo.group_size)
-        _check(grpo, self, policy)
-        roles, copied = policy.roles(reference_by=None if self._has_ref else "grpo.kl_coef=0")
-        return policy.experiment(roles, copied, self._nodes(policy), *_notes(grpo))
+        policy = RLGraphBuilder.from_options(self, grpo, "grpo", grpo.group_size)
+        _check_options(grpo, self, policy)
+        roles, copied = policy.build_roles(reference_by=None if self._has_ref else "grpo.kl_coef=0")
+        return policy.build_experiment(
+            roles, copied, self._build_nodes(policy), *_build_notes(grpo)
+        )
 
     @property
     def _has_ref(self) -> bool:
@@ -186,20 +188,20 @@ class GRPOConfig(PolicyConfig):
     def _kl_in_reward(self) -> bool:
         return self._has_ref and self.grpo.kl_in == "reward"
 
-    def _nodes(self, policy: Policy) -> list[Node]:
+    def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
         grpo = self.grpo
-        size = policy.batch
+        size = policy.num_prompts
         nodes: list[Node] = [
-            policy.generate(size, grpo.group_size),
-            *policy.rewards(size, parts=grpo.normalize_each_reward),
+            policy.build_generation(size, grpo.group_size),
+            *policy.build_rewards(size, parts=grpo.normalize_each_reward),
         ]
         if grpo.baseline == "greedy":
             nodes.append(
-                policy.generate(
+                policy.build_generation(
                     size, 1, name="greedy_gen", prefix="greedy_", greedy=True, record_support=False
                 )
             )
-            nodes += policy.rewards(size, prefix="greedy_")
+            nodes += policy.build_rewards(size, prefix="greedy_")
         waits = ("kept",) if grpo.dynamic_sampling else ()
         if grpo.dynamic_sampling:
             kept = HostFunction(
@@ -212,7 +214,7 @@ class GRPOConfig(PolicyConfig):
             )
             nodes.append(kept)
         if self._has_ref:
-            nodes.append(policy.reference(waits))
+            nodes.append(policy.build_reference(waits))
         # Arguments of the loss, with the clip bounds resolved
         loss = {
             **grpo.clip_args(),
@@ -233,13 +235,13 @@ class GRPOConfig(PolicyConfig):
         keys = ("logprobs", "advantages", *extra)
         return [
             *nodes,
-            *policy.corrections(waits),
-            self._advantages(policy, waits),
-            *policy.covariance(),
-            policy.train("actor_train", "actor", "grpo", loss, keys),
+            *policy.build_corrections(waits),
+            self._build_advantages(policy, waits),
+            *policy.build_covariance(),
+            policy.build_training("actor_train", "actor", "grpo", loss, keys),
         ]
 
-    def _advantages(self, policy: Policy, waits: Sequence[str]) -> HostFunction:
+    def _build_advantages(self, policy: RLGraphBuilder, waits: Sequence[str]) -> HostFunction:
         grpo = self.grpo
         greedy = grpo.baseline == "greedy"
         same = (
@@ -261,12 +263,12 @@ class GRPOConfig(PolicyConfig):
             "whiten": grpo.adv_norm,
             "max_new_tokens": policy.gen.max_new_tokens,
         }
-        more: list[str] = [*waits, *policy.by_token]
+        more: list[str] = [*waits, *policy.token_reward_keys]
         if self._kl_in_reward:
             args |= {"kl_coef": grpo.kl_coef, "kl_estimator": grpo.kl_estimator or "k1"}
             more += ["logprobs", "ref_logprobs"]
         if grpo.normalize_each_reward:
-            args["part_weights"] = policy.part_weights
+            args["part_weights"] = policy.reward_weights
             more.append("reward_parts")
         if greedy:
             baselines = {
@@ -277,7 +279,7 @@ class GRPOConfig(PolicyConfig):
         return HostFunction(
             name="advantages",
             function="group_advantages",
-            batch_size=policy.batch,
+            batch_size=policy.num_prompts,
             input_keys=("prompt", "completion", "rewards", "finished", *baselines, *more),
             optional_keys=() if grpo.mask_truncated else ("loss_mask",),
             output_keys=("advantages", *(("loss_mask",) if grpo.mask_truncated else ())),
@@ -286,12 +288,12 @@ class GRPOConfig(PolicyConfig):
         )
 
 
-def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
+def _check_options(grpo: GRPOOptions, config: GRPOConfig, policy: RLGraphBuilder) -> None:
     """Raise `ConfigError` for options that exclude each other."""
     scaled = grpo.scale_rewards == "group" or (
         grpo.scale_rewards is None and grpo.loss_type != "dr_grpo"
     )
-    if grpo.group_size < 2 and (grpo.baseline in OF_GROUPS or scaled):
+    if grpo.group_size < 2 and (grpo.baseline in GROUP_BASELINES or scaled):
         raise ConfigError(
             f"grpo.group_size={grpo.group_size}: a group of 1 is its own baseline and every "
             f"advantage is 0; "
@@ -302,11 +304,11 @@ def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
             "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group "
             "teaches anything"
         )
-    if grpo.surrogate == "reinforce" and policy.updates > 1:
+    if grpo.surrogate == "reinforce" and policy.num_updates > 1:
         raise ConfigError(
             f"grpo.surrogate=reinforce: has no importance ratio, so it is for one optimizer step "
             f"a batch, and this run makes "
-            f"{policy.updates} (grpo.ppo_n_minibatches, mini_batch_size, ppo_epochs); set these "
+            f"{policy.num_updates} (grpo.ppo_n_minibatches, mini_batch_size, ppo_epochs); set these "
             f"to 1, or surrogate=clip"
         )
     if grpo.pass_k is not None and grpo.pass_k > grpo.group_size:
@@ -320,10 +322,10 @@ def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
             "grpo.baseline=greedy"
         )
     if grpo.normalize_each_reward:
-        _check_parts(grpo, config)
+        _check_gdpo(grpo, config)
 
 
-def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
+def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
     """Raise `ConfigError` for options that GDPO excludes, since it normalizes each reward."""
     if config.reward is None or config.reward_column is not None:
         raise ConfigError(
@@ -345,7 +347,7 @@ def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
             )
 
 
-def _notes(grpo: GRPOOptions) -> list[str]:
+def _build_notes(grpo: GRPOOptions) -> list[str]:
     """Return a line on dynamic sampling, for the plan that is printed before the run."""
     if not grpo.dynamic_sampling:
         return []

@@ -16,15 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import REFERENCE_FREE, default_beta, dpo_loss
+from weft.algorithms.dpo import REFERENCE_FREE, build_preference_loss, find_default_beta
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import KINDS
 from weft.algorithms.transport import TRANSPORTED
 from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._policy import Policy
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions
+from weft.experiments._rl_graph import RLGraphBuilder
 from weft.experiments.dpo import DPOOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.options import option
@@ -38,9 +38,14 @@ LOSS_OPTIONS = (
     "f_divergence",
     "f_alpha",
 )
-SHAPE = ("max_reward_clip", "reward_output_scaling", "reward_output_bias", "missing_eos_penalty")
+SHAPING_OPTIONS = (
+    "max_reward_clip",
+    "reward_output_scaling",
+    "reward_output_bias",
+    "missing_eos_penalty",
+)
 # Losses of `dpo` that are not losses of a single pair, with the reason why they are refused.
-REFUSED = {
+REFUSED_OPTIONS = {
     **dict.fromkeys(
         LABELLED,
         "learns from answers that are good or bad by themselves, and here a reward only says "
@@ -56,7 +61,7 @@ REFUSED = {
 }
 
 
-def _as_in_dpo(name: str) -> Any:
+def _copy_dpo_option(name: str) -> Any:
     """Return a field with the default, help text and rule of the `dpo` option of this name."""
     own = next(spec for spec in fields(DPOOptions) if spec.name == name)
     return field(default=own.default, metadata=own.metadata)
@@ -89,31 +94,33 @@ class OnlineDPOOptions(SamplingOptions):
         "which loss of pairs, as dpo.loss_type; simpo and orpo have no reference model",
         choices=tuple(KINDS),
     )
-    beta: float | None = _as_in_dpo("beta")
-    label_smoothing: float = _as_in_dpo("label_smoothing")
-    simpo_gamma: float = _as_in_dpo("simpo_gamma")
-    discopop_tau: float = _as_in_dpo("discopop_tau")
-    rpo_alpha: float = _as_in_dpo("rpo_alpha")
-    f_divergence: str = _as_in_dpo("f_divergence")
-    f_alpha: float = _as_in_dpo("f_alpha")
+    beta: float | None = _copy_dpo_option("beta")
+    label_smoothing: float = _copy_dpo_option("label_smoothing")
+    simpo_gamma: float = _copy_dpo_option("simpo_gamma")
+    discopop_tau: float = _copy_dpo_option("discopop_tau")
+    rpo_alpha: float = _copy_dpo_option("rpo_alpha")
+    f_divergence: str = _copy_dpo_option("f_divergence")
+    f_alpha: float = _copy_dpo_option("f_alpha")
 
     def __post_init__(self) -> None:
-        if self.loss_type in REFUSED:
-            raise ConfigError(f"online_dpo.loss_type={self.loss_type!r}: {REFUSED[self.loss_type]}")
+        if self.loss_type in REFUSED_OPTIONS:
+            raise ConfigError(
+                f"online_dpo.loss_type={self.loss_type!r}: {REFUSED_OPTIONS[self.loss_type]}"
+            )
 
-    def loss_args(self) -> dict[str, Any]:
+    def build_loss_args(self) -> dict[str, Any]:
         """Return the arguments of the loss `dpo`.
 
         Raises `ConfigError` if they exclude each other.
         """
-        beta = default_beta(self.loss_type) if self.beta is None else self.beta
+        beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
         args = {
             "loss_type": self.loss_type,
             "beta": beta,
             **{name: getattr(self, name) for name in LOSS_OPTIONS},
         }
         try:
-            dpo_loss(**args)
+            build_preference_loss(**args)
         except ConfigError as error:
             raise ConfigError(str(error).replace("dpo.", "online_dpo.")) from None
         return args
@@ -152,39 +159,43 @@ class OnlineDPOConfig(SamplingConfig):
         Some losses need no `ref_inf`. Raises `UserError` with the option, its value and the rule.
         """
         options = self.online_dpo
-        policy = Policy.of(self, options, "online_dpo", options.samples_per_prompt)
-        _check(options, policy)
+        policy = RLGraphBuilder.from_options(
+            self, options, "online_dpo", options.samples_per_prompt
+        )
+        _check_options(options, policy)
         loss = f"online_dpo.loss_type={options.loss_type}"
-        roles, copied = policy.roles(reference_by=None if self._has_ref else loss)
-        return policy.experiment(roles, copied, self._nodes(policy), _note(options))
+        roles, copied = policy.build_roles(reference_by=None if self._has_ref else loss)
+        return policy.build_experiment(
+            roles, copied, self._build_nodes(policy), _build_note(options)
+        )
 
     @property
     def _has_ref(self) -> bool:
         return self.online_dpo.loss_type not in REFERENCE_FREE
 
-    def _nodes(self, policy: Policy) -> list[Node]:
+    def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
         options = self.online_dpo
-        size = policy.batch
+        size = policy.num_prompts
         preferences = HostFunction(
             name="preferences",
             function="preferences_by_reward",
             batch_size=size,
             input_keys=("completion", "rewards", "finished"),
             output_keys=("rank", "comparison"),
-            args={name: getattr(options, name) for name in ("pairs", *SHAPE)},
+            args={name: getattr(options, name) for name in ("pairs", *SHAPING_OPTIONS)},
         )
-        references = [policy.reference()] if self._has_ref else []
+        references = [policy.build_reference()] if self._has_ref else []
         keys = ("rank", "comparison", *(("ref_logprobs",) if self._has_ref else ()))
         return [
-            policy.generate(size, options.samples_per_prompt),
-            *policy.rewards(size),
+            policy.build_generation(size, options.samples_per_prompt),
+            *policy.build_rewards(size),
             preferences,
             *references,
-            policy.train("actor_train", "actor", "dpo", options.loss_args(), keys),
+            policy.build_training("actor_train", "actor", "dpo", options.build_loss_args(), keys),
         ]
 
 
-def _check(options: OnlineDPOOptions, policy: Policy) -> None:
+def _check_options(options: OnlineDPOOptions, policy: RLGraphBuilder) -> None:
     """Raise `ConfigError` for options that exclude each other."""
     if options.gen.greedy:
         raise ConfigError(
@@ -206,15 +217,15 @@ def _check(options: OnlineDPOOptions, policy: Policy) -> None:
             f"online_dpo.mini_batch_size={size}: must be a multiple of "
             f"online_dpo.samples_per_prompt={samples}; {together}"
         )
-    if size is None and policy.batch % options.ppo_n_minibatches:
+    if size is None and policy.num_prompts % options.ppo_n_minibatches:
         raise ConfigError(
             f"online_dpo.ppo_n_minibatches={options.ppo_n_minibatches}: must divide the "
-            f"{policy.batch} prompts of a step "
+            f"{policy.num_prompts} prompts of a step "
             f"(dataset.train_bs_n_seqs); {together}"
         )
 
 
-def _note(options: OnlineDPOOptions) -> str:
+def _build_note(options: OnlineDPOOptions) -> str:
     """Return a line on the pairs, for the plan that is printed before the run."""
     count = options.samples_per_prompt
     if options.pairs == "all":

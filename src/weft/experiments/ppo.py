@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.experiment import Experiment
-from weft.experiments._policy import Policy
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
+from weft.experiments._rl_graph import RLGraphBuilder
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
 from weft.registry import register_quickstart
@@ -121,29 +121,29 @@ class PPOConfig(PolicyConfig):
 
         Raises `UserError` with the option, its value and the rule.
         """
-        policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
+        policy = RLGraphBuilder.from_options(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (
             "it is this configuration, with its models found"
         )
-        critic, begins_as = policy.critic(policy.config.critic, self.ppo.critic_init)
-        others, copied = policy.roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
+        critic, begins_as = policy.build_critic(policy.config.critic, self.ppo.critic_init)
+        others, copied = policy.build_roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
         actor = others.pop("actor")
         warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
         roles = {"actor": replace(actor, optimizer=warmup), "critic": critic, **others}
-        return policy.experiment(roles, begins_as | copied, self._nodes(policy))
+        return policy.build_experiment(roles, begins_as | copied, self._build_nodes(policy))
 
     @property
     def _has_ref(self) -> bool:
         return self.ppo.kl_ctl > 0
 
-    def _nodes(self, policy: Policy) -> list[Node]:
+    def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
         ppo = self.ppo
-        size = policy.batch
-        actor_loss = policy.train(
+        size = policy.num_prompts
+        actor_loss = policy.build_training(
             "actor_train", "actor", "ppo_actor", ppo.clip_args(), ("logprobs", "advantages")
         )
         critic_args = {"value_eps_clip": ppo.value_eps_clip}
-        critic_loss = policy.train(
+        critic_loss = policy.build_training(
             "critic_train", "critic", "ppo_critic", critic_args, ("values", "returns")
         )
         critic_inf = MFCDef(
@@ -156,22 +156,22 @@ class PPOConfig(PolicyConfig):
             output_keys=("values",),
             args={"outputs": ["values"]},
         )
-        references = [policy.reference()] if self._has_ref else []
+        references = [policy.build_reference()] if self._has_ref else []
         return [
-            policy.generate(size, ppo.samples_per_prompt),
-            *policy.rewards(size),
+            policy.build_generation(size, ppo.samples_per_prompt),
+            *policy.build_rewards(size),
             *references,
             critic_inf,
-            *policy.corrections(),
-            self._advantages(policy),
-            *policy.covariance(),
+            *policy.build_corrections(),
+            self._build_advantages(policy),
+            *policy.build_covariance(),
             actor_loss,
             critic_loss,
         ]
 
-    def _advantages(self, policy: Policy) -> HostFunction:
+    def _build_advantages(self, policy: RLGraphBuilder) -> HostFunction:
         ppo = self.ppo
-        size = policy.batch
+        size = policy.num_prompts
         same = (
             "kl_ctl",
             "kl_estimator",
@@ -192,7 +192,7 @@ class PPOConfig(PolicyConfig):
             "adaptive_kl_horizon",
         )
         args: dict[str, Any] = {name: getattr(ppo, name) for name in same}
-        more = (*(("ref_logprobs",) if self._has_ref else ()), *policy.by_token)
+        more = (*(("ref_logprobs",) if self._has_ref else ()), *policy.token_reward_keys)
         return HostFunction(
             name="advantages",
             function="gae_advantages",

@@ -9,13 +9,13 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import LEARNING_RATE, ModelSpec
 from weft.experiment import Experiment
 from weft.experiments._assemble import (
-    Plan,
+    ExperimentParts,
     assemble,
-    batch_size,
-    batches,
-    check,
-    evaluating,
-    type_of,
+    build_evaluation_nodes,
+    check_config,
+    choose_dataset_type,
+    fill_batch_sizes,
+    get_batch_size,
 )
 from weft.experiments._lengths import with_answers
 from weft.experiments._roles import with_lr
@@ -70,14 +70,14 @@ class RWConfig(RunConfig):
 
         Raises `UserError` with the option, its value and the rule.
         """
-        config = check(self)
-        dataset = with_answers(config, batches(config.dataset))
+        config = check_config(self)
+        dataset = with_answers(config, fill_batch_sizes(config.dataset))
         train = MFCDef(
             name="train",
             role="model",
             interface="train",
             method="train_step",
-            batch_size=batch_size(dataset),
+            batch_size=get_batch_size(dataset),
             input_keys=("prompt", "completion", "rank"),
             optional_keys=("comparison", "margin"),
             args={
@@ -91,17 +91,17 @@ class RWConfig(RunConfig):
         )
         return assemble(
             config,
-            Plan(
+            ExperimentParts(
                 roles={
                     "model": with_lr(config.model.with_head("score", trained=True), LEARNING_RATE)
                 },
                 nodes=[train],
                 dataset=dataset,
-                dataset_type=type_of(dataset, "paired_comparison"),
+                dataset_type=choose_dataset_type(dataset, "paired_comparison"),
                 data_role="model",
                 steps_follow="train",
                 longest=config.dataset.limit,
-                evaluation=evaluating([train], dataset),
+                evaluation=build_evaluation_nodes([train], dataset),
                 updates_per_firing={"train": 1},
             ),
         )

@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Block(Generic[T]):
-    """Ids that share the state `known`."""
+class StateBlock(Generic[T]):
+    """Ids that share the state `state`."""
 
     ids: dict[str, None]
-    known: T
+    state: T
 
 
-class Blocks(Generic[T]):
+class StateBlocks(Generic[T]):
     """Map from ids to shared states.
 
     `new` makes the state of new ids, `copy` that of ids split off from their block.
@@ -26,47 +26,47 @@ class Blocks(Generic[T]):
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
         self._new = new
         self._copy = copy
-        self._of: dict[str, Block[T]] = {}
-        self._all: dict[Block[T], None] = {}
+        self._block_of_id: dict[str, StateBlock[T]] = {}
+        self._all_blocks: dict[StateBlock[T], None] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the ids in order of arrival."""
-        return iter(self._of)
+        return iter(self._block_of_id)
 
     def __contains__(self, id: object) -> bool:
-        return id in self._of
+        return id in self._block_of_id
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._block_of_id)
 
     def __getitem__(self, id: str) -> T:
-        return self._of[id].known
+        return self._block_of_id[id].state
 
     def items(self) -> Iterator[tuple[str, T]]:
         """Iterate over (id, state) in order of arrival."""
-        return ((id, block.known) for id, block in self._of.items())
+        return ((id, block.state) for id, block in self._block_of_id.items())
 
     @property
-    def blocks(self) -> Collection[Block[T]]:
+    def blocks(self) -> Collection[StateBlock[T]]:
         """All blocks."""
-        return self._all.keys()
+        return self._all_blocks.keys()
 
-    def ids_of(self, blocks: Collection[Block[T]]) -> list[str]:
+    def list_ids(self, blocks: Collection[StateBlock[T]]) -> list[str]:
         """Return the ids in these blocks, in order of arrival."""
         if len(blocks) == 1:
             return [id for block in blocks for id in block.ids]
         held = set(blocks)
         if held:
-            return [id for id, block in self._of.items() if block in held]
+            return [id for id, block in self._block_of_id.items() if block in held]
         return []
 
-    def parts(self, ids: Sequence[str]) -> dict[Block[T] | None, list[str]]:
+    def group_by_block(self, ids: Sequence[str]) -> dict[StateBlock[T] | None, list[str]]:
         """Group these ids by block, keeping their order; unknown ids are under None."""
-        get = self._of.get
-        parts = dict[Block[T] | None, list[str]]()
+        get = self._block_of_id.get
+        parts = dict[StateBlock[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
         if first is None:
-            together = self._of.keys().isdisjoint(ids)
+            together = self._block_of_id.keys().isdisjoint(ids)
         else:
             together = first.ids.keys() >= set(ids)
         if ids and together:
@@ -79,30 +79,32 @@ class Blocks(Generic[T]):
                 parts[block] = [id]
         return parts
 
-    def apart(self, ids: Sequence[str]) -> list[T]:
+    def separate_states(self, ids: Sequence[str]) -> list[T]:
         """Return the states of exactly these ids, splitting blocks where needed; may be modified."""
         found = []
-        for block, chosen in self.parts(ids).items():
+        for block, chosen in self.group_by_block(ids).items():
             if block is not None and len(chosen) == len(block.ids):
-                found.append(block.known)
+                found.append(block.state)
                 continue
-            own = Block(
-                dict.fromkeys(chosen), self._new() if block is None else self._copy(block.known)
+            own = StateBlock(
+                dict.fromkeys(chosen), self._new() if block is None else self._copy(block.state)
             )
-            self._all[own] = None
-            self._of.update(dict.fromkeys(chosen, own))
+            self._all_blocks[own] = None
+            self._block_of_id.update(dict.fromkeys(chosen, own))
             if block is not None:
                 for id in chosen:
                     del block.ids[id]
-            found.append(own.known)
+            found.append(own.state)
         return found
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
         """Remove these ids; yield (state, removed ids, whether the block is empty)."""
-        for block, chosen in self.parts([id for id in ids if id in self._of]).items():
+        for block, chosen in self.group_by_block(
+            [id for id in ids if id in self._block_of_id]
+        ).items():
             assert block is not None
             for id in chosen:
-                del self._of[id], block.ids[id]
+                del self._block_of_id[id], block.ids[id]
             if not block.ids:
-                del self._all[block]
-            yield block.known, chosen, not block.ids
+                del self._all_blocks[block]
+            yield block.state, chosen, not block.ids

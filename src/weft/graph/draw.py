@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from weft.graph.graph import DATASET, DataflowGraph, Edge
-from weft.graph.layers import Pair, Placed, implied, place
+from weft.graph.graph import DATASET, DataflowGraph, KeyEdge
+from weft.graph.layers import GraphPositions, Pair, find_implied_edges, lay_out_graph
 from weft.graph.mfc import HostFunction, MFCDef, Node
-from weft.observe.palette import DARK, GREY, Hue, role_hues
+from weft.observe.palette import DARK, GREY, ColourPair, assign_role_hues
 
 WIDTH = 156
 HEIGHT = 54  # height of a node
@@ -31,11 +31,11 @@ Point = tuple[float, float]
 
 def to_svg(graph: DataflowGraph) -> str:
     """Return the graph as a self-contained SVG that follows the viewer's light or dark scheme."""
-    return _Drawing(graph).svg()
+    return _GraphDrawing(graph).render_svg()
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _SideLine:
     """Line outside of the layers, from the side of `source` up or down to the side of `target`."""
 
     source: str
@@ -44,25 +44,25 @@ class _Lane:
     label: str
 
 
-class _Drawing:
+class _GraphDrawing:
     """Layout of one graph, and its elements as SVG."""
 
     def __init__(self, graph: DataflowGraph) -> None:
         self._graph = graph
         self._nodes = {node.name: node for node in graph.nodes}
-        self._edges: dict[Pair, Edge] = {(e.producer, e.consumer): e for e in graph.edges}
+        self._edges: dict[Pair, KeyEdge] = {(e.producer, e.consumer): e for e in graph.edges}
         fed = any(source == DATASET for source, _ in self._edges)
         self._names = [*([DATASET] if fed else []), *graph.order]
-        self._pale = implied(self._names, self._edges)
-        self._placed: Placed = place(
-            self._names, list(self._edges), self._pale, WIDTH + GAP_X, BEND
+        self._implied_edges = find_implied_edges(self._names, self._edges)
+        self._positions: GraphPositions = lay_out_graph(
+            self._names, list(self._edges), self._implied_edges, WIDTH + GAP_X, BEND
         )
-        self._hues = role_hues(node.role for node in graph.nodes if isinstance(node, MFCDef))
-        self._lanes = list(_lanes(graph))
-        right = max(x for x in self._placed.x.values()) + WIDTH / 2
-        right = max([right, *(x for bends in self._placed.bends.values() for x, _ in bends)])
-        left = min(x for x in self._placed.x.values()) - WIDTH / 2
-        left = min([left, *(x for bends in self._placed.bends.values() for x, _ in bends)])
+        self._hues = assign_role_hues(node.role for node in graph.nodes if isinstance(node, MFCDef))
+        self._side_lines = list(_find_side_lines(graph))
+        right = max(x for x in self._positions.x.values()) + WIDTH / 2
+        right = max([right, *(x for bends in self._positions.bends.values() for x, _ in bends)])
+        left = min(x for x in self._positions.x.values()) - WIDTH / 2
+        left = min([left, *(x for bends in self._positions.bends.values() for x, _ in bends)])
         self._span = (left, right)
         self._sides = self._choose_sides()
         on_left = self._sides.count(-1)
@@ -70,9 +70,9 @@ class _Drawing:
         self._shift = MARGIN - left + (LANE * on_left + 14 if on_left else 0)
         self._width = self._shift + right + MARGIN + (LANE * on_right + 14 if on_right else 0)
 
-    def svg(self) -> str:
-        bottom = self._y(max(self._placed.layer.values())) + HEIGHT + 26
-        legend = list(self._legend(bottom))
+    def render_svg(self) -> str:
+        bottom = self._compute_y(max(self._positions.layer.values())) + HEIGHT + 26
+        legend = list(self._render_legend(bottom))
         height = bottom + (22 if legend else 0)
         width = max(self._width, 300.0)
         shift = (width - self._width) / 2
@@ -80,16 +80,16 @@ class _Drawing:
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-shift:g} 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-label="Dataflow graph: {escape(told)}">',
-            f"<style>{self._style()}</style>",
+            f"<style>{self._render_style()}</style>",
             MARKERS,
             f'<rect class="ground" x="{-shift:g}" width="{width:g}" height="{height:g}"/>',
             *(
-                self._edge(pair)
-                for pair in sorted(self._edges, key=lambda pair: pair not in self._pale)
+                self._render_edge(pair)
+                for pair in sorted(self._edges, key=lambda pair: pair not in self._implied_edges)
             ),
-            *(self._lane(index, lane) for index, lane in enumerate(self._lanes)),
-            *(self._label(pair) for pair in self._edges if pair not in self._pale),
-            *(self._node(name) for name in self._names),
+            *(self._render_side_line(index, lane) for index, lane in enumerate(self._side_lines)),
+            *(self._render_label(pair) for pair in self._edges if pair not in self._implied_edges),
+            *(self._render_node(name) for name in self._names),
             *legend,
             "</svg>",
         ]
@@ -97,51 +97,57 @@ class _Drawing:
 
     # -- geometry
 
-    def _x(self, name: str) -> float:
-        return self._placed.x[name] + self._shift
+    def _compute_x(self, name: str) -> float:
+        return self._positions.x[name] + self._shift
 
-    def _y(self, layer: int) -> float:
+    def _compute_y(self, layer: int) -> float:
         return MARGIN + layer * (HEIGHT + GAP_Y)
 
-    def _top(self, name: str) -> float:
-        return self._y(self._placed.layer[name])
+    def _compute_top(self, name: str) -> float:
+        return self._compute_y(self._positions.layer[name])
 
-    def _ends(self, pair: Pair) -> tuple[Point, Point]:
+    def _compute_ends(self, pair: Pair) -> tuple[Point, Point]:
         """Return the points where an edge leaves its source and meets its target.
 
         Edges at a node are spread out in the order of their directions.
         """
         source, target = pair
-        outs = sorted({self._toward(p, 0) for p in self._edges if p[0] == source})
-        ins = sorted((p for p in self._edges if p[1] == target), key=lambda p: self._toward(p, -1))
+        outs = sorted({self._compute_direction(p, 0) for p in self._edges if p[0] == source})
+        ins = sorted(
+            (p for p in self._edges if p[1] == target), key=lambda p: self._compute_direction(p, -1)
+        )
         return (
             (
-                self._x(source) + _fan(outs.index(self._toward(pair, 0)), len(outs)),
-                self._top(source) + HEIGHT,
+                self._compute_x(source)
+                + _compute_fan_offset(outs.index(self._compute_direction(pair, 0)), len(outs)),
+                self._compute_top(source) + HEIGHT,
             ),
-            (self._x(target) + _fan(ins.index(pair), len(ins)), self._top(target) - 1),
+            (
+                self._compute_x(target) + _compute_fan_offset(ins.index(pair), len(ins)),
+                self._compute_top(target) - 1,
+            ),
         )
 
-    def _toward(self, pair: Pair, end: int) -> float:
-        bends = self._placed.bends[pair]
-        return round(bends[end][0] if bends else self._placed.x[pair[1 if end == 0 else 0]], 3)
+    def _compute_direction(self, pair: Pair, end: int) -> float:
+        bends = self._positions.bends[pair]
+        return round(bends[end][0] if bends else self._positions.x[pair[1 if end == 0 else 0]], 3)
 
-    def _points(self, pair: Pair) -> list[Point]:
-        start, end = self._ends(pair)
+    def _compute_points(self, pair: Pair) -> list[Point]:
+        start, end = self._compute_ends(pair)
         points = [start]
-        for x, layer in self._placed.bends[pair]:
+        for x, layer in self._positions.bends[pair]:
             points += [
-                (x + self._shift, self._y(layer)),
-                (x + self._shift, self._y(layer) + HEIGHT),
+                (x + self._shift, self._compute_y(layer)),
+                (x + self._shift, self._compute_y(layer) + HEIGHT),
             ]
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
         """Return -1 (left) or 1 (right) per lane: the side nearer to its ends, alternating on ties."""
         sides: list[int] = []
-        for lane in self._lanes:
+        for lane in self._side_lines:
             middle = (
-                self._placed.x[lane.source] + self._placed.x[lane.target] - sum(self._span)
+                self._positions.x[lane.source] + self._positions.x[lane.target] - sum(self._span)
             ) / 2
             sides.append(
                 (1 if middle > 1 else -1)
@@ -152,19 +158,19 @@ class _Drawing:
 
     # -- lines
 
-    def _edge(self, pair: Pair) -> str:
+    def _render_edge(self, pair: Pair) -> str:
         keys = ", ".join(self._edges[pair].keys)
         told = f"{pair[0]} to {pair[1]}: {keys}"
-        style = "edge pale" if pair in self._pale else "edge"
-        arrow = "arrow-pale" if pair in self._pale else "arrow"
-        path = _smooth(self._points(pair))
+        style = "edge pale" if pair in self._implied_edges else "edge"
+        arrow = "arrow-pale" if pair in self._implied_edges else "arrow"
+        path = _draw_smooth_path(self._compute_points(pair))
         return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(told)}</title></path>'
 
-    def _label(self, pair: Pair) -> str:
+    def _render_label(self, pair: Pair) -> str:
         """Return the label with the edge's keys, near the end where lines are further apart."""
-        points = self._points(pair)
-        fan_out = sum(1 for p in self._edges if p[0] == pair[0] and p not in self._pale)
-        fan_in = sum(1 for p in self._edges if p[1] == pair[1] and p not in self._pale)
+        points = self._compute_points(pair)
+        fan_out = sum(1 for p in self._edges if p[0] == pair[0] and p not in self._implied_edges)
+        fan_in = sum(1 for p in self._edges if p[1] == pair[1] and p not in self._implied_edges)
         near_target = fan_out >= fan_in
         (x0, y0), (x1, y1) = (points[-2], points[-1]) if near_target else (points[0], points[1])
         if max(fan_in, fan_out) > 1:
@@ -179,19 +185,22 @@ class _Drawing:
         y = y0 + (y1 - y0) * share + 4
         keys = self._edges[pair].keys
         return (
-            f'<text class="keys" x="{x:.1f}" y="{y:.1f}">{escape(shortened(keys))}'
+            f'<text class="keys" x="{x:.1f}" y="{y:.1f}">{escape(shorten_keys(keys))}'
             f"<title>{escape(', '.join(keys))}</title></text>"
         )
 
-    def _lane(self, index: int, lane: _Lane) -> str:
+    def _render_side_line(self, index: int, lane: _SideLine) -> str:
         side = self._sides[index]
         nth = self._sides[: index + 1].count(side)
         edge = self._span[0 if side < 0 else 1] + self._shift
         x = edge + side * (LANE * nth - 2)
-        start = (self._x(lane.source) + side * WIDTH / 2, self._top(lane.source) + HEIGHT * 0.62)
+        start = (
+            self._compute_x(lane.source) + side * WIDTH / 2,
+            self._compute_top(lane.source) + HEIGHT * 0.62,
+        )
         end = (
-            self._x(lane.target) + side * (WIDTH / 2 + 1),
-            self._top(lane.target) + HEIGHT * 0.38,
+            self._compute_x(lane.target) + side * (WIDTH / 2 + 1),
+            self._compute_top(lane.target) + HEIGHT * 0.38,
         )
         up = -1 if end[1] < start[1] else 1
         curve = 14.0
@@ -202,7 +211,7 @@ class _Drawing:
             f"V{end[1] - up * curve:.1f} Q{x:.1f} {end[1]:.1f} {near:.1f} {end[1]:.1f} "
             f"H{end[0]:.1f}"
         )
-        hue = f"role-{self._role_index(lane.source)}"
+        hue = f"role-{self._find_role_index(lane.source)}"
         return (
             f'<path class="lane {lane.style} {hue}" d="{path}" marker-end="url(#arrow-lane)">'
             f"<title>{escape(lane.label)}</title></path>"
@@ -210,22 +219,22 @@ class _Drawing:
 
     # -- nodes
 
-    def _node(self, name: str) -> str:
-        x = self._x(name)
-        y = self._top(name)
+    def _render_node(self, name: str) -> str:
+        x = self._compute_x(name)
+        y = self._compute_top(name)
         node = self._nodes.get(name)
         if node is None:
-            shape = _cylinder(x, y)
+            shape = _draw_cylinder(x, y)
             kind = "data"
             second = "rows"
         elif isinstance(node, HostFunction):
-            shape = _hexagon(x, y)
+            shape = _draw_hexagon(x, y)
             kind = "host"
             second = "host function"
         else:
             box = f'x="{x - WIDTH / 2:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="10"'
             shape = f"<rect {box}/>"
-            kind = f"role-{self._role_index(name)}"
+            kind = f"role-{self._find_role_index(name)}"
             second = f"{node.role} · {node.method.replace('_', ' ')}"
         drop = 5 if node is None else 0  # shift text below the cylinder's lid
         return (
@@ -234,22 +243,22 @@ class _Drawing:
             f'<text class="what" x="{x:g}" y="{y + drop + 40:g}"{_fit(second, 6.0)}>{escape(second)}</text></g>'
         )
 
-    def _role_index(self, name: str) -> int:
+    def _find_role_index(self, name: str) -> int:
         node = self._nodes[name]
         return list(self._hues).index(node.role) if isinstance(node, MFCDef) else -1
 
-    def _legend(self, y: float) -> Iterator[str]:
+    def _render_legend(self, y: float) -> Iterator[str]:
         """Yield the legend of the line styles in use."""
         kinds = [("edge", "keys")] if self._edges else []
-        kinds += [("edge pale", "keys read later")] if self._pale else []
+        kinds += [("edge pale", "keys read later")] if self._implied_edges else []
         kinds += (
             [("lane version ink", "new weights")]
-            if any(lane.style == "version" for lane in self._lanes)
+            if any(lane.style == "version" for lane in self._side_lines)
             else []
         )
         kinds += (
             [("lane sync ink", "parameter sync")]
-            if any(lane.style == "sync" for lane in self._lanes)
+            if any(lane.style == "sync" for lane in self._side_lines)
             else []
         )
         if len(kinds) < 2:
@@ -261,8 +270,15 @@ class _Drawing:
             yield f'<text class="legend" x="{x + 28:.1f}" y="{y + 4:g}">{label}</text>'
             x += width
 
-    def _style(self) -> str:
-        return STYLE + _scheme(self._hues, "light") + DARK + "{" + _dark(self._hues) + "}"
+    def _render_style(self) -> str:
+        return (
+            STYLE
+            + _build_color_rules(self._hues, "light")
+            + DARK
+            + "{"
+            + _build_dark_rules(self._hues)
+            + "}"
+        )
 
 
 def describe(node: Node | None) -> str:
@@ -276,7 +292,7 @@ def describe(node: Node | None) -> str:
     return f"{node.name}: {what}; reads {', '.join(node.inputs) or 'nothing'}; makes {', '.join(node.outputs) or 'no keys'}"
 
 
-def shortened(keys: Sequence[str]) -> str:
+def shorten_keys(keys: Sequence[str]) -> str:
     """Return a label of keys that fits on an edge: `prompt, completion +3`."""
     shown = list(keys)
     while (
@@ -288,7 +304,7 @@ def shortened(keys: Sequence[str]) -> str:
     return ", ".join(shown) + (f" +{more}" if more else "")
 
 
-def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
+def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
     """Yield the version edges, each replaced by the parameter sync that causes it, if any."""
     roles = {node.name: node.role for node in graph.nodes if isinstance(node, MFCDef)}
     syncs = {(sync.after, sync.target): sync for sync in graph.syncs}
@@ -296,7 +312,7 @@ def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
         sync = syncs.get((edge.producer, roles[edge.consumer]))
         if sync is not None:
             how = "copies" if sync.eta == 1.0 else f"moves by {sync.eta:g} toward"
-            yield _Lane(
+            yield _SideLine(
                 edge.producer,
                 edge.consumer,
                 "sync",
@@ -304,7 +320,7 @@ def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
             )
             continue
         lag = f", at most {edge.max_staleness} behind" if edge.max_staleness else ""
-        yield _Lane(
+        yield _SideLine(
             edge.producer,
             edge.consumer,
             "version",
@@ -312,13 +328,13 @@ def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
         )
 
 
-def _fan(index: int, count: int) -> float:
+def _compute_fan_offset(index: int, count: int) -> float:
     """Return the horizontal offset of one of `count` lines at a node."""
     step = min(16.0, (WIDTH - 60) / max(1, count - 1))
     return (index - (count - 1) / 2) * step
 
 
-def _smooth(points: Sequence[Point]) -> str:
+def _draw_smooth_path(points: Sequence[Point]) -> str:
     """Return a smooth path that leaves and arrives vertically."""
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
@@ -330,7 +346,7 @@ def _smooth(points: Sequence[Point]) -> str:
     return path
 
 
-def _hexagon(x: float, y: float) -> str:
+def _draw_hexagon(x: float, y: float) -> str:
     half = WIDTH / 2
     cut = 16
     points = [
@@ -344,7 +360,7 @@ def _hexagon(x: float, y: float) -> str:
     return f'<polygon points="{" ".join(f"{x + dx:g},{y + dy:g}" for dx, dy in points)}" stroke-linejoin="round"/>'
 
 
-def _cylinder(x: float, y: float) -> str:
+def _draw_cylinder(x: float, y: float) -> str:
     left = x - WIDTH / 2 + 14
     right = x + WIDTH / 2 - 14
     lid = 7
@@ -385,7 +401,7 @@ STYLE = (
 )
 
 
-def _scheme(hues: Mapping[str, Hue], ground: str) -> str:
+def _build_color_rules(hues: Mapping[str, ColourPair], ground: str) -> str:
     """Return the color rules for a light or dark background."""
     dark = ground == "dark"
     paper, ink, quiet, line, pale = (
@@ -411,5 +427,5 @@ def _scheme(hues: Mapping[str, Hue], ground: str) -> str:
     return "".join(rules)
 
 
-def _dark(hues: Mapping[str, Hue]) -> str:
-    return _scheme(hues, "dark")
+def _build_dark_rules(hues: Mapping[str, ColourPair]) -> str:
+    return _build_color_rules(hues, "dark")

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.errors import GraphError, nearest, unknown_name
+from weft.errors import GraphError, build_unknown_name_error, find_nearest
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 
 DATASET = "dataset"
 
 
 @dataclass(frozen=True)
-class Edge:
+class KeyEdge:
     """Keys of `producer` that `consumer` reads; `producer` is `dataset` for keys of the rows."""
 
     producer: str
@@ -47,7 +47,7 @@ class DataflowGraph:
     nodes: Sequence[Node]
     dataset_keys: Sequence[str] = ()
     syncs: Sequence[ParamSync] = ()
-    edges: tuple[Edge, ...] = field(init=False, repr=False, compare=False)
+    edges: tuple[KeyEdge, ...] = field(init=False, repr=False, compare=False)
     version_edges: tuple[VersionEdge, ...] = field(init=False, repr=False, compare=False)
     order: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
@@ -56,17 +56,21 @@ class DataflowGraph:
         object.__setattr__(self, "dataset_keys", tuple(self.dataset_keys))
         object.__setattr__(self, "syncs", tuple(_resolve_sync(s, self.nodes) for s in self.syncs))
         _check_nodes(self.nodes)
-        makers = _makers(self.nodes)
-        object.__setattr__(self, "edges", tuple(_edges(self.nodes, makers, self.dataset_keys)))
-        object.__setattr__(self, "order", _topological(self.nodes, self.edges))
-        object.__setattr__(self, "version_edges", tuple(_version_edges(self.nodes, self.syncs)))
+        makers = _find_makers(self.nodes)
+        object.__setattr__(
+            self, "edges", tuple(_build_edges(self.nodes, makers, self.dataset_keys))
+        )
+        object.__setattr__(self, "order", _sort_topologically(self.nodes, self.edges))
+        object.__setattr__(
+            self, "version_edges", tuple(_build_version_edges(self.nodes, self.syncs))
+        )
 
-    def node(self, name: str) -> Node:
+    def get_node(self, name: str) -> Node:
         """Return the node called `name`. Raises `ConfigError` with the nearest names."""
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise unknown_name("node", name, [n.name for n in self.nodes])
+        raise build_unknown_name_error("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
         """Return the graph with `new` after the node `name`, replacing the keys that both make.
@@ -74,7 +78,7 @@ class DataflowGraph:
         `new` reads the replaced keys from the edges `{key}_before_{new.name}`. A `batch_size` of 0
         is set to that of the node. Raises `GraphError` if `new` reads none of the node's keys.
         """
-        old = self.node(name)
+        old = self.get_node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
         edges = {key: old.output_key_remap.get(key, key) for key in old.output_keys}
         aside = {key: f"{edges[key]}_before_{new.name}" for key in shared}
@@ -86,8 +90,8 @@ class DataflowGraph:
         if not read:
             raise GraphError(
                 f"insert_after: node {new.name!r} reads "
-                f"{_listed((*new.input_keys, *new.optional_keys))}, but {name!r} makes "
-                f"{_listed(old.output_keys)}; add one of these to its input_keys"
+                f"{_format_names((*new.input_keys, *new.optional_keys))}, but {name!r} makes "
+                f"{_format_names(old.output_keys)}; add one of these to its input_keys"
             )
         changed = replace(old, output_key_remap={**old.output_key_remap, **aside})
         placed = replace(
@@ -103,21 +107,21 @@ class DataflowGraph:
         ]
         return replace(self, nodes=nodes)
 
-    def producers(self, consumer: str) -> tuple[str, ...]:
+    def find_producers(self, consumer: str) -> tuple[str, ...]:
         """Return the nodes whose keys `consumer` reads, also optionally, in topological order."""
         found = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
         return tuple(name for name in self.order if name in found)
 
-    def waits_for(self, consumer: str) -> tuple[VersionEdge, ...]:
+    def find_version_edges(self, consumer: str) -> tuple[VersionEdge, ...]:
         """Return the version edges into `consumer`."""
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
-    def refills(self, edge: VersionEdge) -> HostFunction | None:
+    def find_refilling_filter(self, edge: VersionEdge) -> HostFunction | None:
         """Return the filter between the edge's call and training node that refills in whole
         batches.
         """
-        between = self._after(edge.consumer) & {
-            n for n in self.order if edge.producer in self._after(n)
+        between = self._find_consumers(edge.consumer) & {
+            n for n in self.order if edge.producer in self._find_consumers(n)
         }
         filters = [
             n
@@ -126,7 +130,7 @@ class DataflowGraph:
         ]
         return filters[0] if filters else None
 
-    def _after(self, name: str) -> set[str]:
+    def _find_consumers(self, name: str) -> set[str]:
         """Return every node that reads keys of `name`, directly or through others."""
         found = set[str]()
         front = [name]
@@ -137,13 +141,13 @@ class DataflowGraph:
             front += sorted(new)
         return found
 
-    def model_calls(self) -> tuple[MFCDef, ...]:
+    def list_model_calls(self) -> tuple[MFCDef, ...]:
         """Return the model function calls, without host functions."""
         return tuple(n for n in self.nodes if isinstance(n, MFCDef))
 
-    def required_dataset_keys(self) -> dict[str, str]:
+    def find_required_dataset_keys(self) -> dict[str, str]:
         """Return required key -> first node that reads it, for keys that no node makes."""
-        made = set(_makers(self.nodes))
+        made = set(_find_makers(self.nodes))
         required: dict[str, str] = {}
         for node in self.nodes:
             for key in node.inputs:
@@ -182,11 +186,11 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
                 if key not in keys:
                     raise GraphError(
                         f"node {node.name!r} remaps {key!r}, which is not one of its keys: "
-                        f"{_listed(keys)}"
+                        f"{_format_names(keys)}"
                     )
 
 
-def _makers(nodes: Sequence[Node]) -> dict[str, str]:
+def _find_makers(nodes: Sequence[Node]) -> dict[str, str]:
     """Return key on an edge -> node that makes it."""
     makers: dict[str, str] = {}
     for node in nodes:
@@ -200,9 +204,9 @@ def _makers(nodes: Sequence[Node]) -> dict[str, str]:
     return makers
 
 
-def _edges(
+def _build_edges(
     nodes: Sequence[Node], makers: Mapping[str, str], dataset_keys: Sequence[str]
-) -> Iterable[Edge]:
+) -> Iterable[KeyEdge]:
     for node in nodes:
         sources: dict[str, list[str]] = {}
         for key in (*node.inputs, *node.optional_inputs):
@@ -210,27 +214,27 @@ def _edges(
             if maker is not None:
                 sources.setdefault(maker, []).append(key)
             elif key in node.inputs:
-                raise _missing_key(node.name, key, makers, dataset_keys)
+                raise _build_missing_key_error(node.name, key, makers, dataset_keys)
         for producer, keys in sources.items():
-            yield Edge(producer, node.name, tuple(dict.fromkeys(keys)))
+            yield KeyEdge(producer, node.name, tuple(dict.fromkeys(keys)))
 
 
-def _missing_key(
+def _build_missing_key_error(
     node: str, key: str, makers: Mapping[str, str], dataset_keys: Sequence[str]
 ) -> GraphError:
     there = [
         *(f"{k} (dataset)" for k in dataset_keys),
         *(f"{k} ({maker})" for k, maker in makers.items()),
     ]
-    close = nearest(key, [*dataset_keys, *makers])
+    close = find_nearest(key, [*dataset_keys, *makers])
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     rule = "which neither a node nor the dataset provides"
     return GraphError(
-        f"node {node!r} reads key {key!r}{hint}, {rule}; available keys: {_listed(there)}"
+        f"node {node!r} reads key {key!r}{hint}, {rule}; available keys: {_format_names(there)}"
     )
 
 
-def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...]:
+def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tuple[str, ...]:
     """Sort the names topologically; independent nodes keep the given order."""
     waiting = {
         n.name: {e.producer for e in edges if e.consumer == n.name} - {DATASET} for n in nodes
@@ -239,7 +243,7 @@ def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...
     while waiting:
         free = next((name for name, before in waiting.items() if not before), None)
         if free is None:
-            raise _cycle(waiting, edges)
+            raise _build_cycle_error(waiting, edges)
         order.append(free)
         del waiting[free]
         for before in waiting.values():
@@ -247,7 +251,7 @@ def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...
     return tuple(order)
 
 
-def _cycle(waiting: Mapping[str, set[str]], edges: Sequence[Edge]) -> GraphError:
+def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]) -> GraphError:
     """Return the error for a cycle, found by walking back from any remaining node.
 
     Every remaining node has a remaining producer.
@@ -274,7 +278,7 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
             wanted = f"after the node that trains {sync.source!r}"
         raise GraphError(
             f"sync {sync.source} -> {sync.target} runs {wanted}, which does not exist; nodes: "
-            f"{_listed(n.name for n in nodes)}"
+            f"{_format_names(n.name for n in nodes)}"
         )
     if sync.source == sync.target:
         raise GraphError(
@@ -288,7 +292,9 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
     return ParamSync(sync.source, sync.target, sync.eta, after)
 
 
-def _version_edges(nodes: Sequence[Node], syncs: Sequence[ParamSync]) -> Iterable[VersionEdge]:
+def _build_version_edges(
+    nodes: Sequence[Node], syncs: Sequence[ParamSync]
+) -> Iterable[VersionEdge]:
     """Yield an edge from each node that changes a role's weights to each other call of it."""
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     changes = {(n.name, n.role): None for n in calls if n.trains} | {
@@ -300,5 +306,5 @@ def _version_edges(nodes: Sequence[Node], syncs: Sequence[ParamSync]) -> Iterabl
                 yield VersionEdge(producer, call.name, call.max_staleness)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SWEEPS = 12
-LOOSE = 0.1  # weight of a bundled edge when columns are aligned
+BUNDLED_WEIGHT = 0.1  # weight of a bundled edge when columns are aligned
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Placed:
+class GraphPositions:
     """Positions of nodes and edges in a drawing.
 
     `x` is the center of each node, `layer` its row, counted from 0 at the top, and `bends` the
@@ -24,19 +24,19 @@ class Placed:
     bends: Mapping[Pair, Sequence[tuple[float, int]]]
 
 
-def place(
+def lay_out_graph(
     names: Sequence[str],
     edges: Sequence[Pair],
     bundled: Collection[Pair],
     node_width: float,
     bend_width: float,
-) -> Placed:
+) -> GraphPositions:
     """Lay out an acyclic graph.
 
     `names` are in topological order; the widths are those of a node and of a passing edge. Edges in
     `bundled` with the same source share a trunk and branch above their targets.
     """
-    layer = longest_paths(names, edges)
+    layer = compute_layers(names, edges)
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
     for name in names:
         rows[layer[name]].append(name)
@@ -52,16 +52,16 @@ def place(
                 rows[row].append(dummy)
         passing[edge] = chain
         for link in itertools.pairwise([source, *chain, target]):
-            links[link] = max(links.get(link, 0.0), LOOSE if edge in bundled else 1.0)
+            links[link] = max(links.get(link, 0.0), BUNDLED_WEIGHT if edge in bundled else 1.0)
     # Reduce crossings, then assign coordinates.
-    _order(rows, list(links))
-    x = _coordinates(rows, links, dict.fromkeys(names, node_width), bend_width)
+    _order_rows(rows, list(links))
+    x = _compute_coordinates(rows, links, dict.fromkeys(names, node_width), bend_width)
     rank = {dummy: index for index, row in enumerate(rows) for dummy in row}
     bends = {edge: [(x[dummy], rank[dummy]) for dummy in chain] for edge, chain in passing.items()}
-    return Placed({name: x[name] for name in names}, layer, bends)
+    return GraphPositions({name: x[name] for name in names}, layer, bends)
 
 
-def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
+def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
     """Return the layer of each node, one below the lowest of its sources; 0 without sources."""
     layer: dict[str, int] = {}
     for name in names:
@@ -71,7 +71,7 @@ def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]
     return layer
 
 
-def implied(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
+def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
     """Return the edges whose target is also reachable from their source through another node."""
     pairs = set(edges)
     below: dict[str, set[str]] = {}
@@ -83,10 +83,10 @@ def implied(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
     }
 
 
-def _order(rows: list[list[str]], links: Sequence[Pair]) -> None:
+def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
     """Sort each row by the mean position of its neighbors, in sweeps; keep the best order found."""
     best = [list(row) for row in rows]
-    fewest = _crossings(rows, links)
+    fewest = _count_crossings(rows, links)
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
         for index in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
@@ -98,14 +98,14 @@ def _order(rows: list[list[str]], links: Sequence[Pair]) -> None:
                 places = [near[a if down else b] for a, b in links if (b if down else a) == name]
                 here[name] = sum(places) / len(places) if places else here[name]
             rows[index].sort(key=lambda name, here=here: here[name])  # type: ignore[misc]
-        crossings = _crossings(rows, links)
+        crossings = _count_crossings(rows, links)
         if crossings < fewest:
             best = [list(row) for row in rows]
             fewest = crossings
     rows[:] = best
 
 
-def _crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
+def _count_crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
     place = {
         name: (row, index) for row, names in enumerate(rows) for index, name in enumerate(names)
     }
@@ -118,7 +118,7 @@ def _crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
     )
 
 
-def _coordinates(
+def _compute_coordinates(
     rows: Sequence[Sequence[str]],
     links: Mapping[Pair, float],
     widths: Mapping[str, float],
@@ -140,24 +140,26 @@ def _coordinates(
         neighbours[a][b] = neighbours[b][a] = pull
     for sweep in range(4 * SWEEPS):
         for row in rows if sweep % 2 == 0 else reversed(rows):
-            wished = {name: _pulled(neighbours[name], x, x[name]) for name in row}
-            _spread(row, wished, room, x)
+            wished = {name: _compute_neighbor_mean(neighbours[name], x, x[name]) for name in row}
+            _place_row(row, wished, room, x)
     least = min(x[name] - room[name] / 2 for name in x)
     return {name: value - least for name, value in x.items()}
 
 
-def _pulled(neighbours: Mapping[str, float], x: Mapping[str, float], default: float) -> float:
+def _compute_neighbor_mean(
+    neighbours: Mapping[str, float], x: Mapping[str, float], default: float
+) -> float:
     weight = sum(neighbours.values())
     if weight:
         return sum(x[name] * pull for name, pull in neighbours.items()) / weight
     return default
 
 
-def _mean(values: Sequence[float], default: float) -> float:
+def _compute_mean(values: Sequence[float], default: float) -> float:
     return sum(values) / len(values) if values else default
 
 
-def _spread(
+def _place_row(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
     """Set positions nearest to the wished ones (least squares) that keep order and width.
@@ -170,16 +172,17 @@ def _spread(
         first = wished[name]
         while blocks and first < _end(blocks[-1], room) + room[names[0]] / 2:
             names = blocks.pop()[0] + names
-            first = _mean(
-                [wished[n] - o for n, o in zip(names, _offsets(names, room), strict=True)], 0.0
+            first = _compute_mean(
+                [wished[n] - o for n, o in zip(names, _compute_offsets(names, room), strict=True)],
+                0.0,
             )
         blocks.append((names, first))
     for names, first in blocks:
-        for name, offset in zip(names, _offsets(names, room), strict=True):
+        for name, offset in zip(names, _compute_offsets(names, room), strict=True):
             x[name] = first + offset
 
 
-def _offsets(names: Sequence[str], room: Mapping[str, float]) -> list[float]:
+def _compute_offsets(names: Sequence[str], room: Mapping[str, float]) -> list[float]:
     offsets = [0.0]
     for before, after in itertools.pairwise(names):
         offsets.append(offsets[-1] + (room[before] + room[after]) / 2)
@@ -188,4 +191,4 @@ def _offsets(names: Sequence[str], room: Mapping[str, float]) -> list[float]:
 
 def _end(block: tuple[list[str], float], room: Mapping[str, float]) -> float:
     names, first = block
-    return first + _offsets(names, room)[-1] + room[names[-1]] / 2
+    return first + _compute_offsets(names, room)[-1] + room[names[-1]] / 2

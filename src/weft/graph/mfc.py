@@ -49,11 +49,11 @@ HOOKS: Mapping[str, Offload] = {
 }
 
 
-def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
+def _rename_keys(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(remap.get(key, key) for key in keys)
 
 
-class OnEdges:
+class EdgeKeyNames:
     """Key names of a node on the graph's edges; the node's fields have its own key names."""
 
     input_keys: Sequence[str]
@@ -65,21 +65,21 @@ class OnEdges:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Required input keys, as named on the graph's edges."""
-        return _on_edges(self.input_keys, self.input_key_remap)
+        return _rename_keys(self.input_keys, self.input_key_remap)
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
         """Optional input keys, as named on the graph's edges; read if they exist."""
-        return _on_edges(self.optional_keys, self.input_key_remap)
+        return _rename_keys(self.optional_keys, self.input_key_remap)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Output keys, as named on the graph's edges."""
-        return _on_edges(self.output_keys, self.output_key_remap)
+        return _rename_keys(self.output_keys, self.output_key_remap)
 
 
 @dataclass(frozen=True)
-class MFCDef(OnEdges):
+class MFCDef(EdgeKeyNames):
     """Model function call: one method of a role, its keys, and its number of ids per firing.
 
     `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's
@@ -88,7 +88,7 @@ class MFCDef(OnEdges):
     budget). `cache` stores the outputs of a frozen role's inference on disk, so that an id is
     computed once per run (or once for all runs that share `dataset.cache_dir`). `layout` and
     `device_mesh` override the role's for this call; a call that trains uses the role's
-    (`Experiment.mesh_of`). `max_staleness` is the number of train steps by which its weights may be
+    (`Experiment.get_mesh`). `max_staleness` is the number of train steps by which its weights may be
     outdated; an `interruptible` call may get newer weights while it runs.
     """
 
@@ -119,7 +119,7 @@ class MFCDef(OnEdges):
 
 
 @dataclass(frozen=True)
-class HostFunction(OnEdges):
+class HostFunction(EdgeKeyNames):
     """Node without a role: CPU code on a whole batch.
 
     `function` is a registered name (see `docs/host-functions.md`).

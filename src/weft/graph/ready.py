@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from weft.graph.blocks import Block, Blocks
+from weft.graph.blocks import StateBlock, StateBlocks
 from weft.graph.graph import DataflowGraph, VersionEdge
 from weft.graph.mfc import HostFunction
 
@@ -23,79 +23,83 @@ class Firing:
 
 
 @dataclass
-class Entry:
+class IdState:
     """State of an id in the graph.
 
     `keys` exist for the id, `started` maps each node that took it to the number of that firing, and
-    `done` holds the nodes that have finished with it.
+    `finished` holds the nodes that have finished with it.
     """
 
     batch: int = 0  # number of the loader's batch
     keys: set[str] = field(default_factory=set)
     started: dict[str, int] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
 
-    def copy(self) -> Entry:
-        return Entry(self.batch, set(self.keys), dict(self.started), set(self.done))
+    def copy(self) -> IdState:
+        return IdState(self.batch, set(self.keys), dict(self.started), set(self.finished))
 
 
 @dataclass
-class Buffer:
+class IdBuffer:
     """State of all ids of the current epoch, in loader order; no tensors.
 
-    `closed`: the loader has returned all ids of the epoch. `fired` and `finished` count the started
-    and finished firings per node; `marks[node]` is a copy of `fired` at the last firing of `node`.
+    `closed`: the loader has returned all ids of the epoch. `num_started` and `num_finished` count the started
+    and finished firings per node; `started_at_last_firing[node]` is a copy of `num_started` at the last firing of `node`.
     """
 
-    entries: Blocks[Entry] = field(default_factory=lambda: Blocks(Entry, Entry.copy))
-    fired: dict[str, int] = field(default_factory=dict)
-    finished: dict[str, int] = field(default_factory=dict)
+    entries: StateBlocks[IdState] = field(
+        default_factory=lambda: StateBlocks(IdState, IdState.copy)
+    )
+    num_started: dict[str, int] = field(default_factory=dict)
+    num_finished: dict[str, int] = field(default_factory=dict)
     closed: bool = False
     num_batches: int = 0
-    marks: dict[str, dict[str, int]] = field(default_factory=dict)
+    started_at_last_firing: dict[str, dict[str, int]] = field(default_factory=dict)
     # Number of current ids that each node has taken, and that it has finished.
-    taken: Counter[str] = field(default_factory=Counter)
-    through: Counter[str] = field(default_factory=Counter)
+    num_ids_started: Counter[str] = field(default_factory=Counter)
+    num_ids_finished: Counter[str] = field(default_factory=Counter)
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
         """Add a batch of the loader, whose ids must be unique in the epoch."""
-        new = self.entries.parts(ids).get(None, [])
+        new = self.entries.group_by_block(ids).get(None, [])
         assert len(set(new)) == len(ids), (
             f"the loader gave id {next(id for id in ids if id in self.entries or ids.count(id) > 1)!r} twice in one epoch"
         )
-        self._put(ids, Entry(self.num_batches, set(keys)))
+        self._put(ids, IdState(self.num_batches, set(keys)))
         self.num_batches += 1
 
-    def _put(self, ids: Sequence[str], entry: Entry) -> None:
-        for own in self.entries.apart(ids):
+    def _put(self, ids: Sequence[str], entry: IdState) -> None:
+        for own in self.entries.separate_states(ids):
             own.batch = entry.batch
             own.keys = entry.keys
             own.started = entry.started
-            own.done = entry.done
+            own.finished = entry.finished
 
     def start(self, firing: Firing) -> None:
         """Record that a node took its ids."""
-        for entry in self.entries.apart(firing.ids):
+        for entry in self.entries.separate_states(firing.ids):
             entry.started[firing.node] = firing.step
-        self.taken[firing.node] += len(firing.ids)
-        self.fired[firing.node] = self.fired.get(firing.node, 0) + 1
-        self.marks[firing.node] = dict(self.fired)
+        self.num_ids_started[firing.node] += len(firing.ids)
+        self.num_started[firing.node] = self.num_started.get(firing.node, 0) + 1
+        self.started_at_last_firing[firing.node] = dict(self.num_started)
 
-    def rounds(self, node: str, since: str) -> int:
+    def count_rounds(self, node: str, since: str) -> int:
         """Return the number of firings of `node` since the last firing of `since`."""
-        return self.fired.get(node, 0) - self.marks.get(since, {}).get(node, 0)
+        return self.num_started.get(node, 0) - self.started_at_last_firing.get(since, {}).get(
+            node, 0
+        )
 
     def drop(self, ids: Iterable[str]) -> None:
         """Remove ids that no node needs; none may be in a running firing."""
         for entry, chosen in self._discard(ids):
-            assert entry.started.keys() == entry.done, f"id {chosen[0]!r} is still in a firing"
+            assert entry.started.keys() == entry.finished, f"id {chosen[0]!r} is still in a firing"
 
-    def _discard(self, ids: Iterable[str]) -> Iterator[tuple[Entry, list[str]]]:
+    def _discard(self, ids: Iterable[str]) -> Iterator[tuple[IdState, list[str]]]:
         for entry, chosen, _ in self.entries.discard(ids):
             for node in entry.started:
-                self.taken[node] -= len(chosen)
-            for node in entry.done:
-                self.through[node] -= len(chosen)
+                self.num_ids_started[node] -= len(chosen)
+            for node in entry.finished:
+                self.num_ids_finished[node] -= len(chosen)
             yield entry, chosen
 
     def finish(
@@ -108,21 +112,21 @@ class Buffer:
         made = set(keys)
         keep = set(kept)
         gone = set[str]()
-        self.finished[firing.node] = self.finished.get(firing.node, 0) + 1
+        self.num_finished[firing.node] = self.num_finished.get(firing.node, 0) + 1
         dropped = set(
-            self.entries.parts(firing.ids).get(None, ())
+            self.entries.group_by_block(firing.ids).get(None, ())
         )  # removed by another filter in the meantime
         if dropped:
             here: Sequence[str] = [id for id in firing.ids if id not in dropped]
         else:
             here = firing.ids
-        for entry in self.entries.apart(here):
-            entry.done.add(firing.node)
+        for entry in self.entries.separate_states(here):
+            entry.finished.add(firing.node)
             entry.keys |= made
-        self.through[firing.node] += len(here)
-        for block, chosen in self.entries.parts(here).items():
+        self.num_ids_finished[firing.node] += len(here)
+        for block, chosen in self.entries.group_by_block(here).items():
             assert block is not None
-            gone |= set(chosen) if len(block.known.done) == num_nodes else set(chosen) - keep
+            gone |= set(chosen) if len(block.state.finished) == num_nodes else set(chosen) - keep
         leave = [id for id in here if id in gone] if gone else []
         for _ in self._discard(leave):
             pass
@@ -130,33 +134,33 @@ class Buffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values; no firing may be running."""
-        rows = [[id, e.batch, sorted(e.keys), sorted(e.done)] for id, e in self.entries.items()]
+        rows = [[id, e.batch, sorted(e.keys), sorted(e.finished)] for id, e in self.entries.items()]
         counts = {
-            "fired": dict(self.fired),
-            "marks": {node: dict(each) for node, each in self.marks.items()},
+            "fired": dict(self.num_started),
+            "marks": {node: dict(each) for node, each in self.started_at_last_firing.items()},
         }
         return {"entries": rows, **counts, "closed": self.closed, "num_batches": self.num_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self.entries = Blocks(Entry, Entry.copy)
-        self.taken = Counter()
-        self.through = Counter()
+        self.entries = StateBlocks(IdState, IdState.copy)
+        self.num_ids_started = Counter()
+        self.num_ids_finished = Counter()
         for (batch, keys, done), rows in groupby(state["entries"], key=lambda row: row[1:]):
             ids = [row[0] for row in rows]
-            self._put(ids, Entry(batch, set(keys), dict.fromkeys(done, -1), set(done)))
+            self._put(ids, IdState(batch, set(keys), dict.fromkeys(done, -1), set(done)))
             for node in done:
-                self.taken[node] += len(ids)
-                self.through[node] += len(ids)
-        self.fired = dict(state["fired"])
-        self.finished = dict(state["fired"])
+                self.num_ids_started[node] += len(ids)
+                self.num_ids_finished[node] += len(ids)
+        self.num_started = dict(state["fired"])
+        self.num_finished = dict(state["fired"])
         self.closed = state["closed"]
         self.num_batches = state["num_batches"]
-        self.marks = {node: dict(each) for node, each in state["marks"].items()}
+        self.started_at_last_firing = {node: dict(each) for node, each in state["marks"].items()}
 
 
-def ready(
-    graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], running: Collection[Firing]
+def find_ready_firings(
+    graph: DataflowGraph, buffer: IdBuffer, versions: Mapping[str, int], running: Collection[Firing]
 ) -> list[Firing]:
     """Return every firing that can start now, oldest ids first, then in the graph's order.
 
@@ -164,29 +168,31 @@ def ready(
 
     A node fires when `batch_size` ids have its inputs and its version edges allow them; it takes
     the oldest ids. If nothing is running, no batch is full and the loader cannot help
-    (`wants_rows`), the first node in the graph's order that has any ids fires with these: the short
+    (`needs_rows`), the first node in the graph's order that has any ids fires with these: the short
     last batch of an epoch, or the refill behind a filter.
 
     `versions[node]` counts the firings of `node` whose weights are available; a node in `running`
     does not fire again before it has finished.
     """
     busy = {firing.node for firing in running}
-    reaches = {name: _reach(graph, buffer, versions, name) for name in graph.order}
-    full = [name for name, reach in reaches.items() if name not in busy and reach.full]
+    reaches = {name: _find_available_ids(graph, buffer, versions, name) for name in graph.order}
+    full = [name for name, reach in reaches.items() if name not in busy and reach.is_full]
     if full or running:
         if len(full) > 1:
             position = {id: i for i, id in enumerate(buffer.entries)}
             # the sort is stable: ties keep the graph's order
             full.sort(key=lambda name: position[reaches[name].ids[0]])
-        return [_firing(buffer, name, reaches[name].ids) for name in full]
-    if any(reach.wants_rows for reach in reaches.values()):
+        return [_build_firing(buffer, name, reaches[name].ids) for name in full]
+    if any(reach.needs_rows for reach in reaches.values()):
         return []
-    return [_firing(buffer, name, reach.ids) for name, reach in reaches.items() if reach.ids][:1]
+    return [_build_firing(buffer, name, reach.ids) for name, reach in reaches.items() if reach.ids][
+        :1
+    ]
 
 
-def wants_rows(
+def needs_rows(
     graph: DataflowGraph,
-    buffer: Buffer,
+    buffer: IdBuffer,
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
@@ -195,66 +201,72 @@ def wants_rows(
     `among` restricts the nodes considered.
     """
     names = graph.order if among is None else among
-    return any(_reach(graph, buffer, versions, name).wants_rows for name in names)
+    return any(_find_available_ids(graph, buffer, versions, name).needs_rows for name in names)
 
 
 @dataclass(frozen=True)
-class _Reach:
+class _AvailableIds:
     """Oldest ids that a node can take now.
 
-    `full`: they are a complete batch. `wants_rows`: more rows of the loader would complete it.
+    `is_full`: they are a complete batch. `needs_rows`: more rows of the loader would complete it.
     """
 
     ids: tuple[str, ...]
-    full: bool
-    wants_rows: bool
+    is_full: bool
+    needs_rows: bool
 
 
-def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
-    node = graph.node(name)
-    producers = graph.producers(name)
+def _find_available_ids(
+    graph: DataflowGraph, buffer: IdBuffer, versions: Mapping[str, int], name: str
+) -> _AvailableIds:
+    node = graph.get_node(name)
+    producers = graph.find_producers(name)
     # Ids that the node has not taken and whose inputs exist.
-    open_blocks = list[Block[Entry]]()
+    open_blocks = list[StateBlock[IdState]]()
     able = list[str]()
-    if buffer.taken[name] < len(buffer.entries):
-        open_blocks = [each for each in buffer.entries.blocks if name not in each.known.started]
-    if open_blocks and all(buffer.through[producer] for producer in producers):
+    if buffer.num_ids_started[name] < len(buffer.entries):
+        open_blocks = [each for each in buffer.entries.blocks if name not in each.state.started]
+    if open_blocks and all(buffer.num_ids_finished[producer] for producer in producers):
         needed = set(node.inputs)
         fitting = [
-            b for b in open_blocks if needed <= b.known.keys and b.known.done.issuperset(producers)
+            b
+            for b in open_blocks
+            if needed <= b.state.keys and b.state.finished.issuperset(producers)
         ]
-        able = buffer.entries.ids_of(fitting)
+        able = buffer.entries.list_ids(fitting)
     # Limit them by the age of the weights and by the batch size.
-    edges = graph.waits_for(name)
-    allowed = able[: _allowed(graph, buffer, versions, edges, able)]
+    edges = graph.find_version_edges(name)
+    allowed = able[: _count_allowed(graph, buffer, versions, edges, able)]
     if node.batch_size:
-        wanted = min([node.batch_size, *(_most(graph, edge) or node.batch_size for edge in edges)])
+        wanted = min(
+            [node.batch_size, *(_compute_max_ids(graph, edge) or node.batch_size for edge in edges)]
+        )
         taken = allowed[:wanted]
     else:
         first = buffer.entries[allowed[0]].batch if allowed else 0
         taken = [id for id in allowed if buffer.entries[id].batch == first]
         if taken:
-            wanted = sum(len(block.ids) for block in open_blocks if block.known.batch == first)
+            wanted = sum(len(block.ids) for block in open_blocks if block.state.batch == first)
         else:
             wanted = 1
     # Check if another batch of rows would help.
     more = False
     if not buffer.closed and not producers and len(taken) < wanted:
-        more = _allowed(graph, buffer, versions, edges, able, another=1) > len(allowed)
-    return _Reach(tuple(taken), bool(taken) and len(taken) >= wanted, more)
+        more = _count_allowed(graph, buffer, versions, edges, able, another=1) > len(allowed)
+    return _AvailableIds(tuple(taken), bool(taken) and len(taken) >= wanted, more)
 
 
-def _most(graph: DataflowGraph, edge: VersionEdge) -> int:
+def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
     """Return the most ids that a version edge allows before new weights.
 
     Returns 0 if the loader's batches determine the batch size.
     """
-    return (edge.max_staleness + 1) * graph.node(edge.producer).batch_size
+    return (edge.max_staleness + 1) * graph.get_node(edge.producer).batch_size
 
 
-def _allowed(
+def _count_allowed(
     graph: DataflowGraph,
-    buffer: Buffer,
+    buffer: IdBuffer,
     versions: Mapping[str, int],
     edges: Sequence[VersionEdge],
     able: Sequence[str],
@@ -268,15 +280,15 @@ def _allowed(
     """
     count = len(able) + another
     for edge in edges:
-        pending = _pending(buffer, edge)
-        under_way = buffer.fired.get(edge.producer, 0) - versions.get(edge.producer, 0)
+        pending = _find_pending(buffer, edge)
+        under_way = buffer.num_started.get(edge.producer, 0) - versions.get(edge.producer, 0)
         free = edge.max_staleness + 1 - under_way
-        size = graph.node(edge.producer).batch_size
+        size = graph.get_node(edge.producer).batch_size
         if size:
-            missing = max(0, free * size - _count(pending))
-            count = min(count, _refilled(graph, buffer, edge, missing, pending))
+            missing = max(0, free * size - _count_ids(pending))
+            count = min(count, _count_refill(graph, buffer, edge, missing, pending))
             continue
-        batches = {block.known.batch for block in pending}
+        batches = {block.state.batch for block in pending}
         fitting = 0
         for batch in [*(buffer.entries[id].batch for id in able), *[buffer.num_batches] * another]:
             batches.add(batch)
@@ -287,70 +299,70 @@ def _allowed(
     return count
 
 
-def _pending(buffer: Buffer, edge: VersionEdge) -> list[Block[Entry]]:
+def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
     """Return the blocks of ids that the call took and the training node has not yet taken."""
     blocks = buffer.entries.blocks
     return [
         b
         for b in blocks
-        if edge.consumer in b.known.started and edge.producer not in b.known.started
+        if edge.consumer in b.state.started and edge.producer not in b.state.started
     ]
 
 
-def _count(blocks: Iterable[Block[Entry]]) -> int:
+def _count_ids(blocks: Iterable[StateBlock[IdState]]) -> int:
     return sum(len(block.ids) for block in blocks)
 
 
-def _refilled(
+def _count_refill(
     graph: DataflowGraph,
-    buffer: Buffer,
+    buffer: IdBuffer,
     edge: VersionEdge,
     missing: int,
-    pending: Sequence[Block[Entry]],
+    pending: Sequence[StateBlock[IdState]],
 ) -> int:
     """Return how many ids a call may take for a training node that lacks `missing` ids.
 
     Behind a filter that refills, this is a whole batch once the filter has processed all pending
     ids, and 0 after its last round.
     """
-    filter = graph.refills(edge)
+    filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:
         return missing
-    rounds = buffer.rounds(edge.consumer, edge.producer)
+    rounds = buffer.count_rounds(edge.consumer, edge.producer)
     if rounds == 0:
         return missing
     if rounds >= filter.refill_rounds or any(
-        filter.name not in block.known.done for block in pending
+        filter.name not in block.state.finished for block in pending
     ):
         return 0
-    return max(missing, graph.node(edge.consumer).batch_size)
+    return max(missing, graph.get_node(edge.consumer).batch_size)
 
 
-def surplus(graph: DataflowGraph, buffer: Buffer, producer: str) -> list[str]:
+def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
     """Return ids of a refill beyond the batch of `producer`, which has just fired.
 
     Their weights would be too old for its next firing.
     """
     found: dict[str, None] = {}
     for edge in graph.version_edges:
-        if edge.producer == producer and graph.refills(edge) is not None:
-            kept = edge.max_staleness * graph.node(producer).batch_size
-            found |= dict.fromkeys(buffer.entries.ids_of(_pending(buffer, edge))[kept:])
+        if edge.producer == producer and graph.find_refilling_filter(edge) is not None:
+            kept = edge.max_staleness * graph.get_node(producer).batch_size
+            found |= dict.fromkeys(buffer.entries.list_ids(_find_pending(buffer, edge))[kept:])
     return list(found)
 
 
-def exhausted(graph: DataflowGraph, buffer: Buffer) -> HostFunction | None:
+def find_exhausted_filter(graph: DataflowGraph, buffer: IdBuffer) -> HostFunction | None:
     """Return a filter that has used all its rounds without keeping any id, or None."""
     for edge in graph.version_edges:
-        filter = graph.refills(edge)
+        filter = graph.find_refilling_filter(edge)
         spent = (
             filter is not None
-            and buffer.rounds(edge.consumer, edge.producer) >= filter.refill_rounds
+            and buffer.count_rounds(edge.consumer, edge.producer) >= filter.refill_rounds
         )
-        if spent and not _pending(buffer, edge):
+        if spent and not _find_pending(buffer, edge):
             return filter
     return None
 
 
-def _firing(buffer: Buffer, node: str, ids: tuple[str, ...]) -> Firing:
-    return Firing(node, ids, buffer.fired.get(node, 0))
+def _build_firing(buffer: IdBuffer, node: str, ids: tuple[str, ...]) -> Firing:
+    return Firing(node, ids, buffer.num_started.get(node, 0))

@@ -9,34 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from weft.algorithms.base import host_array
+from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
-from weft.errors import ConfigError, DataError, UserError, unknown_name
+from weft.errors import ConfigError, DataError, UserError, build_unknown_name_error
 from weft.host._results import MOST_REWARD
-from weft.host._rows import Rows, Vector
-from weft.host.base import HostContext, Stateless
+from weft.host._rows import CompletionRows, Vector
+from weft.host.base import HostContext, StatelessHostFunction
 
 PER = ("completion", "token")
 
 
 @dataclass(frozen=True)
-class Builder:
+class HostFunctionBuilder:
     """Registered function that becomes a host function once its `args` are known.
 
-    `build` returns `kind(function, reads, args, **more)`. `reads` are the function's parameters
+    `build` returns `host_class(function, input_names, args, **extra_arguments)`. `input_names` are the function's parameters
     without a default; those with a default are options.
     """
 
-    kind: Callable[..., Any]
+    host_class: Callable[..., Any]
     function: Callable[..., Any]
     name: str
-    reads: tuple[str, ...]
-    more: Mapping[str, Any]
+    input_names: tuple[str, ...]
+    extra_arguments: Mapping[str, Any]
 
     @classmethod
-    def of(
+    def from_function(
         cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
-    ) -> Builder:
+    ) -> HostFunctionBuilder:
         """Return a builder. Raises `ConfigError` for parameters with *, ** or /."""
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
@@ -51,16 +51,18 @@ class Builder:
         """Return the host function. Raises `ConfigError` for an unknown option."""
         options = inspect.signature(self.function).parameters
         for name in args:
-            if name in self.reads or name not in options:
-                raise unknown_name(
+            if name in self.input_names or name not in options:
+                raise build_unknown_name_error(
                     f"argument of host function {self.name!r}:",
                     name,
-                    [o for o in options if o not in self.reads],
+                    [o for o in options if o not in self.input_names],
                 )
-        return self.kind(self.function, self.reads, dict(args), **self.more)
+        return self.host_class(self.function, self.input_names, dict(args), **self.extra_arguments)
 
 
-def advantage(function: Callable[..., Any], name: str, *, per: str = "completion") -> Builder:
+def build_advantage_function(
+    function: Callable[..., Any], name: str, *, per: str = "completion"
+) -> HostFunctionBuilder:
     """Return the builder of a host function that makes `advantages` [L] of each completion.
 
     `function` returns one number per completion, or with `per="token"` one per token. Tokens that
@@ -72,11 +74,11 @@ def advantage(function: Callable[..., Any], name: str, *, per: str = "completion
     token.
     """
     if per not in PER:
-        raise unknown_name(f"per of advantage {name!r}", per, PER)
-    return Builder.of(AdvantageFunction, function, name, per=per)
+        raise build_unknown_name_error(f"per of advantage {name!r}", per, PER)
+    return HostFunctionBuilder.from_function(AdvantageFunction, function, name, per=per)
 
 
-def keep(function: Callable[..., Any], name: str) -> Builder:
+def build_filter_function(function: Callable[..., Any], name: str) -> HostFunctionBuilder:
     """Return the builder of a filter that keeps the prompts for which `function` returns true.
 
     Those prompts get `kept` [1]; the loader supplies others for the rest.
@@ -84,27 +86,30 @@ def keep(function: Callable[..., Any], name: str) -> Builder:
     The function is called once per prompt. A parameter without a default is a key (float64, the
     values of this prompt only), a column of the data, or `context`.
     """
-    return Builder.of(FilterFunction, function, name)
+    return HostFunctionBuilder.from_function(FilterFunction, function, name)
 
 
 @dataclass
-class AdvantageFunction(Stateless):
-    """Host function made by `advantage`."""
+class AdvantageFunction(StatelessHostFunction):
+    """Host function made by `build_advantage_function`."""
 
     function: Callable[..., Any]
-    reads: tuple[str, ...]
+    input_names: tuple[str, ...]
     options: Mapping[str, Any]
     per: str
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
+        rows = CompletionRows(batch)
         own: dict[str, Any] = {
             "group": rows.group,
             "lengths": rows.lengths,
             "mask": rows.mask,
             "context": context,
         }
-        given = {name: own[name] if name in own else rows.either(name) for name in self.reads}
+        given = {
+            name: own[name] if name in own else rows.read_tokens_or_sequences(name)
+            for name in self.input_names
+        }
         made: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
         if self.per == "completion":
             count = len(rows.lengths)
@@ -122,9 +127,9 @@ class AdvantageFunction(Stateless):
         each = np.repeat(made, rows.lengths) if self.per == "completion" else made
         advantages = np.where(rows.mask != 0.0, each, 0.0)
         self._check_size(advantages, rows)
-        return rows.sample(advantages=advantages)
+        return rows.build_token_sample(advantages=advantages)
 
-    def _check_size(self, advantages: Vector, rows: Rows) -> None:
+    def _check_size(self, advantages: Vector, rows: CompletionRows) -> None:
         """Raise `UserError` if a trained token's advantage is so large that the loss overflows."""
         wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
         if len(wrong):
@@ -139,15 +144,15 @@ class AdvantageFunction(Stateless):
 
 
 @dataclass
-class FilterFunction(Stateless):
-    """Host function made by `keep`."""
+class FilterFunction(StatelessHostFunction):
+    """Host function made by `build_filter_function`."""
 
     function: Callable[..., Any]
-    reads: tuple[str, ...]
+    input_names: tuple[str, ...]
     options: Mapping[str, Any]
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        columns = {name: _by_id(batch, name, context) for name in self.reads}
+        columns = {name: _read_values_by_id(batch, name, context) for name in self.input_names}
         kept = [
             id
             for index, id in enumerate(batch.ids)
@@ -161,12 +166,12 @@ class FilterFunction(Stateless):
         )
 
 
-def _by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
+def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
     """Return the values of a filter's parameter, one entry per id."""
     if name == "context":
         return [context] * batch.num_ids
     if name in batch.data:
-        values = host_array(batch.data[name]).astype(np.float64)
+        values = to_host_array(batch.data[name]).astype(np.float64)
         ends = np.concatenate([[0], np.cumsum(batch.lengths[name], dtype=np.int64)])[
             batch.offsets[name]
         ]

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import UserError
-from weft.host.spec import Target
+from weft.host.spec import RewardTarget
 
 START_SECONDS = 120.0  # for a worker to import the reward functions
-LOOK_SECONDS = 1.0  # interval of the checks that a silent worker is alive
+LIVENESS_CHECK_SECONDS = 1.0  # interval of the checks that a silent worker is alive
 
 SOURCE = Path(__file__).resolve().parent.parent.parent  # parent directory of the package
 
@@ -34,7 +34,7 @@ Task = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Reply:
+class RewardReply:
     """Outcome of a task.
 
     `value` is the rewards and metrics, the error message, or the exit code of a process that died;
@@ -47,7 +47,7 @@ class Reply:
 
 
 @dataclass
-class Worker:
+class RewardWorker:
     """Worker process and the connection to it.
 
     The process leads its own process group, so that its children can be killed with it.
@@ -57,7 +57,7 @@ class Worker:
     connection: Connection
 
     @classmethod
-    def start(cls, targets: Sequence[Target]) -> Worker:
+    def start(cls, targets: Sequence[RewardTarget]) -> RewardWorker:
         """Start a process and send it the import path and the targets."""
         ours, theirs = multiprocessing.Pipe()
         paths = [
@@ -75,25 +75,25 @@ class Worker:
         ours.send((sys.path, list(targets)))
         return cls(process, ours)
 
-    def answer(self, task: Task) -> Reply:
+    def compute(self, task: Task) -> RewardReply:
         """Send a task and wait for its reply, or for the end of the process."""
         try:
             self.connection.send(task)
-            while not self.connection.poll(LOOK_SECONDS):
+            while not self.connection.poll(LIVENESS_CHECK_SECONDS):
                 if self.process.poll() is not None and not self.connection.poll():
                     raise EOFError  # no end of file: its children may hold the other end open
-            return Reply(*self.connection.recv())
+            return RewardReply(*self.connection.recv())
         except (EOFError, OSError):
-            return Reply("died", self.process.wait())
+            return RewardReply("died", self.process.wait())
 
-    def signal(self) -> None:
+    def kill_process_group(self) -> None:
         """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill the process with its children and close the connection."""
-        self.signal()
+        self.kill_process_group()
         self.process.wait()
         self.connection.close()
         if self.process.stdin is not None:
@@ -101,25 +101,25 @@ class Worker:
 
 
 @dataclass
-class Lane:
+class RewardWorkerThread:
     """Worker and the thread that talks to it.
 
     `lock` guards the state shared between that thread and others.
     """
 
-    worker: Worker | None = None
-    job: Future[Reply] | None = None  # job that the thread is working on
-    late: bool = False  # True once the job was cancelled or timed out
+    worker: RewardWorker | None = None
+    job: Future[RewardReply] | None = None  # job that the thread is working on
+    is_job_dropped: bool = False  # True once the job was cancelled or timed out
     lock: threading.RLock = field(
         default_factory=threading.RLock
     )  # reentrant: a finalizer can run while it is held
-    starting: threading.Lock = field(default_factory=threading.Lock)
+    start_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, targets: Sequence[Target]) -> None:
+    def start(self, targets: Sequence[RewardTarget]) -> None:
         """Start the worker unless it runs. Raises `UserError` if a function cannot be imported."""
-        with self.starting:
+        with self.start_lock:
             if self.worker is None:
-                worker = Worker.start(targets)
+                worker = RewardWorker.start(targets)
                 try:
                     _await_import(worker, targets)
                 except BaseException:
@@ -128,67 +128,67 @@ class Lane:
                 with self.lock:
                     self.worker = worker
 
-    def serve(self, jobs: Jobs, targets: Sequence[Target]) -> None:
+    def serve(self, jobs: Jobs, targets: Sequence[RewardTarget]) -> None:
         """Compute the jobs of the queue until it yields None."""
         while (taken := jobs.get()) is not None:
             task, job = taken
             with self.lock:
                 self.job = job
             if not job.set_running_or_notify_cancel():
-                self._rest()
+                self._finish_job()
                 continue
             try:
                 reply = self._compute(task, targets)
             except BaseException as error:  # passed on to the caller that waits for the reply
-                self.late = True
-                self._rest()
+                self.is_job_dropped = True
+                self._finish_job()
                 job.set_exception(error)
             else:
-                self._rest()
+                self._finish_job()
                 job.set_result(reply)
-        self._let_go()
+        self._release_worker()
 
-    def _compute(self, task: Task, targets: Sequence[Target]) -> Reply:
+    def _compute(self, task: Task, targets: Sequence[RewardTarget]) -> RewardReply:
         self.start(targets)
-        worker = None if self.late else self.worker
+        worker = None if self.is_job_dropped else self.worker
         if worker is None:
-            return Reply("timeout")
-        reply = worker.answer(task)
+            return RewardReply("timeout")
+        reply = worker.compute(task)
         if reply.status == "died":
-            self._let_go()
+            self._release_worker()
         return reply
 
-    def _rest(self) -> None:
+    def _finish_job(self) -> None:
         """Mark the job as finished; clean up the worker if it was killed in the meantime."""
         with self.lock:
-            if self.late:
-                self._let_go()
+            if self.is_job_dropped:
+                self._release_worker()
             self.job = None
-            self.late = False
+            self.is_job_dropped = False
 
-    def _let_go(self) -> None:
+    def _release_worker(self) -> None:
         with self.lock:
             if self.worker is not None:
                 self.worker.kill()
                 self.worker = None
 
-    def end(self, job: Future[Reply] | None = None) -> None:
+    def stop(self, job: Future[RewardReply] | None = None) -> None:
         """Kill the worker; if a job is given, only if the worker computes that job."""
         with self.lock:
             if job is not None and self.job is not job:
                 return
             if self.job is None:
-                self._let_go()
+                self._release_worker()
                 return
-            self.late = True
+            self.is_job_dropped = True
             if self.worker is not None:
-                self.worker.signal()  # the thread that reads from it cleans up
+                self.worker.kill_process_group()  # the thread that reads from it cleans up
 
 
-Jobs = queue.SimpleQueue[tuple[Task, Future[Reply]] | None]
+Jobs = queue.SimpleQueue[tuple[Task, Future[RewardReply]] | None]
 
 
-def _await_import(worker: Worker, targets: Sequence[Target]) -> None:
+def _await_import(worker: RewardWorker, targets: Sequence[RewardTarget]) -> None:
     names = ", ".join(target.label for target in targets)
     if not worker.connection.poll(START_SECONDS):
         raise UserError(
@@ -207,74 +207,74 @@ def _await_import(worker: Worker, targets: Sequence[Target]) -> None:
 
 
 @dataclass
-class Pool:
+class RewardPool:
     """Pool of `size` workers that have imported `targets`.
 
     Workers are started by `start` or when a task needs them, and end with the pool.
     """
 
-    targets: Sequence[Target]
+    targets: Sequence[RewardTarget]
     size: int
-    _lanes: list[Lane] = field(default_factory=list, init=False)
+    _worker_threads: list[RewardWorkerThread] = field(default_factory=list, init=False)
     _jobs: Jobs = field(default_factory=queue.SimpleQueue, init=False)
 
     def __post_init__(self) -> None:
-        self._lanes.extend(Lane() for _ in range(self.size))
-        for lane in self._lanes:
+        self._worker_threads.extend(RewardWorkerThread() for _ in range(self.size))
+        for lane in self._worker_threads:
             given = self._jobs, self.targets  # not the pool: a reference to it would keep it alive
             threading.Thread(target=lane.serve, args=given, name="weft-reward", daemon=True).start()
-        weakref.finalize(self, _end, self._lanes, self._jobs)
+        weakref.finalize(self, _stop_threads, self._worker_threads, self._jobs)
 
     @property
-    def pids(self) -> list[int]:
+    def process_ids(self) -> list[int]:
         """Process ids of the workers."""
-        workers = [lane.worker for lane in self._lanes]
+        workers = [lane.worker for lane in self._worker_threads]
         return [worker.process.pid for worker in workers if worker is not None]
 
     def close(self) -> None:
         """Kill all workers and cancel the queued tasks; a later task starts new workers."""
-        _forget(self._jobs)
-        for lane in self._lanes:
-            lane.end()
+        _cancel_queued_jobs(self._jobs)
+        for lane in self._worker_threads:
+            lane.stop()
 
     def start(self) -> None:
         """Start all missing workers. Raises `UserError` if a function cannot be imported."""
-        absent = [lane for lane in self._lanes if lane.worker is None]
+        absent = [lane for lane in self._worker_threads if lane.worker is None]
         if absent:
             with ThreadPoolExecutor(len(absent)) as starts:
                 list(starts.map(lambda lane: lane.start(self.targets), absent))
 
-    def submit(self, task: Task) -> Future[Reply]:
+    def submit(self, task: Task) -> Future[RewardReply]:
         """Queue a task for the next free worker and return the future of its reply."""
-        reply: Future[Reply] = Future()
+        reply: Future[RewardReply] = Future()
         self._jobs.put((task, reply))
         return reply
 
-    def drop(self, replies: Iterable[Future[Reply]]) -> None:
+    def drop(self, replies: Iterable[Future[RewardReply]]) -> None:
         """Cancel these replies; workers that are computing one are killed."""
         for reply in replies:
             if not reply.cancel():
-                for lane in self._lanes:
-                    lane.end(reply)
+                for lane in self._worker_threads:
+                    lane.stop(reply)
 
-    def collect(self, replies: Sequence[Future[Reply]], seconds: float) -> list[Reply]:
+    def collect(self, replies: Sequence[Future[RewardReply]], seconds: float) -> list[RewardReply]:
         """Wait for the replies, `seconds` at most, and return them.
 
         Replies that are late are cancelled and have the status "timeout".
         """
         late = wait(replies, seconds).not_done
         self.drop(late)
-        return [Reply("timeout") if reply in late else reply.result() for reply in replies]
+        return [RewardReply("timeout") if reply in late else reply.result() for reply in replies]
 
 
-def _forget(jobs: Jobs) -> None:
+def _cancel_queued_jobs(jobs: Jobs) -> None:
     with contextlib.suppress(queue.Empty):
         while (waiting := jobs.get_nowait()) is not None:
             waiting[1].cancel()
 
 
-def _end(lanes: list[Lane], jobs: Jobs) -> None:
-    _forget(jobs)
+def _stop_threads(lanes: list[RewardWorkerThread], jobs: Jobs) -> None:
+    _cancel_queued_jobs(jobs)
     for lane in lanes:
         jobs.put(None)
-        lane.end()
+        lane.stop()

@@ -19,7 +19,7 @@ Value = (
 MOST_REWARD = 1e18
 
 
-class Refused(Exception):
+class InvalidRewardResult(Exception):
     """Invalid result or signature, with the reason and the index of the affected completion."""
 
     def __init__(self, text: str, index: int | None = None) -> None:
@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Expected:
+class RewardResultCheck:
     """Completions of one call, to validate its result against.
 
     `texts` and `ids` are the texts and token ids of the completions. With `by_token`, rewards of
@@ -39,68 +39,68 @@ class Expected:
     ids: Sequence[Sequence[int]]
     by_token: bool
 
-    def checked(self, result: Any) -> tuple[list[Value], dict[str, float]]:
+    def validate(self, result: Any) -> tuple[list[Value], dict[str, float]]:
         """Return (rewards, metrics), with one reward per completion.
 
         The result is a list of rewards, or a pair (rewards, metrics).
 
-        Raises `Refused` for anything other than finite numbers and None, and with `by_token` for
+        Raises `InvalidRewardResult` for anything other than finite numbers and None, and with `by_token` for
         lists and mappings that are no valid `Value`.
         """
         metrics: dict[str, float] = {}
-        if isinstance(result, tuple) and len(result) == 2 and _names_metrics(result[1]):
+        if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):
             result, metrics = (
                 result[0],
-                {name: _metric(name, value) for name, value in result[1].items()},
+                {name: _validate_metric(name, value) for name, value in result[1].items()},
             )
         if isinstance(result, (str, bytes, Mapping)) or not (
             isinstance(result, Sized) and isinstance(result, Iterable)
         ):
-            raise Refused(
+            raise InvalidRewardResult(
                 f"it returned a {type(result).__name__}; return a list with one number or None "
                 f"for each completion"
             )
         if len(result) != len(self.texts):
-            raise Refused(
+            raise InvalidRewardResult(
                 f"it returned {len(result)} rewards for {len(self.texts)} completions; return one "
                 f"for each"
             )
-        return [self._value(value, index) for index, value in enumerate(result)], metrics
+        return [self._validate_value(value, index) for index, value in enumerate(result)], metrics
 
-    def _value(self, value: Any, index: int) -> Value:
+    def _validate_value(self, value: Any, index: int) -> Value:
         if isinstance(value, Mapping) and self.by_token:
-            return self._steps(value, index)
+            return self._validate_steps(value, index)
         if isinstance(value, (list, tuple)) and self.by_token:
             count = len(self.ids[index])
             if len(value) != count:
-                raise Refused(
+                raise InvalidRewardResult(
                     f"it returned {len(value)} rewards for the {count} tokens of a completion; "
                     f"return one for each token, "
                     "None where there is none",
                     index,
                 )
-            return [_number(each, index) for each in value]
+            return [_validate_number(each, index) for each in value]
         if isinstance(value, (Mapping, list, tuple)):
-            raise Refused(
+            raise InvalidRewardResult(
                 f"it returned a {type(value).__name__} for a completion; return a number, or set "
                 f"reward_by_token=true for "
                 "rewards of tokens or steps",
                 index,
             )
-        return _number(value, index)
+        return _validate_number(value, index)
 
-    def _steps(self, value: Mapping[Any, Any], index: int) -> dict[int, float]:
+    def _validate_steps(self, value: Mapping[Any, Any], index: int) -> dict[int, float]:
         length = len(self.texts[index])
         made = {}
         for end, reward in value.items():
-            number = _number(reward, index)
+            number = _validate_number(reward, index)
             if (
                 isinstance(end, bool)
                 or not isinstance(end, int)
                 or not 0 < end <= length
                 or number is None
             ):
-                raise Refused(
+                raise InvalidRewardResult(
                     f"it returned the step {end!r}: {reward!r} for a completion of {length} "
                     f"characters; a step is its end, "
                     f"in characters from 1 to {length}, and a number",
@@ -110,20 +110,20 @@ class Expected:
         return made
 
 
-def _names_metrics(value: Any) -> bool:
+def _is_metrics_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _metric(name: str, value: Any) -> float:
+def _validate_metric(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Refused(
+        raise InvalidRewardResult(
             f"it returned the metric {name}={value!r}; a metric is a finite number, which is "
             f"summed over the batch"
         )
     return float(value)
 
 
-def _number(value: Any, index: int) -> float | None:
+def _validate_number(value: Any, index: int) -> float | None:
     if value is None:
         return None
     try:
@@ -132,15 +132,15 @@ def _number(value: Any, index: int) -> float | None:
         number = float(value)
     except (TypeError, ValueError):
         what = f"{value!r} ({type(value).__name__}); return a number, or None where the reward does not apply"
-        raise Refused(f"it returned {what}", index) from None
+        raise InvalidRewardResult(f"it returned {what}", index) from None
     if not math.isfinite(number):
-        raise Refused(
+        raise InvalidRewardResult(
             f"it returned {number}; return a finite number, or None where the reward does not "
             f"apply",
             index,
         )
     if abs(number) > MOST_REWARD:
-        raise Refused(
+        raise InvalidRewardResult(
             f"it returned {number:g}; a reward is at most {MOST_REWARD:g} in size, or the loss is "
             f"not finite: scale it",
             index,

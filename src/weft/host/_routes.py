@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.errors import ConfigError, DataError
-from weft.host.spec import RewardPart, Target, locate, parse_reward
+from weft.host.spec import RewardPart, RewardTarget, locate, parse_reward
 from weft.registry import verifiers
 
 # Options that a row of the data must not set: the server that receives a key, the variable that
 # contains the key, and the file that is written.
-BARRED = {"judge": ("url", "api_key_env", "insecure", "cache")}
+FORBIDDEN_ROW_OPTIONS = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 
 @dataclass(frozen=True)
-class Use:
+class RoutedFunction:
     """Reward function as applied to some completions.
 
     `target` is its index in the list of targets, `args` are the arguments that the row specifies.
@@ -28,16 +28,16 @@ class Use:
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class RewardRoute:
     """Functions whose weighted sum is the reward of some completions.
 
     Rows with equal specifications share one Route.
     """
 
-    uses: tuple[Use, ...]
+    functions: tuple[RoutedFunction, ...]
 
 
-class Routes:
+class RewardRoutes:
     """Reward functions of a run and the assignment of rows to them.
 
     The functions are those of `reward` and, with a `column`, all registered verifiers, for rows
@@ -54,45 +54,51 @@ class Routes:
             parts = parse_reward(reward)
         self.column = column
         targets = [locate(part) for part in parts]
-        self.usual = Route(tuple(Use(index, part.weight) for index, part in enumerate(parts)))
+        self.default_route = RewardRoute(
+            tuple(RoutedFunction(index, part.weight) for index, part in enumerate(parts))
+        )
         self._by_name: dict[str, int] = {}
         if column is not None:
-            for name in verifiers.names():
+            for name in verifiers.list_names():
                 self._by_name[name] = len(targets)
                 targets.append(locate(RewardPart(name), checked=False))
-        self.targets: list[Target] = [replace(target, by_token=by_token) for target in targets]
-        self.labels = _distinct([target.label for target in targets])
-        self._read: dict[str, Route] = {}
+        self.targets: list[RewardTarget] = [
+            replace(target, by_token=by_token) for target in targets
+        ]
+        self.labels = _make_distinct([target.label for target in targets])
+        self._parsed_routes: dict[str, RewardRoute] = {}
 
-    def of_rows(self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]) -> list[Route]:
+    def find_routes(
+        self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]
+    ) -> list[RewardRoute]:
         """Return one route per id.
 
         Raises `DataError` for an id whose row names something other than a verifier, or nothing
         although `reward` is not set.
         """
         if self.column is None:
-            return [self.usual] * len(ids)
+            return [self.default_route] * len(ids)
         if self.column not in columns:
             held = ", ".join(sorted(columns)) or "none"
             raise DataError(f"reward_column={self.column!r}: the dataset's columns are: {held}")
         return [
-            self._of_row(value, id) for value, id in zip(columns[self.column], ids, strict=True)
+            self._find_route(value, id) for value, id in zip(columns[self.column], ids, strict=True)
         ]
 
-    def _of_row(self, value: Any, id: str) -> Route:
+    def _find_route(self, value: Any, id: str) -> RewardRoute:
         if value is None or value in ("", [], {}):
-            if not self.usual.uses:
+            if not self.default_route.functions:
                 raise DataError(
                     f"{id}: the column {self.column!r} names no verifier, and there is no reward "
                     f"for such rows; set reward"
                 )
-            return self.usual
+            return self.default_route
         key = repr(value)
-        if key not in self._read:
-            self._read[key] = self._parse(value, id)
-        return self._read[key]
+        if key not in self._parsed_routes:
+            self._parsed_routes[key] = self._parse(value, id)
+        return self._parsed_routes[key]
 
-    def _parse(self, value: Any, id: str) -> Route:
+    def _parse(self, value: Any, id: str) -> RewardRoute:
         """Return the route that a row specifies. Raises `DataError`."""
         try:
             parts = parse_reward(value)
@@ -102,7 +108,9 @@ class Routes:
                         f"reward: {part.name!r} is not a verifier; a row can name registered "
                         f"verifiers only"
                     )
-                barred = [name for name in BARRED.get(part.name, ()) if name in part.args]
+                barred = [
+                    name for name in FORBIDDEN_ROW_OPTIONS.get(part.name, ()) if name in part.args
+                ]
                 if barred:
                     raise ConfigError(
                         f"reward: a row must not set {', '.join(barred)} of {part.name!r}"
@@ -116,10 +124,14 @@ class Routes:
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise DataError(f"{id}: column {self.column!r} names {twice[0]!r} twice; name it once")
-        return Route(tuple(Use(self._by_name[part.name], part.weight, part.args) for part in parts))
+        return RewardRoute(
+            tuple(
+                RoutedFunction(self._by_name[part.name], part.weight, part.args) for part in parts
+            )
+        )
 
 
-def _distinct(labels: Sequence[str]) -> list[str]:
+def _make_distinct(labels: Sequence[str]) -> list[str]:
     """Return distinct labels for metrics: the second `f` becomes `f_2`."""
     seen: dict[str, int] = {}
     made = []

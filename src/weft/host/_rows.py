@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.advantages import segment_sums, starts_of
-from weft.algorithms.base import host_array
-from weft.algorithms.kl import kl_estimate
+from weft.algorithms.advantages import compute_segment_sums, compute_starts
+from weft.algorithms.base import to_host_array
+from weft.algorithms.kl import estimate_kl
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.host._results import MOST_REWARD
@@ -19,7 +19,7 @@ Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class CompletionRows:
     """Tokens and completions of a batch as float64 vectors, `[T]` tokens of `[S]` completions."""
 
     batch: SequenceSample
@@ -29,18 +29,18 @@ class Rows:
         """Number of tokens of each completion, int64 [S]."""
         return self.batch.lengths["completion"].astype(np.int64)
 
-    def tokens(self, key: str) -> Vector:
+    def read_tokens(self, key: str) -> Vector:
         """Return a key with one value per token. Raises `DataError` if its lengths differ."""
         if not np.array_equal(self.batch.lengths[key], self.lengths):
             raise DataError(f"key {key!r} must have one value per completion token")
-        return host_array(self.batch.data[key]).astype(np.float64)
+        return to_host_array(self.batch.data[key]).astype(np.float64)
 
-    def sequences(self, key: str) -> Vector:
+    def read_sequences(self, key: str) -> Vector:
         """Return a key with one value per completion [S].
 
         A key with one value per id is expanded to all completions of the id.
         """
-        values = host_array(self.batch.data[key]).astype(np.float64)
+        values = to_host_array(self.batch.data[key]).astype(np.float64)
         group = self.batch.group_of("completion")
         if len(values) == len(group):
             return values
@@ -50,13 +50,13 @@ class Rows:
             f"key {key!r} holds {len(values)} values; there are {len(group)} completions"
         )
 
-    def rewards(self) -> Vector:
+    def read_rewards(self) -> Vector:
         """Return the key "rewards" [S].
 
         Raises `DataError` naming the completion if a reward is so large that the loss overflows
         float32.
         """
-        values = self.sequences("rewards")
+        values = self.read_sequences("rewards")
         large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
         if len(large):
             at = int(large[0])
@@ -68,7 +68,7 @@ class Rows:
             )
         return values
 
-    def either(self, key: str) -> Vector:
+    def read_tokens_or_sequences(self, key: str) -> Vector:
         """Return a key as [S] if it has one value per completion or id, else as [T]."""
         if key not in self.batch.data:
             held = ", ".join(self.batch.data) or "none"
@@ -76,8 +76,8 @@ class Rows:
                 f"there is no key {key!r}; the node reads: {held}; add it to its input_keys"
             )
         if (self.batch.lengths[key] == 1).all():
-            return self.sequences(key)
-        return self.tokens(key)
+            return self.read_sequences(key)
+        return self.read_tokens(key)
 
     @property
     def group(self) -> npt.NDArray[np.int64]:
@@ -92,26 +92,28 @@ class Rows:
         trained.
         """
         if "loss_mask" in self.batch.data:
-            mask = self.tokens("loss_mask")
+            mask = self.read_tokens("loss_mask")
         else:
             mask = np.ones(int(self.lengths.sum()))
         if "prompt" in self.batch.lengths:
             alone = self.batch.lengths["prompt"][self.batch.group_of("completion")] == 0
-            mask[starts_of(self.lengths)[alone & (self.lengths > 0)]] = 0.0
+            mask[compute_starts(self.lengths)[alone & (self.lengths > 0)]] = 0.0
         return mask
 
-    def sums(self, key: str) -> Vector:
+    def sum_tokens(self, key: str) -> Vector:
         """Return the sum of a token key over the trained tokens of each completion, float64 [S]."""
         trained = self.mask
-        return segment_sums(np.where(trained != 0.0, self.tokens(key), 0.0) * trained, self.lengths)
+        return compute_segment_sums(
+            np.where(trained != 0.0, self.read_tokens(key), 0.0) * trained, self.lengths
+        )
 
-    def values(self, **keys: Vector) -> SequenceSample:
+    def build_sequence_sample(self, **keys: Vector) -> SequenceSample:
         """Return a sample with new keys of one value per completion, as float32."""
         return self.batch.one_per(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )
 
-    def sample(self, **keys: Vector) -> SequenceSample:
+    def build_token_sample(self, **keys: Vector) -> SequenceSample:
         """Return a sample with new keys of one value per token, as float32."""
         return self.batch.like(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
@@ -139,13 +141,20 @@ class RewardShape:
         return shaped - self.missing_eos_penalty * (finished == 0.0)
 
 
-def kl_rows(rows: Rows, mask: Vector, estimator: str, context: HostContext) -> Vector:
+def compute_kl_rows(
+    rows: CompletionRows, mask: Vector, estimator: str, context: HostContext
+) -> Vector:
     """Return the KL divergence from the reference at each trained token, in nats.
 
     Records its mean over tokens and over completions as `kl_{estimator}` and
     `kl_{estimator}_per_completion` (plain `kl` is the metric of policy nodes).
     """
-    kl = kl_estimate(rows.tokens("logprobs"), rows.tokens("ref_logprobs"), estimator) * mask
+    kl = (
+        estimate_kl(rows.read_tokens("logprobs"), rows.read_tokens("ref_logprobs"), estimator)
+        * mask
+    )
     context.record(f"kl_{estimator}", float(kl.sum() / max(mask.sum(), 1.0)))
-    context.record(f"kl_{estimator}_per_completion", float(segment_sums(kl, rows.lengths).mean()))
+    context.record(
+        f"kl_{estimator}_per_completion", float(compute_segment_sums(kl, rows.lengths).mean())
+    )
     return kl

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weft.data.groups import PART
 from weft.data.sample import SequenceSample
-from weft.data.steps import step_tokens
+from weft.data.steps import find_step_tokens
 from weft.data.tokenizer import Tokenizer
 from weft.host._pool import Task
 
@@ -19,7 +19,7 @@ RESERVED = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
-class Texts:
+class CompletionTexts:
     """Completions of a batch, decoded to text only when a call needs them."""
 
     names: list[str]  # id[k]
@@ -30,7 +30,7 @@ class Texts:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, batch: SequenceSample, tokenizer: Tokenizer) -> Texts:
+    def from_batch(cls, batch: SequenceSample, tokenizer: Tokenizer) -> CompletionTexts:
         """Return the completions of a batch; reserved names are left out of the columns."""
         group = batch.group_of("completion")
         starts = batch.offsets["completion"][group]
@@ -50,7 +50,7 @@ class Texts:
             tokenizer=tokenizer,
         )
 
-    def told(self, chunk: Sequence[int]) -> tuple[Any, ...]:
+    def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
         """Return (prompt ids, completion ids, columns) of some completions."""
         groups = self.group[list(chunk)].tolist()
         columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
@@ -60,13 +60,13 @@ class Texts:
             columns,
         )
 
-    def task(self, chunk: Sequence[int]) -> Task:
+    def build_task(self, chunk: Sequence[int]) -> Task:
         """Return (prompts, completions, completion ids, columns) of some completions.
 
         Texts are without special tokens.
         """
         groups = self.group[list(chunk)].tolist()
-        prompts, ids, columns = self.told(chunk)
+        prompts, ids, columns = self.select_inputs(chunk)
         texts = {
             g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True)
             for g in dict.fromkeys(groups)
@@ -77,7 +77,7 @@ class Texts:
         ]
         return [texts[g] for g in groups], completions, ids, columns
 
-    def by_token(
+    def spread_over_tokens(
         self, place: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
         """Return the rewards of one completion's tokens, float64 [L], NaN for tokens without one.
@@ -91,7 +91,7 @@ class Texts:
         ends = sorted(value)
         made = np.full(len(ids), np.nan)
         for index, end in zip(
-            step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends),
+            find_step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends),
             ends,
             strict=True,
         ):

@@ -3,7 +3,7 @@
 Does not import torch.
 
 It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and sends
-an `Answer` for each. It ends when its standard input reaches the end of file, that is when the
+an `WorkerAnswer` for each. It ends when its standard input reaches the end of file, that is when the
 parent process has died or released it.
 """
 
@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from weft.errors import UserError
-from weft.host._results import Expected, Refused, Value
-from weft.host.spec import Target
+from weft.host._results import InvalidRewardResult, RewardResultCheck, Value
+from weft.host.spec import RewardTarget
 from weft.registry import import_user_code
 
 # ("ok", value, None), or ("error", message, index of the completion or None)
-Answer = tuple[str, Any, int | None]
+WorkerAnswer = tuple[str, Any, int | None]
 POSITIONAL = 2  # prompts, completions
 SHOWN_FRAMES = 4  # last frames of a traceback in a message
 
@@ -35,7 +35,7 @@ SHOWN_FRAMES = 4  # last frames of a traceback in a message
 def main(descriptor: int) -> None:
     """Serve tasks on the connection `descriptor` until the parent closes it."""
     connection = Connection(descriptor)
-    threading.Thread(target=_die_with_parent, args=(os.dup(0),), daemon=True).start()
+    threading.Thread(target=_kill_group_at_end_of_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # output of rewards must not mix with that of the run
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  line-buffered, so that a killed worker's output is complete
@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
         return
     functions: list[Callable[..., Any]] = []
     for target in targets:
-        status, value, _ = _answer(load, target)
+        status, value, _ = _call_and_catch(load, target)
         if status == "error":
             connection.send((status, f"reward {target.label!r}: {value}", None))
             return
@@ -57,26 +57,32 @@ def main(descriptor: int) -> None:
             index, prompts, completions, ids, columns, own = connection.recv()
         except EOFError:
             return
-        given = arguments(functions[index], targets[index], columns) | own | {"completion_ids": ids}
-        expected = Expected(completions, ids, targets[index].by_token)
-        connection.send(_answer(call, functions[index], loop, prompts, expected, given))
+        given = (
+            merge_arguments(functions[index], targets[index], columns)
+            | own
+            | {"completion_ids": ids}
+        )
+        expected = RewardResultCheck(completions, ids, targets[index].by_token)
+        connection.send(
+            _call_and_catch(call_reward_function, functions[index], loop, prompts, expected, given)
+        )
 
 
-def _die_with_parent(descriptor: int) -> None:
+def _kill_group_at_end_of_parent(descriptor: int) -> None:
     """Wait for the end of the old standard input, then kill this process group."""
     while os.read(descriptor, 1024):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
+def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
     """Return the result of `work`, or its error for the parent to raise.
 
     Exceptions of user code must not end this process.
     """
     try:
         return "ok", work(*arguments), None
-    except Refused as error:
+    except InvalidRewardResult as error:
         return "error", str(error), error.index
     except UserError as error:
         return "error", str(error), None
@@ -93,10 +99,10 @@ def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
         return "error", "\n  ".join([f"it raised {type(error).__name__}: {error}", *places]), None
 
 
-def load(target: Target) -> Callable[..., Any]:
+def load(target: RewardTarget) -> Callable[..., Any]:
     """Import and return the function that a target names.
 
-    Raises `Refused` if there is no such function, or if it does not take the target's arguments.
+    Raises `InvalidRewardResult` if there is no such function, or if it does not take the target's arguments.
     """
     if target.file is not None:
         import_user_code([target.file])
@@ -107,21 +113,23 @@ def load(target: Target) -> Callable[..., Any]:
     try:
         function = getattr(module, target.attribute)
     except AttributeError:
-        raise Refused(
+        raise InvalidRewardResult(
             f"there is no function {target.attribute!r} in {target.file or target.module}"
         ) from None
     if not callable(function):
-        raise Refused(f"{target.attribute!r} is a {type(function).__name__}, no function")
+        raise InvalidRewardResult(
+            f"{target.attribute!r} is a {type(function).__name__}, no function"
+        )
     made: Callable[..., Any] = function
     taken = inspect.signature(made).parameters.values()
     unknown = [name for name in target.args if name not in {p.name for p in taken}]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
-        raise Refused(f"it takes no argument {', '.join(map(repr, unknown))}")
+        raise InvalidRewardResult(f"it takes no argument {', '.join(map(repr, unknown))}")
     return made
 
 
-def arguments(
-    function: Callable[..., Any], target: Target, columns: Mapping[str, Any]
+def merge_arguments(
+    function: Callable[..., Any], target: RewardTarget, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the data's columns updated with the target's own arguments.
 
@@ -139,38 +147,40 @@ def arguments(
     )
 
 
-def call(
+def call_reward_function(
     function: Callable[..., Any],
     loop: asyncio.AbstractEventLoop,
     prompts: Sequence[str],
-    expected: Expected,
+    expected: RewardResultCheck,
     given: Mapping[str, Any],
 ) -> tuple[list[Value], dict[str, float]]:
     """Return the validated (rewards, metrics) of some completions.
 
     The coroutine of an async function is run to completion.
     """
-    result = function(prompts, expected.texts, **accepted(function, given))
+    result = function(prompts, expected.texts, **select_accepted_columns(function, given))
     if inspect.isawaitable(result):
-        result = loop.run_until_complete(_awaited(result))
-    return expected.checked(result)
+        result = loop.run_until_complete(_await_result(result))
+    return expected.validate(result)
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result
 
 
-def accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function takes. Raises `Refused` if a required one is missing."""
+def select_accepted_columns(
+    function: Callable[..., Any], columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the columns that a function takes. Raises `InvalidRewardResult` if a required one is missing."""
     parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
     missing = [
         p.name
         for p in parameters
-        if p.default is p.empty and p.name not in columns and p.kind in NAMED
+        if p.default is p.empty and p.name not in columns and p.kind in NAMED_PARAMETER_KINDS
     ]
     if missing:
         held = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
-        raise Refused(
+        raise InvalidRewardResult(
             f"it needs {', '.join(map(repr, missing))}, and the dataset's columns are: {held}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -178,7 +188,7 @@ def accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[s
     return {p.name: columns[p.name] for p in parameters if p.name in columns}
 
 
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+NAMED_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 if __name__ == "__main__":

@@ -13,31 +13,31 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.algorithms.advantages import (
-    baselined,
-    decoupled,
-    gae,
-    informative_factor,
-    pass_at_k,
-    pass_at_k_advantages,
-    reversed_discounted_sums,
-    scaled,
-    segment_sums,
-    soft_overlong,
-    step_advantages,
+    compute_decoupled_advantages,
+    compute_discounted_sums,
+    compute_gae,
+    compute_informative_factor,
+    compute_overlong_penalty,
+    compute_pass_at_k,
+    compute_pass_at_k_advantages,
+    compute_segment_sums,
+    compute_step_advantages,
+    scale_advantages,
+    subtract_baseline,
     whiten,
 )
-from weft.algorithms.base import host_array
+from weft.algorithms.base import to_host_array
 from weft.algorithms.kl import (
-    AdaptiveController,
-    Controller,
-    FixedController,
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
     ValueNormalizer,
-    kl_estimate,
+    estimate_kl,
 )
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
-from weft.host._rows import RewardShape, Rows, Vector, kl_rows
-from weft.host.base import HostContext, Stateless
+from weft.host._rows import CompletionRows, RewardShape, Vector, compute_kl_rows
+from weft.host.base import HostContext, StatelessHostFunction
 from weft.registry import register_function
 
 
@@ -80,39 +80,39 @@ class GAEAdvantages:
     reward_output_bias: float = 0.0
     missing_eos_penalty: float = 0.0
     truncated: str = "score"
-    controller: Controller = field(init=False)
+    controller: KLController = field(init=False)
     normalizer: ValueNormalizer = field(init=False)
 
     def __post_init__(self) -> None:
         if self.truncated not in ("bootstrap", "score"):
             raise ConfigError(f"truncated={self.truncated!r} must be bootstrap or score")
-        adaptive = AdaptiveController(
+        adaptive = AdaptiveKLController(
             self.kl_ctl, self.adaptive_kl_target, self.adaptive_kl_horizon
         )
         if self.use_adaptive_kl_ctl:
             self.controller = adaptive
         else:
-            self.controller = FixedController(self.kl_ctl)
-        kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)  # raises for an unknown name
+            self.controller = FixedKLController(self.kl_ctl)
+        estimate_kl(np.zeros(0), np.zeros(0), self.kl_estimator)  # raises for an unknown name
         self.normalizer = ValueNormalizer(
             self.value_norm_type, self.value_norm_beta, self.value_norm_eps**0.5
         )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
+        rows = CompletionRows(batch)
         mask = rows.mask
-        finished = rows.sequences("finished")
-        kl = self._kl(rows, mask, context)
-        values, after = self._values(rows)
+        finished = rows.read_sequences("finished")
+        kl = self._compute_kl_penalty(rows, mask, context)
+        values, after = self._read_values(rows)
         ended = (finished != 0.0) | (self.truncated == "score")
-        rewards = self._token_rewards(rows, mask, kl, ended, context)
+        rewards = self._compute_token_rewards(rows, mask, kl, ended, context)
 
         # Trained tokens only: tokens that the policy did not write are skipped and take no time
         # step.
         trained = mask != 0.0
-        counts = segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
+        counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         last_values = np.where(ended, 0.0, after)
-        found = gae(
+        found = compute_gae(
             rewards[trained],
             values[trained],
             last_values,
@@ -128,9 +128,11 @@ class GAEAdvantages:
             returns = self.normalizer.normalize(returns) * trained
         if self.adv_norm:
             advantages = whiten(advantages, trained.astype(np.float64))
-        return rows.sample(advantages=advantages, returns=returns)
+        return rows.build_token_sample(advantages=advantages, returns=returns)
 
-    def _kl(self, rows: Rows, mask: Vector, context: HostContext) -> Vector:
+    def _compute_kl_penalty(
+        self, rows: CompletionRows, mask: Vector, context: HostContext
+    ) -> Vector:
         """Return the KL penalty of each trained token and update the controller.
 
         Raises `DataError` if `kl_ctl` is above 0 and the reference's log-probs are missing.
@@ -142,29 +144,29 @@ class GAEAdvantages:
                     f"kl_ctl=0"
                 )
             return np.zeros_like(mask)
-        kl = kl_rows(rows, mask, self.kl_estimator, context)
-        by_completion = float(segment_sums(kl, rows.lengths).mean())
+        kl = compute_kl_rows(rows, mask, self.kl_estimator, context)
+        by_completion = float(compute_segment_sums(kl, rows.lengths).mean())
         context.record("kl_coef", self.controller.value)
         penalty = kl * self.controller.value
         self.controller.update(by_completion, len(rows.lengths))
         return penalty
 
-    def _values(self, rows: Rows) -> tuple[Vector, Vector]:
+    def _read_values(self, rows: CompletionRows) -> tuple[Vector, Vector]:
         """Return (V before each token, V after each completion's last one) in units of rewards."""
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
             raise DataError(
                 "key 'values' must have one value per completion token and one after the last"
             )
-        values = host_array(rows.batch.data["values"]).astype(np.float64)
+        values = to_host_array(rows.batch.data["values"]).astype(np.float64)
         if self.value_norm:
             values = self.normalizer.denormalize(values)
         last = np.cumsum(lengths + 1) - 1
         return np.delete(values, last), values[last]
 
-    def _token_rewards(
+    def _compute_token_rewards(
         self,
-        rows: Rows,
+        rows: CompletionRows,
         mask: Vector,
         penalty: Vector,
         ended: npt.NDArray[np.bool_],
@@ -175,24 +177,24 @@ class GAEAdvantages:
         -penalty plus the token's own reward; the last trained token of a completion also gets the
         shaped rest of the completion's reward.
         """
-        raw = rows.rewards()
-        finished = rows.sequences("finished")
+        raw = rows.read_rewards()
+        finished = rows.read_sequences("finished")
         by_token = np.zeros_like(mask)
         if "token_rewards" in rows.batch.data:
-            by_token = np.nan_to_num(rows.tokens("token_rewards")) * mask
+            by_token = np.nan_to_num(rows.read_tokens("token_rewards")) * mask
         shape = RewardShape(
             self.max_reward_clip,
             self.reward_output_scaling,
             self.reward_output_bias,
             self.missing_eos_penalty,
         )
-        outcome = shape(raw - segment_sums(by_token, rows.lengths), finished, context)
+        outcome = shape(raw - compute_segment_sums(by_token, rows.lengths), finished, context)
         rewards = by_token * self.reward_output_scaling - penalty
-        last = _last_trained(mask, rows.lengths)
+        last = _find_last_trained(mask, rows.lengths)
         held = last >= 0
         np.add.at(rewards, last[held], np.where(ended, outcome, -self.missing_eos_penalty)[held])
         context.record("reward", float(raw.mean()))
-        context.record("reward_after_kl", float(segment_sums(rewards, rows.lengths).mean()))
+        context.record("reward_after_kl", float(compute_segment_sums(rewards, rows.lengths).mean()))
         context.record("truncated_fraction", float((finished == 0.0).mean()))
         return rewards
 
@@ -214,7 +216,7 @@ def _scatter(values: Vector, where: npt.NDArray[np.bool_]) -> Vector:
     return out
 
 
-def _last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the index of each completion's last trained token, int64 [S]; -1 if it has none."""
     last = np.full(len(lengths), -1, dtype=np.int64)
     rows = np.flatnonzero(mask != 0.0)
@@ -225,7 +227,7 @@ def _last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 @register_function("group_advantages")
 @dataclass
-class GroupAdvantages(Stateless):
+class GroupAdvantages(StatelessHostFunction):
     """GRPO and related: `advantages` [L] of completions' trained tokens from their group's rewards.
 
     The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty,
@@ -279,14 +281,14 @@ class GroupAdvantages(Stateless):
             )
         pair = np.arange(2.0)
         # Raise for unknown names
-        baselined(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))
-        scaled(pair, pair, np.zeros(2, np.int64), self.scale)
-        kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)
+        subtract_baseline(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))
+        scale_advantages(pair, pair, np.zeros(2, np.int64), self.scale)
+        estimate_kl(np.zeros(0), np.zeros(0), self.kl_estimator)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
-        raw = rows.rewards()
-        finished = rows.sequences("finished")
+        rows = CompletionRows(batch)
+        raw = rows.read_rewards()
+        finished = rows.read_sequences("finished")
         mask = rows.mask
         context.record("reward", float(raw.mean()))
         # Select the trained tokens.
@@ -295,28 +297,28 @@ class GroupAdvantages(Stateless):
             trained = trained * np.repeat(finished != 0.0, rows.lengths)
         # Split the rewards of steps off from those of completions.
         if "token_rewards" in batch.data:
-            by_token = rows.tokens("token_rewards")
+            by_token = rows.read_tokens("token_rewards")
         else:
             by_token = None
         if by_token is not None:
             by_token = np.where(mask != 0.0, by_token, np.nan)
-            raw = raw - segment_sums(np.nan_to_num(by_token), rows.lengths)
+            raw = raw - compute_segment_sums(np.nan_to_num(by_token), rows.lengths)
         # Subtract the KL penalty, from completions or (without a baseline) from single tokens.
         if self.kl_coef:
-            penalty = self.kl_coef * kl_rows(rows, mask, self.kl_estimator, context)
+            penalty = self.kl_coef * compute_kl_rows(rows, mask, self.kl_estimator, context)
         else:
             penalty = np.zeros_like(mask)
         if self.baseline == "none":
             charged = np.zeros(len(raw))
         else:
-            charged = segment_sums(penalty, rows.lengths)
-        each = self._completions(rows, raw, finished, charged, context)
+            charged = compute_segment_sums(penalty, rows.lengths)
+        each = self._compute_completion_advantages(rows, raw, finished, charged, context)
         context.record("advantage_std", float(each.std()))
         advantages = np.repeat(each, rows.lengths)
         if self.baseline == "none":
-            advantages = advantages - reversed_discounted_sums(penalty, rows.lengths, 1.0)
+            advantages = advantages - compute_discounted_sums(penalty, rows.lengths, 1.0)
         if by_token is not None:
-            advantages = advantages + step_advantages(
+            advantages = advantages + compute_step_advantages(
                 by_token, rows.lengths, rows.group, self.scale
             )
         if self.whiten:
@@ -325,48 +327,58 @@ class GroupAdvantages(Stateless):
             advantages = advantages * trained
         keys = {"advantages": advantages}
         if self.mask_truncated:
-            return rows.sample(**keys, loss_mask=mask * trained)
-        return rows.sample(**keys)
+            return rows.build_token_sample(**keys, loss_mask=mask * trained)
+        return rows.build_token_sample(**keys)
 
-    def _completions(
-        self, rows: Rows, raw: Vector, finished: Vector, charged: Vector, context: HostContext
+    def _compute_completion_advantages(
+        self,
+        rows: CompletionRows,
+        raw: Vector,
+        finished: Vector,
+        charged: Vector,
+        context: HostContext,
     ) -> Vector:
         """Return one advantage per completion; `charged` is subtracted from its reward."""
-        overlong = self._overlong(rows.lengths)
+        overlong = self._compute_overlong_penalty(rows.lengths)
         group = rows.group
         if self.overlong_buffer:
             context.record("overlong_penalty", float(-overlong.mean()))
         if self.pass_k is not None:
             passed = (raw > self.pass_reward).astype(np.float64)
             context.record(
-                f"pass@{self.pass_k}", float(pass_at_k(passed, group, self.pass_k).mean())
+                f"pass@{self.pass_k}", float(compute_pass_at_k(passed, group, self.pass_k).mean())
             )
-            return pass_at_k_advantages(passed, group, self.pass_k)
+            return compute_pass_at_k_advantages(passed, group, self.pass_k)
         if self.part_weights is not None:
             penalties = overlong - charged - self.missing_eos_penalty * (finished == 0.0)
-            parts = host_array(rows.batch.data["reward_parts"]).astype(np.float64)
-            return decoupled(
+            parts = to_host_array(rows.batch.data["reward_parts"]).astype(np.float64)
+            return compute_decoupled_advantages(
                 np.column_stack([parts, penalties]), np.array([*self.part_weights, 1.0]), group
             )
-        rewards = self._shape(raw, finished, context) + overlong - charged
-        given = self._given(rows, context) if self.baseline == "given" else None
-        lengths = segment_sums((rows.mask != 0.0).astype(np.float64), rows.lengths)
-        each = scaled(
-            baselined(rewards, group, self.baseline, given, lengths), rewards, group, self.scale
+        rewards = self._shape_rewards(raw, finished, context) + overlong - charged
+        given = self._compute_baseline_rewards(rows, context) if self.baseline == "given" else None
+        lengths = compute_segment_sums((rows.mask != 0.0).astype(np.float64), rows.lengths)
+        each = scale_advantages(
+            subtract_baseline(rewards, group, self.baseline, given, lengths),
+            rewards,
+            group,
+            self.scale,
         )
         if self.rescale_informative:
-            return each * informative_factor(rewards, group)
+            return each * compute_informative_factor(rewards, group)
         return each
 
-    def _given(self, rows: Rows, context: HostContext) -> Vector:
+    def _compute_baseline_rewards(self, rows: CompletionRows, context: HostContext) -> Vector:
         """Return the baseline's reward for each completion, shaped and with its own penalties."""
-        raw = rows.sequences("baseline_rewards")
-        finished = rows.sequences("baseline_finished")
+        raw = rows.read_sequences("baseline_rewards")
+        finished = rows.read_sequences("baseline_finished")
         context.record("baseline_reward", float(raw.mean()))
         lengths = rows.batch.lengths["baseline_completion"].astype(np.int64)
-        return self._shape(raw, finished, HostContext()) + self._overlong(lengths[rows.group])
+        return self._shape_rewards(raw, finished, HostContext()) + self._compute_overlong_penalty(
+            lengths[rows.group]
+        )
 
-    def _shape(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
+    def _shape_rewards(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
         return RewardShape(
             self.max_reward_clip,
             self.reward_output_scaling,
@@ -374,10 +386,10 @@ class GroupAdvantages(Stateless):
             self.missing_eos_penalty,
         )(rewards, finished, context)
 
-    def _overlong(self, lengths: npt.NDArray[np.int64]) -> Vector:
+    def _compute_overlong_penalty(self, lengths: npt.NDArray[np.int64]) -> Vector:
         """Return the soft overlong penalty of completions of these lengths, at most 0."""
         if not (self.overlong_buffer and self.max_new_tokens):
             return np.zeros(len(lengths))
-        return self.overlong_penalty * soft_overlong(
+        return self.overlong_penalty * compute_overlong_penalty(
             lengths, self.max_new_tokens, self.overlong_buffer
         )

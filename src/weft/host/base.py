@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError, UserError, nearest
+from weft.errors import ConfigError, UserError, find_nearest
 from weft.registry import functions
 
 
@@ -89,7 +89,7 @@ class HasNotes(HostCallable, Protocol):
     notes: Sequence[str]
 
 
-class Stateless:
+class StatelessHostFunction:
     """Base class of host functions without state, whose result depends on the batch alone."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,14 +100,14 @@ class Stateless:
 
 
 @runtime_checkable
-class Short(Protocol):
+class ShortHostFunction(Protocol):
     """Host function registered in a shorter form (`weft.host._functions`)."""
 
     def build(self, args: Mapping[str, Any]) -> HostCallable: ...
 
 
 @dataclass
-class PlainFunction(Stateless):
+class PlainFunction(StatelessHostFunction):
     """A registered function `fn(batch, context, **args)` as a `HostCallable`."""
 
     fn: Callable[..., SequenceSample | None]
@@ -125,7 +125,7 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """
     thing = functions.get(name)
-    if isinstance(thing, Short):
+    if isinstance(thing, ShortHostFunction):
         return thing.build(args)
     is_class = inspect.isclass(thing)
     check_arguments(f"host function {name!r}", thing, args, given=0 if is_class else 2)
@@ -134,7 +134,7 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
         raise ConfigError(
             f"host function {name!r}: {thing.__name__} lacks __call__, state_dict or "
             f"load_state_dict; "
-            "a class without state derives from weft.host.base.Stateless"
+            "a class without state derives from weft.host.base.StatelessHostFunction"
         )
     return made
 
@@ -152,7 +152,7 @@ def check_arguments(
         takes += [name for name in args if name not in takes]
     for name in args:
         if name not in takes:
-            close = nearest(name, takes)
+            close = find_nearest(name, takes)
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:

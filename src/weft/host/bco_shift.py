@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.sample import SequenceSample
-from weft.host._rows import Rows
+from weft.host._rows import CompletionRows
 from weft.host.base import HostContext
 from weft.registry import register_function
 
@@ -25,7 +25,7 @@ class BCOShift:
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both
     labels have occurred, delta is the mean reward of the one that has.
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
+    Keys: completion (lengths), `find_old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `label` [1]; `loss_mask` and `prompt` if present.
     """
 
@@ -35,9 +35,9 @@ class BCOShift:
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
-        rewards = self.beta * (rows.sums("old_logprobs") - rows.sums("ref_logprobs"))
-        desirable = rows.sequences("label") > 0.5
+        rows = CompletionRows(batch)
+        rewards = self.beta * (rows.sum_tokens("old_logprobs") - rows.sum_tokens("ref_logprobs"))
+        desirable = rows.read_sequences("label") > 0.5
         for side in range(2):
             own = rewards[desirable == bool(side)]
             self.sums[side] += float(own.sum())
@@ -47,7 +47,7 @@ class BCOShift:
         ]
         shift = sum(means) / len(means) if means else 0.0
         context.record("reward_shift", shift)
-        return rows.values(reward_shift=np.full(len(rewards), shift))
+        return rows.build_sequence_sample(reward_shift=np.full(len(rewards), shift))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sums": list(self.sums), "counts": list(self.counts)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.algorithms.advantages import Vector, zero_variance
+from weft.algorithms.advantages import Vector, find_zero_variance
 from weft.errors import ConfigError
 from weft.registry import register_filter
 
@@ -27,4 +27,4 @@ def dynamic_sampling(rewards: Vector) -> bool:
             "only one here; "
             "set group_size to 2 or more, or dynamic_sampling=false"
         )
-    return not zero_variance(rewards, np.zeros(len(rewards), dtype=np.int64))[0]
+    return not find_zero_variance(rewards, np.zeros(len(rewards), dtype=np.int64))[0]

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft import randomness
-from weft.algorithms.covariance import clip_cov_rows, covariances, kl_cov_rows
+from weft.algorithms.covariance import compute_covariances, select_clip_cov_rows, select_kl_cov_rows
 from weft.data.sample import SequenceSample
-from weft.errors import ConfigError, unknown_name
-from weft.host._rows import Rows, Vector
-from weft.host.base import HostContext, Stateless
+from weft.errors import ConfigError, build_unknown_name_error
+from weft.host._rows import CompletionRows, Vector
+from weft.host.base import HostContext, StatelessHostFunction
 from weft.registry import register_function
 
 
 @register_function("high_covariance")
 @dataclass
-class HighCovariance(Stateless):
+class HighCovariance(StatelessHostFunction):
     """Mark with `high_covariance` [L] = 1 the tokens that Clip-Cov or KL-Cov acts on.
 
     The method is in `weft.algorithms.covariance`. `share` is the share of all trained tokens;
@@ -32,7 +32,7 @@ class HighCovariance(Stateless):
 
     def __post_init__(self) -> None:
         if self.method not in ("clip", "kl"):
-            raise unknown_name("covariance control", self.method, ("clip", "kl"))
+            raise build_unknown_name_error("covariance control", self.method, ("clip", "kl"))
         if not 0.0 < self.share <= 1.0 or self.low >= self.high:
             raise ConfigError(
                 f"high_covariance: share={self.share} must lie in (0, 1] and low={self.low} below "
@@ -40,26 +40,30 @@ class HighCovariance(Stateless):
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
-        covariance = covariances(rows.tokens("logprobs"), rows.tokens("advantages"), rows.mask)
+        rows = CompletionRows(batch)
+        covariance = compute_covariances(
+            rows.read_tokens("logprobs"), rows.read_tokens("advantages"), rows.mask
+        )
         if self.method == "clip":
-            order = self._order(batch, rows, context)
-            chosen = clip_cov_rows(covariance, self.share, self.low, self.high, order)
+            order = self._draw_random_order(batch, rows, context)
+            chosen = select_clip_cov_rows(covariance, self.share, self.low, self.high, order)
         else:
-            chosen = kl_cov_rows(covariance, self.share)
+            chosen = select_kl_cov_rows(covariance, self.share)
         trained = np.isfinite(covariance)
         if trained.any():
             context.record("covariance", float(covariance[trained].mean()))
             context.record("chosen_fraction", float(chosen[trained].mean()))
-        return rows.sample(high_covariance=chosen.astype(np.float64))
+        return rows.build_token_sample(high_covariance=chosen.astype(np.float64))
 
-    def _order(self, batch: SequenceSample, rows: Rows, context: HostContext) -> Vector:
+    def _draw_random_order(
+        self, batch: SequenceSample, rows: CompletionRows, context: HostContext
+    ) -> Vector:
         """Return a random number per token that does not depend on the batch or its layout."""
         made = []
         index = dict.fromkeys(batch.ids, 0)
         for group, length in zip(rows.group.tolist(), rows.lengths.tolist(), strict=True):
             id = batch.ids[group]
-            key = randomness.key(context.seed, "clip_cov", context.step, id, index[id])
-            made.append(randomness.uniforms(key, np.arange(length)))
+            key = randomness.derive_key(context.seed, "clip_cov", context.step, id, index[id])
+            made.append(randomness.draw_uniforms(key, np.arange(length)))
             index[id] += 1
         return np.concatenate([np.zeros(0), *made])

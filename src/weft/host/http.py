@@ -15,26 +15,26 @@ from urllib.parse import SplitResult, urlsplit
 
 from weft.errors import ConfigError
 
-AGAIN = (408, 409, 425, 429)  # statuses to retry, as well as all from 500 on
+RETRYABLE_STATUSES = (408, 409, 425, 429)  # statuses to retry, as well as all from 500 on
 BACKOFF_S = 0.5  # before the first retry; doubles with each further one
-LONGEST_S = 60.0  # longest delay, also of one that a server asks for
+MAX_DELAY_S = 60.0  # longest delay, also of one that a server asks for
 
 
 @dataclass(frozen=True)
-class Trouble:
+class RequestFailure:
     """Failure of a request: its cause, the fix, and the retry policy.
 
-    `again`: the request can be retried, after at least `after` seconds.
+    `is_retryable`: the request can be retried, after at least `retry_after_s` seconds.
     """
 
-    what: str
+    cause: str
     fix: str
-    again: bool
-    said: str = ""  # response of the server
-    after: float = 0.0
+    is_retryable: bool
+    response: str = ""  # response of the server
+    retry_after_s: float = 0.0
 
 
-def parts(
+def split_base_url(
     option: str, url: Any, schemes: Sequence[str], example: str, key_variable: str
 ) -> SplitResult:
     """Split a URL without credentials, which belong in the variable `key_variable`.
@@ -58,7 +58,7 @@ def parts(
     return found
 
 
-def secret(option: str, variable: str | None, usual: str) -> str | None:
+def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
     """Return the key in an environment variable; only the variable `usual` may be unset.
 
     Raises `ConfigError`. No message shows the option's value: it could be a key written there by
@@ -95,7 +95,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def without(text: str, key: str | None) -> str:
+def mask_key(text: str, key: str | None) -> str:
     """Return a server's response with the key masked."""
     if key is None:
         return text
@@ -103,17 +103,17 @@ def without(text: str, key: str | None) -> str:
     return text.replace(key, "[key]").replace(key.replace("/", "\\/"), "[key]")
 
 
-def may_repeat(status: int) -> bool:
+def is_retryable_status(status: int) -> bool:
     """Return whether a request that got this status can succeed when it is retried."""
-    return status in AGAIN or status >= 500
+    return status in RETRYABLE_STATUSES or status >= 500
 
 
-def pause(attempt: int, after: float, jitter: random.Random) -> float:
-    """Return the seconds to wait after attempt `attempt`, at least `after`, the server's demand."""
-    return max(after, min(LONGEST_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
+def compute_retry_delay(attempt: int, after: float, jitter: random.Random) -> float:
+    """Return the seconds to wait after attempt `attempt`, at least `retry_after_s`, the server's demand."""
+    return max(after, min(MAX_DELAY_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 
 
-def seconds(retry_after: str | None) -> float:
+def parse_retry_after(retry_after: str | None) -> float:
     """Return the delay of a `Retry-After` header (seconds or a date) in seconds; 0 without one."""
     if retry_after is None:
         return 0.0

@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from weft.algorithms.advantages import segment_sums
-from weft.algorithms.base import host_array
+from weft.algorithms.advantages import compute_segment_sums
+from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.host.base import HostContext
@@ -59,10 +59,10 @@ def kto_baseline(batch: SequenceSample, context: HostContext) -> SequenceSample:
             "keys 'kl_logprobs' and 'kl_ref_logprobs' differ in lengths; both must score "
             "kl_completion"
         )
-    ratio = host_array(batch.data["kl_logprobs"]).astype(np.float64) - host_array(
+    ratio = to_host_array(batch.data["kl_logprobs"]).astype(np.float64) - to_host_array(
         batch.data["kl_ref_logprobs"]
     )
-    sums = segment_sums(ratio * host_array(batch.data["kl_mask"]), lengths)
+    sums = compute_segment_sums(ratio * to_host_array(batch.data["kl_mask"]), lengths)
     baseline = max(0.0, float(sums.mean()))
     context.record("kl_baseline", baseline)
     values = torch.full((batch.num_ids,), baseline, dtype=torch.float32)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.base import host_array
-from weft.algorithms.transport import TRANSPORTED, sorted_partners
+from weft.algorithms.base import to_host_array
+from weft.algorithms.transport import TRANSPORTED, find_sorted_partners
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
-from weft.host._rows import Rows
+from weft.host._rows import CompletionRows
 from weft.host.base import HostContext
 from weft.registry import register_function
 
@@ -25,33 +25,33 @@ def optimal_transport(
     With "aot", the reference's margin of the same rank at the better completion of a pair and 0 at
     the worse; with "aot_unpaired", the log-ratio of the same rank on the other side.
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
+    Keys: completion (lengths), `find_old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `rank` (and `comparison`); `loss_mask` and `prompt` if present. Raises `DataError` for
     completions that are not in exactly one pair.
     """
     if loss_type not in TRANSPORTED:
         raise ConfigError(f"loss_type={loss_type!r} must be {' or '.join(TRANSPORTED)}")
-    rows = Rows(batch)
-    better, worse = _pairs(batch, rows)
-    policy = rows.sums("old_logprobs")
-    reference = rows.sums("ref_logprobs")
+    rows = CompletionRows(batch)
+    better, worse = _find_pairs(batch, rows)
+    policy = rows.sum_tokens("old_logprobs")
+    reference = rows.sum_tokens("ref_logprobs")
     partner = np.zeros(len(policy))
     if loss_type == "aot":
-        partner[better] = sorted_partners(
+        partner[better] = find_sorted_partners(
             policy[better] - policy[worse], reference[better] - reference[worse]
         )
     else:
         ratios = policy - reference
-        partner[better] = sorted_partners(ratios[better], ratios[worse])
-        partner[worse] = sorted_partners(ratios[worse], ratios[better])
-    return rows.values(partner=partner)
+        partner[better] = find_sorted_partners(ratios[better], ratios[worse])
+        partner[worse] = find_sorted_partners(ratios[worse], ratios[better])
+    return rows.build_sequence_sample(partner=partner)
 
 
-def _pairs(batch: SequenceSample, rows: Rows) -> tuple[Index, Index]:
+def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Index]:
     """Return the indices of the better and the worse completion of each pair, int64 ([P], [P])."""
-    rank = host_array(batch.data["rank"])
+    rank = to_host_array(batch.data["rank"])
     if "comparison" in batch.data:
-        comparison = host_array(batch.data["comparison"])
+        comparison = to_host_array(batch.data["comparison"])
     else:
         comparison = np.zeros_like(rank)
     order = np.lexsort((rank, comparison, rows.group)).astype(np.int64)

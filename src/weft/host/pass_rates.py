@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.algorithms.advantages import pass_at_k
-from weft.algorithms.base import host_array
+from weft.algorithms.advantages import compute_pass_at_k
+from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
-from weft.host.base import HostContext, Stateless
+from weft.host.base import HostContext, StatelessHostFunction
 from weft.registry import register_function
 
 
 @register_function("pass_rates")
 @dataclass
-class PassRates(Stateless):
+class PassRates(StatelessHostFunction):
     """Record avg@k and pass@k; makes no keys.
 
     Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a
@@ -29,10 +29,10 @@ class PassRates(Stateless):
     pass_reward: float = 0.5
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> None:
-        rewards = host_array(batch.data["rewards"]).astype(np.float64)
+        rewards = to_host_array(batch.data["rewards"]).astype(np.float64)
         group = batch.group_of("rewards")
         passed = (rewards > self.pass_reward).astype(np.float64)
         first = np.unique(group, return_index=True)[1]
         context.record(f"avg@{self.count}", float(rewards.mean()))
         for k in {1, self.count}:
-            context.record(f"pass@{k}", float(pass_at_k(passed, group, k)[first].mean()))
+            context.record(f"pass@{k}", float(compute_pass_at_k(passed, group, k)[first].mean()))

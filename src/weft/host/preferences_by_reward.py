@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.sample import SequenceSample
-from weft.errors import ConfigError, DataError, unknown_name
-from weft.host._rows import RewardShape, Rows, Vector
-from weft.host.base import HostContext, Stateless
+from weft.errors import ConfigError, DataError, build_unknown_name_error
+from weft.host._rows import CompletionRows, RewardShape, Vector
+from weft.host.base import HostContext, StatelessHostFunction
 from weft.registry import register_function
 
 PAIRS = ("best_worst", "all")
@@ -19,7 +19,7 @@ Index = npt.NDArray[np.int64]
 
 @register_function("preferences_by_reward")
 @dataclass
-class PreferencesByReward(Stateless):
+class PreferencesByReward(StatelessHostFunction):
     """Make `rank` and `comparison` [1] of each completion from the rewards of its group.
 
     `RowBatch.pairs` reads these keys.
@@ -53,22 +53,24 @@ class PreferencesByReward(Stateless):
 
     def __post_init__(self) -> None:
         if self.pairs not in PAIRS:
-            raise unknown_name("way to make pairs", self.pairs, PAIRS)
+            raise build_unknown_name_error("way to make pairs", self.pairs, PAIRS)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
-        raw = rows.sequences("rewards")
+        rows = CompletionRows(batch)
+        raw = rows.read_sequences("rewards")
         counts = np.diff(batch.offsets["completion"])
-        _check(batch, rows, raw, counts)
+        _check_rewards(batch, rows, raw, counts)
         shape = RewardShape(
             self.max_reward_clip,
             self.reward_output_scaling,
             self.reward_output_bias,
             self.missing_eos_penalty,
         )
-        groups = np.split(shape(raw, rows.sequences("finished"), context), np.cumsum(counts)[:-1])
+        groups = np.split(
+            shape(raw, rows.read_sequences("finished"), context), np.cumsum(counts)[:-1]
+        )
         made = [
-            (best_and_worst if self.pairs == "best_worst" else ranking)(rewards)
+            (compare_best_and_worst if self.pairs == "best_worst" else rank_by_reward)(rewards)
             for rewards in groups
         ]
         margins = np.concatenate([margins for _, _, margins in made])
@@ -83,7 +85,7 @@ class PreferencesByReward(Stateless):
         )
 
 
-def best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
+def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
     """Return (rank, comparison, margin [1]) of one prompt's rewards [n] for best against worst.
 
     `comparison` is 0 for these two and a distinct number for every other completion; a margin of 0
@@ -98,7 +100,7 @@ def best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
     return rank, comparison, rewards[[best]] - rewards[[worst]]
 
 
-def ranking(rewards: Vector) -> tuple[Index, Index, Vector]:
+def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
     """Return (rank, comparison, margins [C(n, 2)]) of one prompt's rewards [n] for `pairs="all"`.
 
     All completions are in one comparison; equal rewards have equal rank.
@@ -108,8 +110,8 @@ def ranking(rewards: Vector) -> tuple[Index, Index, Vector]:
     return rank, np.zeros_like(rank), np.abs(rewards[one] - rewards[other])
 
 
-def _check(
-    batch: SequenceSample, rows: Rows, rewards: Vector, counts: npt.NDArray[np.int32]
+def _check_rewards(
+    batch: SequenceSample, rows: CompletionRows, rewards: Vector, counts: npt.NDArray[np.int32]
 ) -> None:
     if (counts < 2).any():
         raise ConfigError(

@@ -15,29 +15,31 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.advantages import group_stds, zero_variance
-from weft.algorithms.base import host_array
+from weft.algorithms.advantages import compute_group_stds, find_zero_variance
+from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, RunError, UserError
-from weft.host._pool import Pool, Reply
+from weft.host._pool import RewardPool, RewardReply
 from weft.host._results import MOST_REWARD, Value
-from weft.host._routes import Route, Routes
-from weft.host._texts import Texts
-from weft.host.base import HostContext, Stateless
-from weft.host.verifiers._sandbox import described, protections
+from weft.host._routes import RewardRoute, RewardRoutes
+from weft.host._texts import CompletionTexts
+from weft.host.base import HostContext, StatelessHostFunction
+from weft.host.verifiers._sandbox import describe_protections, find_protections
 from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
 MOST_WORKERS = 8
 CALLS_PER_WORKER = 4  # so that a hung call loses only a small part of the batch
-KEPT = 1  # number of batches for which prefetched rewards are kept, for ids that come late
-SHOWN = 5  # maximum number of ids in a message
+MAX_BATCHES_PREFETCHED = (
+    1  # number of batches for which prefetched rewards are kept, for ids that come late
+)
+MAX_NAMES_SHOWN = 5  # maximum number of ids in a message
 CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
 
 @register_function("reward")
 @dataclass
-class RewardFunction(Stateless):
+class RewardFunction(StatelessHostFunction):
     """Compute `rewards` [1] of each completion, the weighted sum of the parts of `reward`.
 
     The `scores` of a reward model are added if present.
@@ -83,7 +85,7 @@ class RewardFunction(Stateless):
     column: str | None = None
     by_token: bool = False
     keep_parts: bool = False
-    pool: Pool = field(init=False, repr=False)
+    pool: RewardPool = field(init=False, repr=False)
     begins_with: ClassVar[Sequence[str]] = ("prompt", "completion")
     keeps_all: ClassVar[Literal[True]] = True
 
@@ -92,65 +94,69 @@ class RewardFunction(Stateless):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"reward: {name}={value} must be above 0")
-        self.routes = Routes(self.reward, self.column, by_token=self.by_token)
+        self.routes = RewardRoutes(self.reward, self.column, by_token=self.by_token)
         if self.keep_parts and self.column is not None:
             raise ConfigError(
                 f"reward: keep_parts has one column a part, and column={self.column!r} lets rows "
                 f"differ"
             )
-        self.pool = Pool(
+        self.pool = RewardPool(
             self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1)
         )
         self.pool.start()
         self.notes: Sequence[str] = ()
         if any(target.module == CODE for target in self.routes.targets):
-            self.notes = described(protections())
-        self._begun: dict[str, Call] = {}  # prefetched calls by id, until the batch with that id
-        self._batches = 0  # number of batches computed so far
+            self.notes = describe_protections(find_protections())
+        self._prefetched_calls: dict[
+            str, PendingRewardCall
+        ] = {}  # prefetched calls by id, until the batch with that id
+        self._num_batches = 0  # number of batches computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
         """Start computing the rewards of these ids."""
         if self.chunk_size is not None:
             return
-        texts = Texts.of(batch, context.require_tokenizer("reward"))
-        routes = self.routes.of_rows(texts.columns, batch.ids)
+        texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
+        routes = self.routes.find_routes(texts.columns, batch.ids)
         for index, id in enumerate(batch.ids):
-            self._drop([id])
-            self._begun[id] = self._submit(
+            self._cancel_prefetched([id])
+            self._prefetched_calls[id] = self._submit(
                 texts, np.flatnonzero(texts.group == index).tolist(), routes[index]
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         # Submit the calls, except those that `begin` has submitted, and wait for the replies.
-        texts = Texts.of(batch, context.require_tokenizer("reward"))
+        texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
         self.pool.start()
-        calls = self._calls(texts, batch.ids)
+        calls = self._collect_calls(texts, batch.ids)
         replies = iter(
             self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s)
         )
         # Add up the weighted rewards; each call has one reply per function of its route.
-        sums = Sums(texts, self.routes.labels)
+        sums = RewardSums(texts, self.routes.labels)
         for call in calls:
             for use, reply in zip(
-                call.route.uses, islice(replies, len(call.route.uses)), strict=True
+                call.route.functions, islice(replies, len(call.route.functions)), strict=True
             ):
-                names = [texts.names[place] for place in call.places]
-                values, metrics = self._answer(reply, self.routes.labels[use.target], names)
-                sums.add(use.target, use.weight, call.places, values)
-                sums.count(use.target, metrics)
-                sums.timeouts += len(call.places) if reply.status == "timeout" else 0
-        rewards = self._with_scores(sums, batch, context)
+                names = [texts.names[place] for place in call.positions]
+                values, metrics = self._read_reply(reply, self.routes.labels[use.target], names)
+                sums.add(use.target, use.weight, call.positions, values)
+                sums.add_metrics(use.target, metrics)
+                sums.timeouts += len(call.positions) if reply.status == "timeout" else 0
+        rewards = self._add_scores(sums, batch, context)
         if self.on_timeout is not None:
             context.record("timeouts", sums.timeouts)
         self._check_size(rewards, texts)
         record_rewards(rewards, texts.group, context)
-        return self._sample(rewards, sums, batch)
+        return self._build_sample(rewards, sums, batch)
 
-    def _sample(self, rewards: Vector, sums: Sums, batch: SequenceSample) -> SequenceSample:
+    def _build_sample(
+        self, rewards: Vector, sums: RewardSums, batch: SequenceSample
+    ) -> SequenceSample:
         single = {"rewards": rewards}
         if self.keep_parts:
             if "scores" in batch.data:
-                scores = [host_array(batch.data["scores"])]
+                scores = [to_host_array(batch.data["scores"])]
             else:
                 scores = []
             single["reward_parts"] = np.column_stack([*sums.parts, *scores])
@@ -163,7 +169,7 @@ class RewardFunction(Stateless):
             )
         return made
 
-    def _check_size(self, rewards: Vector, texts: Texts) -> None:
+    def _check_size(self, rewards: Vector, texts: CompletionTexts) -> None:
         """Raise `UserError` if the weighted sum is too large although no part is.
 
         Scores of a reward model that are not finite are not checked here: training reports them.
@@ -177,32 +183,32 @@ class RewardFunction(Stateless):
                 f"loss is not finite: lower them"
             )
 
-    def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
+    def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:
         """Return the calls for all completions, `chunk_size` prompts each.
 
         A call covers consecutive prompts with the same route. A prompt that `begin` was called for
         is a call by itself.
         """
-        calls: list[Call] = []
-        rest: dict[Route, list[list[int]]] = {}
+        calls: list[PendingRewardCall] = []
+        rest: dict[RewardRoute, list[list[int]]] = {}
         for index, (id, route) in enumerate(
-            zip(ids, self.routes.of_rows(texts.columns, ids), strict=True)
+            zip(ids, self.routes.find_routes(texts.columns, ids), strict=True)
         ):
             places = np.flatnonzero(texts.group == index).tolist()
-            begun = self._begun.get(id)
-            if begun is not None and begun.told == texts.told(places):
-                calls.append(replace(self._begun.pop(id), places=places))
+            begun = self._prefetched_calls.get(id)
+            if begun is not None and begun.inputs == texts.select_inputs(places):
+                calls.append(replace(self._prefetched_calls.pop(id), positions=places))
             else:
                 rest.setdefault(route, []).append(places)
         # Cancel the prefetched calls of this batch that were not used, and all that are too old.
-        self._batches += 1
-        self._drop(
+        self._num_batches += 1
+        self._cancel_prefetched(
             [
                 *ids,
                 *(
                     id
-                    for id, call in list(self._begun.items())
-                    if call.batches < self._batches - KEPT
+                    for id, call in list(self._prefetched_calls.items())
+                    if call.batches_before < self._num_batches - MAX_BATCHES_PREFETCHED
                 ),
             ]
         )
@@ -216,27 +222,31 @@ class RewardFunction(Stateless):
             ]
         return calls
 
-    def _submit(self, texts: Texts, places: list[int], route: Route) -> Call:
-        task = texts.task(places)
-        replies = [self.pool.submit((use.target, *task, use.args)) for use in route.uses]
-        return Call(places, route, texts.told(places), replies, self._batches)
+    def _submit(
+        self, texts: CompletionTexts, places: list[int], route: RewardRoute
+    ) -> PendingRewardCall:
+        task = texts.build_task(places)
+        replies = [self.pool.submit((use.target, *task, use.args)) for use in route.functions]
+        return PendingRewardCall(
+            places, route, texts.select_inputs(places), replies, self._num_batches
+        )
 
-    def _drop(self, ids: Iterable[str]) -> None:
+    def _cancel_prefetched(self, ids: Iterable[str]) -> None:
         """Cancel the prefetched calls of these ids, if any."""
         for id in ids:
-            if (call := self._begun.pop(id, None)) is not None:
+            if (call := self._prefetched_calls.pop(id, None)) is not None:
                 self.pool.drop(call.replies)
 
-    def _answer(
-        self, reply: Reply, label: str, names: Sequence[str]
+    def _read_reply(
+        self, reply: RewardReply, label: str, names: Sequence[str]
     ) -> tuple[Sequence[Value], Mapping[str, float]]:
         """Return (rewards, metrics) of one call. Raises `UserError` or `RunError` if it failed."""
         if reply.status == "ok":
             values, metrics = reply.value
             return values, metrics
         shown = names if reply.index is None else [names[reply.index]]
-        where = ", ".join(shown[:SHOWN]) + (
-            f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+        where = ", ".join(shown[:MAX_NAMES_SHOWN]) + (
+            f" and {len(shown) - MAX_NAMES_SHOWN} more" if len(shown) > MAX_NAMES_SHOWN else ""
         )
         if reply.status == "error":
             raise UserError(f"reward {label!r} failed on {where}: {reply.value}")
@@ -259,14 +269,14 @@ class RewardFunction(Stateless):
             )
         return [self.on_timeout] * len(names), {}
 
-    def _with_scores(self, sums: Sums, batch: SequenceSample, context: HostContext) -> Vector:
+    def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
         """Return the weighted sum of each completion's parts and the reward model's score.
 
         Raises `UserError` for completions that no part applies to, unless there are scores.
         """
-        sums.record(context)
+        sums.record_metrics(context)
         if "scores" in batch.data:
-            scores = host_array(batch.data["scores"]).astype(np.float64)
+            scores = to_host_array(batch.data["scores"]).astype(np.float64)
             if len(scores) != len(sums.total):
                 raise DataError(
                     f"key 'scores' holds {len(scores)} values; there are {len(sums.total)} "
@@ -278,7 +288,7 @@ class RewardFunction(Stateless):
         without = [names[int(n)] for n in np.flatnonzero(np.isnan(sums.parts).all(axis=0))]
         if without:
             raise UserError(
-                f"no reward applies to {', '.join(without[:SHOWN])} ({len(without)} of "
+                f"no reward applies to {', '.join(without[:MAX_NAMES_SHOWN])} ({len(without)} of "
                 f"{len(names)} completions): "
                 f"{', '.join(self.routes.labels)} returned None; give these rows what a reward "
                 f"needs, or add a reward function that applies"
@@ -287,20 +297,20 @@ class RewardFunction(Stateless):
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingRewardCall:
     """Completions of a batch by position, and the pending replies of their reward functions."""
 
-    places: list[int]
-    route: Route
-    told: Any  # inputs of the functions, as ids and columns
-    replies: list[Future[Reply]]
-    batches: int  # number of batches computed before this call was submitted
+    positions: list[int]
+    route: RewardRoute
+    inputs: Any  # inputs of the functions, as ids and columns
+    replies: list[Future[RewardReply]]
+    batches_before: int  # number of batches computed before this call was submitted
 
 
-class Sums:
+class RewardSums:
     """Running sums of a batch's rewards."""
 
-    def __init__(self, texts: Texts, labels: Sequence[str]) -> None:
+    def __init__(self, texts: CompletionTexts, labels: Sequence[str]) -> None:
         self.texts = texts
         self.labels = labels
         self.parts = np.full(
@@ -320,7 +330,7 @@ class Sums:
             if isinstance(value, (int, float)):
                 self.parts[part, place] = value
             else:
-                self._add_tokens(part, weight, place, self.texts.by_token(place, value))
+                self._add_tokens(part, weight, place, self.texts.spread_over_tokens(place, value))
             if not np.isnan(self.parts[part, place]):
                 self.total[place] += weight * self.parts[part, place]
 
@@ -333,13 +343,13 @@ class Sums:
         given = ~np.isnan(rewards)
         there[given] = np.nan_to_num(there[given]) + weight * rewards[given]
 
-    def count(self, part: int, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, part: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of one call."""
         for name, value in metrics.items():
             key = f"reward/{self.labels[part]}/{name}"
             self.metrics[key] = self.metrics.get(key, 0.0) + value
 
-    def record(self, context: HostContext) -> None:
+    def record_metrics(self, context: HostContext) -> None:
         """Record the mean of each part and the metrics of the calls."""
         for label, part in zip(self.labels, self.parts, strict=True):
             if not np.isnan(part).all():
@@ -354,5 +364,5 @@ def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostC
         group = np.zeros_like(group)
     first = np.unique(group, return_index=True)[1]
     context.record("reward", float(rewards.mean()))
-    context.record("reward_std", float(group_stds(rewards, group)[first].mean()))
-    context.record("frac_reward_zero_std", float(zero_variance(rewards, group).mean()))
+    context.record("reward_std", float(compute_group_stds(rewards, group)[first].mean()))
+    context.record("frac_reward_zero_std", float(find_zero_variance(rewards, group).mean()))

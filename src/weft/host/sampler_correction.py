@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.algorithms.sampler import CORRECTIONS, sampler_weights
+from weft.algorithms.sampler import CORRECTIONS, compute_sampler_weights
 from weft.data.sample import SequenceSample
-from weft.errors import ConfigError, unknown_name
-from weft.host._rows import Rows
-from weft.host.base import HostContext, Stateless
+from weft.errors import ConfigError, build_unknown_name_error
+from weft.host._rows import CompletionRows
+from weft.host.base import HostContext, StatelessHostFunction
 from weft.registry import register_function
 
 
 @register_function("sampler_correction")
 @dataclass
-class SamplerCorrection(Stateless):
-    """Compute `sampler_weights` [L], the weights of tokens in the policy loss.
+class SamplerCorrection(StatelessHostFunction):
+    """Compute `compute_sampler_weights` [L], the weights of tokens in the policy loss.
 
     The method is in `weft.algorithms.sampler`.
 
-    Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
+    Keys: `logprobs` [L] as sampled, `find_old_logprobs` [L] by the trained network with the same
     weights; `loss_mask` and `prompt` if present. Metrics over trained tokens: `weight` and
     `weight_max` before the bound, `bounded_fraction` (truncated or excluded), `effective_fraction`
     = (sum of weights)^2 / (tokens * sum of squared weights).
@@ -33,7 +33,7 @@ class SamplerCorrection(Stateless):
 
     def __post_init__(self) -> None:
         if self.correction not in CORRECTIONS:
-            raise unknown_name("sampler correction", self.correction, CORRECTIONS)
+            raise build_unknown_name_error("sampler correction", self.correction, CORRECTIONS)
         if not self.high >= 1.0 or not 0.0 <= (self.low or 0.0) <= 1.0:
             raise ConfigError(
                 f"sampler_correction: high={self.high} must be at least 1 and low={self.low} "
@@ -43,11 +43,11 @@ class SamplerCorrection(Stateless):
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
+        rows = CompletionRows(batch)
         mask = rows.mask
-        trainer = rows.tokens("old_logprobs")
-        sampler = rows.tokens("logprobs")
-        weights, ratio = sampler_weights(
+        trainer = rows.read_tokens("old_logprobs")
+        sampler = rows.read_tokens("logprobs")
+        weights, ratio = compute_sampler_weights(
             trainer, sampler, mask, rows.lengths, self.correction, self.high, self.low
         )
         trained = mask != 0.0
@@ -61,4 +61,4 @@ class SamplerCorrection(Stateless):
                 "effective_fraction",
                 float(kept.sum() ** 2 / max(len(kept) * np.square(kept).sum(), 1e-12)),
             )
-        return rows.sample(sampler_weights=weights)
+        return rows.build_token_sample(sampler_weights=weights)

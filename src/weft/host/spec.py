@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, nearest, unknown_name
+from weft.errors import ConfigError, build_unknown_name_error, find_nearest
 from weft.registry import verifiers
 
 FORM = (
@@ -35,7 +35,7 @@ class RewardPart:
 
 
 @dataclass(frozen=True)
-class Target:
+class RewardTarget:
     """Location of a part's function: a module or a file, and the function's name in it.
 
     Another process imports the function from there. A verifier's parameters with a default are its
@@ -66,7 +66,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
             f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of "
             f"its own: [{list(entries)}]"
         )
-    parts = [part for entry in entries for part in _parts(entry)]
+    parts = [part for entry in entries for part in _parse_parts(entry)]
     if all(part.weight == 0 for part in parts):
         raise ConfigError(
             "reward: all weights are 0, so every reward is; give one of them another weight"
@@ -79,32 +79,32 @@ def parse_reward(reward: Any) -> list[RewardPart]:
     return parts
 
 
-def _parts(entry: Any) -> list[RewardPart]:
+def _parse_parts(entry: Any) -> list[RewardPart]:
     """Return the parts of one list entry: one part, or one per name of a mapping to weights."""
     if isinstance(entry, RewardPart):
         return [entry]
     if isinstance(entry, str) and entry:
         return [RewardPart(entry)]
     if isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], str):
-        return [_part(entry[0], entry[1])]
+        return [_build_part(entry[0], entry[1])]
     if isinstance(entry, Mapping) and "name" in entry:
-        return [_named(entry)]
+        return [_parse_named_part(entry)]
     if isinstance(entry, Mapping) and entry:
-        return [_part(str(name), weight) for name, weight in entry.items()]
+        return [_build_part(str(name), weight) for name, weight in entry.items()]
     raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
 
 
-def _named(entry: Mapping[str, Any]) -> RewardPart:
+def _parse_named_part(entry: Mapping[str, Any]) -> RewardPart:
     """Return the part that a mapping with `name`, `weight` and `args` specifies."""
     if not isinstance(entry["name"], str) or set(entry) - {"name", "weight", "args"}:
         raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
     args = entry.get("args") or {}
     if not isinstance(args, Mapping):
         raise ConfigError(f"reward: args={args!r} of {entry['name']!r} must be a mapping")
-    return _part(entry["name"], entry.get("weight", 1.0), args)
+    return _build_part(entry["name"], entry.get("weight", 1.0), args)
 
 
-def _part(name: str, weight: Any, args: Mapping[str, Any] | None = None) -> RewardPart:
+def _build_part(name: str, weight: Any, args: Mapping[str, Any] | None = None) -> RewardPart:
     if not _is_number(weight):
         raise ConfigError(
             f"reward: weight={weight!r} of {name!r} must be a number, and a finite one; options "
@@ -118,7 +118,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def locate(part: RewardPart, *, checked: bool = True) -> Target:
+def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
     """Return the location of the part's function.
 
     Raises `ConfigError` for an unregistered name, a missing file or module, and, if `checked`, for
@@ -136,7 +136,7 @@ def locate(part: RewardPart, *, checked: bool = True) -> Target:
         if not file.is_file():
             raise ConfigError(f"reward: {part.name!r}: there is no file {place}")
         _check_defined(part, file, attribute)
-        return Target(attribute, None, str(file.resolve()), attribute, part.args)
+        return RewardTarget(attribute, None, str(file.resolve()), attribute, part.args)
     package = place.partition(".")[0]
     if (
         package.isidentifier()
@@ -144,7 +144,7 @@ def locate(part: RewardPart, *, checked: bool = True) -> Target:
         and importlib.util.find_spec(package) is None
     ):
         raise ConfigError(f"reward: {part.name!r}: No module named {package!r}")
-    return Target(attribute, place, None, attribute, part.args)
+    return RewardTarget(attribute, place, None, attribute, part.args)
 
 
 def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
@@ -170,14 +170,14 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
     if attribute not in names and names.isdisjoint(
         ("*", "__getattr__", "globals", "locals", "vars", "exec", "setattr")
     ):
-        close = nearest(attribute, names)
+        close = find_nearest(attribute, names)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(
             f"reward: {part.name!r}: there is no function {attribute!r} in {file}{hint}"
         )
 
 
-def _locate_verifier(part: RewardPart, checked: bool) -> Target:
+def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
     """Return the location of a registered verifier, by the module or file that defines it.
 
     A verifier can come from user code that another process has not imported.
@@ -187,7 +187,7 @@ def _locate_verifier(part: RewardPart, checked: bool) -> Target:
             f"reward: {part.name!r} names no function in the file; write {part.name}:FUNCTION"
         )
     if part.name not in verifiers:
-        raise unknown_name("verifier", part.name, verifiers.names())
+        raise build_unknown_name_error("verifier", part.name, verifiers.list_names())
     function = verifiers.get(part.name)
     if checked:
         _check_options(part, function)
@@ -208,7 +208,7 @@ def _locate_verifier(part: RewardPart, checked: bool) -> Target:
     )
     # A file imported by path (`--import FILE.py`) is a module in this process only; other processes
     # import it by path again.
-    return Target(
+    return RewardTarget(
         part.name,
         module if importable else None,
         None if importable else file,
@@ -227,7 +227,7 @@ def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
     options = [p.name for p in parameters if p.default is not p.empty]
     for name in part.args:
         if name not in options:
-            close = nearest(name, options)
+            close = find_nearest(name, options)
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:

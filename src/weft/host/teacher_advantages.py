@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.algorithms.advantages import reversed_discounted_sums, segment_sums
+from weft.algorithms.advantages import compute_discounted_sums, compute_segment_sums
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError
-from weft.host._rows import Rows
-from weft.host.base import HostContext, Stateless
+from weft.host._rows import CompletionRows
+from weft.host.base import HostContext, StatelessHostFunction
 from weft.registry import register_function
 
 
 @register_function("teacher_advantages")
 @dataclass
-class TeacherAdvantages(Stateless):
+class TeacherAdvantages(StatelessHostFunction):
     """Compute `advantages` [L] from the difference of teacher's and student's log-probs.
 
     The advantage of token t is the sum over trained tokens s >= t of discount^(s - t) (log
@@ -43,21 +43,23 @@ class TeacherAdvantages(Stateless):
             raise ConfigError(f"discount={self.discount} must be at least 0 and at most 1")
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
-        rows = Rows(batch)
+        rows = CompletionRows(batch)
         trained = rows.mask != 0.0
-        apart = (rows.tokens("logprobs") - rows.tokens("teacher_logprobs"))[trained]
+        apart = (rows.read_tokens("logprobs") - rows.read_tokens("teacher_logprobs"))[trained]
         # Trained tokens only: tokens that the policy did not write are skipped and take no time
         # step.
-        counts = segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
-        found = reversed_discounted_sums(-apart, counts, self.discount)
+        counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
+        found = compute_discounted_sums(-apart, counts, self.discount)
         if len(apart):
             context.record("kl_k1", float(apart.mean()))
-            context.record("kl_k1_per_completion", float(segment_sums(apart, counts).mean()))
+            context.record(
+                "kl_k1_per_completion", float(compute_segment_sums(apart, counts).mean())
+            )
             context.record("advantage_std", float(found.std()))
             if "teacher_top1" in batch.data:
                 context.record(
-                    "teacher_agreement", float(rows.tokens("teacher_top1")[trained].mean())
+                    "teacher_agreement", float(rows.read_tokens("teacher_top1")[trained].mean())
                 )
         advantages = np.zeros(len(trained))
         advantages[trained] = found
-        return rows.sample(advantages=advantages)
+        return rows.build_token_sample(advantages=advantages)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.datasets.prompt import MESSAGES
-from weft.data.prefix import common_prefix
+from weft.data.prefix import count_common_prefix
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, UserError
@@ -22,7 +22,7 @@ from weft.interfaces.base import Model
 Ids = list[int]
 
 
-def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers map the same ids to the same tokens.
 
     Chat templates and other settings may differ.
@@ -34,13 +34,13 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     )
 
 
-def has_own_form(model: Model, batch: SequenceSample) -> bool:
+def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
     """Return whether a role needs the batch converted before it can read it.
 
     True if the role's vocabulary differs from the data's, or if the prompts are messages and the
     role has a chat template that differs from the data's.
     """
-    if not same_tokens(model.tokenizer, model.data_tokenizer):
+    if not have_same_tokens(model.tokenizer, model.data_tokenizer):
         return True
     template = model.tokenizer.chat_template
     return (
@@ -50,7 +50,7 @@ def has_own_form(model: Model, batch: SequenceSample) -> bool:
     )
 
 
-def in_own_form(
+def convert_to_own_tokens(
     model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
 ) -> SequenceSample:
     """Return the batch in the role's own tokens, with the same ids and numbers of completions.
@@ -72,7 +72,7 @@ def in_own_form(
     else:
         finished = [None] * len(owner)
     completions: list[list[tuple[Ids, bool]]] = [[] for _ in batch.ids]
-    stop_ids = model.data_tokenizer.stop_ids()
+    stop_ids = model.data_tokenizer.list_stop_ids()
     for index, sequence, flag in zip(owner, batch.sequences("completion"), finished, strict=True):
         ids = sequence.tolist()
         ended = flag > 0 if flag is not None else bool(ids) and ids[-1] in stop_ids
@@ -91,11 +91,11 @@ def in_own_form(
         ]
         if messages is None or prefix or suffix:
             text = prefix + model.data_tokenizer.decode(prompt.tolist(), skip_special=True) + suffix
-            made.append(_as_text(model.tokenizer, text, said))
+            made.append(_encode_as_text(model.tokenizer, text, said))
             left_out.append([])
         else:
-            context, missing = _context(model, id, messages, tools)
-            made.append(_as_turns(model, context, messages, tools, said))
+            context, missing = _render_prompt(model, id, messages, tools)
+            made.append(_render_as_turns(model, context, messages, tools, said))
             left_out.append(sorted(missing))
     # Pack the sequences into a new sample.
     lengths = {
@@ -103,11 +103,14 @@ def in_own_form(
         "completion": [[len(ids) for ids in group] for _, group in made],
     }
     flat = [ids for _, group in made for ids in group]
-    data = {"prompt": _packed([prompt for prompt, _ in made]), "completion": _packed(flat)}
+    data = {
+        "prompt": _concatenate([prompt for prompt, _ in made]),
+        "completion": _concatenate(flat),
+    }
     return SequenceSample.from_groups(batch.ids, lengths, data, {"left_out": left_out})
 
 
-def _as_text(
+def _encode_as_text(
     tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
     """Encode a prompt and its completions as plain text; add the role's EOS to those that ended."""
@@ -118,7 +121,7 @@ def _as_text(
     return tokenizer.encode(prompt), made
 
 
-def _context(
+def _render_prompt(
     model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any
 ) -> tuple[Ids, frozenset[str]]:
     """Return (prompt rendered with the role's template, parts of its messages in no token).
@@ -144,7 +147,7 @@ def _context(
         ) from error
 
 
-def _as_turns(
+def _render_as_turns(
     model: Model,
     prompt: Ids,
     messages: Sequence[Mapping[str, Any]],
@@ -157,30 +160,32 @@ def _as_turns(
     template and is removed from the completions.
     """
     tokenizer = model.tokenizer
-    before, after = _blanks(model.data_tokenizer)
+    before, after = _find_template_blanks(model.data_tokenizer)
     wholes = []
     for whole, ended in said:
         text = whole.removeprefix(before)
         text = text.removesuffix(after) if ended else text
         ids = tokenizer.encode_chat([*messages, {"role": "assistant", "content": text}], tools)
-        wholes.append(_up_to_end(tokenizer, ids, common_prefix(prompt, ids), ended=ended))
-    shared = min(common_prefix(prompt, *wholes), *(len(ids) - 1 for ids in wholes))
+        wholes.append(
+            _cut_at_end_token(tokenizer, ids, count_common_prefix(prompt, ids), ended=ended)
+        )
+    shared = min(count_common_prefix(prompt, *wholes), *(len(ids) - 1 for ids in wholes))
     return wholes[0][:shared], [ids[shared:] for ids in wholes]
 
 
-def _blanks(tokenizer: Tokenizer) -> tuple[str, str]:
+def _find_template_blanks(tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the white space that a chat template writes (before a reply, before its end token)."""
-    before, after = tokenizer.around_reply
+    before, after = tokenizer.text_around_reply
     after = after.partition(tokenizer.turn_end)[0] if tokenizer.turn_end else ""
     return (before if before.isspace() else ""), (after if after.isspace() else "")
 
 
-def _up_to_end(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
+def _cut_at_end_token(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
     """Cut a conversation at the end token of its last turn; keep that token if the turn `ended`."""
     if tokenizer.turn_end is None:
         stop = None
     else:
-        stop = tokenizer.special_id(tokenizer.turn_end)
+        stop = tokenizer.find_special_id(tokenizer.turn_end)
     last = next((at for at in range(len(ids) - 1, start - 1, -1) if ids[at] == stop), None)
     kept = ids if last is None else ids[:last]
     if not ended:
@@ -189,5 +194,5 @@ def _up_to_end(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Id
     return kept if kept and kept[-1] == end else [*kept, end]
 
 
-def _packed(sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+def _concatenate(sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     return np.array([token for ids in sequences for token in ids], dtype=np.int64)

@@ -19,7 +19,7 @@ Unit = Literal["sequence", "group"]
 T = TypeVar("T")
 
 
-class Updates(Protocol):
+class PendingUpdates(Protocol):
     """Requests to a role's devices that arrive during one of its calls, above all new weights.
 
     An interruptible call polls for requests between its steps; requests that it does not handle are
@@ -58,7 +58,7 @@ class Model:
     announce: Callable[[SequenceSample], None] | None = None
     # limit of one forward pass, passed on to the engine
     max_tokens: int = DEFAULT_MAX_TOKENS
-    updates: Updates | None = None  # None if the call cannot be interrupted
+    updates: PendingUpdates | None = None  # None if the call cannot be interrupted
 
     @property
     def version(self) -> int:
@@ -89,11 +89,11 @@ class Minibatches:
     epochs: int = 1
     unit: Unit = "group"
 
-    def asked(self, completions: int) -> int:
+    def count_requested(self, completions: int) -> int:
         """Return the number of minibatches per epoch for `completions`, if there are enough ids."""
         return self.count if self.size is None else -(-completions // self.size)
 
-    def of(self, batch: SequenceSample) -> int:
+    def count_for_batch(self, batch: SequenceSample) -> int:
         """Return the number of minibatches per epoch that this batch is split into.
 
         It is smaller than the configured number if the batch has fewer ids (or completions, per `unit`).
@@ -101,7 +101,10 @@ class Minibatches:
         if self.count == 1 and self.size is None:
             return 1
         completions = batch.num_sequences()
-        return min(self.asked(completions), batch.num_ids if self.unit == "group" else completions)
+        return min(
+            self.count_requested(completions),
+            batch.num_ids if self.unit == "group" else completions,
+        )
 
 
 @dataclass(frozen=True)

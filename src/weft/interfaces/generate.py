@@ -15,20 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from weft import randomness
-from weft.algorithms.base import host_array
+from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Generator, Partial, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
-from weft.interfaces._own_form import same_tokens
+from weft.interfaces._own_form import have_same_tokens
 from weft.interfaces.base import MFCResult, Model
 from weft.options import read, validate
 from weft.registry import register_interface
 
 
 @register_interface("generate")
-class Generate:
+class GenerateInterface:
     """Sample `samples_per_prompt` completions of every prompt.
 
     The other arguments are the fields of `GenerationSpec` (`gen.*`).
@@ -66,7 +66,7 @@ class Generate:
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
         """Raise `ConfigError` if the token ids of the role differ from the data's."""
-        if not same_tokens(own, data):
+        if not have_same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} generates with another tokenizer than the one that made the "
                 f"prompts; "
@@ -91,18 +91,20 @@ class Generate:
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
-            return self._mixed(model, batch)
+            return self._sample_share(model, batch)
         made, own = self._sample(model, batch)
-        return MFCResult(made, _metrics(model.gather(own)))
+        return MFCResult(made, _compute_metrics(model.gather(own)))
 
-    def _mixed(self, model: Model, batch: SequenceSample) -> MFCResult:
+    def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Sample completions of a share of the ids and keep the rows' own for the others."""
         purpose = f"share/{model.role}"
-        draws = [randomness.uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids]
+        draws = [
+            randomness.draw_uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids
+        ]
         chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
         others = [id for id, draw in zip(batch.ids, draws, strict=True) if draw >= self.share]
         if others or not batch.num_ids:
-            parts = [_own(batch.select(ids=others))]
+            parts = [_extract_own_completions(batch.select(ids=others))]
         else:
             parts = []
         counts = model.gather((len(chosen), batch.num_ids))
@@ -115,13 +117,15 @@ class Generate:
             made, own = self._sample(
                 replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"])
             )
-            parts += [_marked(made, 1.0)] if chosen or not parts else []
-            metrics |= _metrics(model.gather(own))
+            parts += [_mark_sampled(made, 1.0)] if chosen or not parts else []
+            metrics |= _compute_metrics(model.gather(own))
         return MFCResult(SequenceSample.gather(parts).select(ids=batch.ids), metrics)
 
-    def _sample(self, model: Model, batch: SequenceSample) -> tuple[SequenceSample, Sampled]:
+    def _sample(
+        self, model: Model, batch: SequenceSample
+    ) -> tuple[SequenceSample, GenerationCounts]:
         """Return (completions of every prompt, counts for the metrics)."""
-        stop_ids = [*self.spec.stop_ids, *model.tokenizer.stop_ids()]
+        stop_ids = [*self.spec.stop_ids, *model.tokenizer.list_stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         # One request per completion.
         requests = [
@@ -129,7 +133,7 @@ class Generate:
             for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True)
             for k in range(self.samples_per_prompt)
         ]
-        progress = _Progress(
+        progress = _GenerationProgress(
             {(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0)
         )
         started = time.perf_counter()
@@ -151,15 +155,17 @@ class Generate:
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
         cut = sum(row[-1].finish == "length" for row in completions)
-        sampled = Sampled(
+        sampled = GenerationCounts(
             [len(row) for row in completions],
             cut,
             seconds,
             interruptions if model.updates is not None else None,
         )
-        return self._outputs(batch.ids, completions), sampled
+        return self._build_outputs(batch.ids, completions), sampled
 
-    def _run(self, model: Model, generator: Generator, progress: _Progress) -> list[Partial]:
+    def _run(
+        self, model: Model, generator: Generator, progress: _GenerationProgress
+    ) -> list[Partial]:
         """Sample until all completions have ended or updates wait; return the unfinished ones."""
         partials: list[Partial] = []
         while not generator.idle:
@@ -174,14 +180,16 @@ class Generate:
                 made = [
                     progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)
                 ]
-                model.announce(self._outputs(complete, made))
+                model.announce(self._build_outputs(complete, made))
             if partials or generator.idle or model.updates is None:
                 continue
             if model.updates.are_waiting():
                 partials = generator.abort(progress.ended)  # steps in flight can still yield tokens
         return partials
 
-    def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
+    def _build_outputs(
+        self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]
+    ) -> SequenceSample:
         """Return the completions as keys of a sample, K per id in the order of `ids`."""
         events = [event for row in rows for event in row]
         tokens = [len(row) for row in rows]
@@ -206,19 +214,19 @@ class Generate:
         return SequenceSample.from_groups(ids, lengths, data)
 
 
-def _own(batch: SequenceSample) -> SequenceSample:
+def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
     """Return the rows' own completions; every token is trained unless they have a `loss_mask`."""
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     kept = batch.select(keys=keys)
     if len(keys) > 1:
-        mask = host_array(kept.data["loss_mask"])
+        mask = to_host_array(kept.data["loss_mask"])
     else:
         mask = np.ones(kept.num_tokens())
     own = {"completion": kept.data["completion"], "loss_mask": mask.astype(np.float32)}
-    return _marked(kept.like("completion", **own), 0.0)
+    return _mark_sampled(kept.like("completion", **own), 0.0)
 
 
-def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
+def _mark_sampled(made: SequenceSample, sampled: float) -> SequenceSample:
     """Return `completion` and `loss_mask`, and `sampled` with the given value per completion."""
     marks = np.full(made.num_sequences(), sampled, dtype=np.float32)
     return made.select(keys=["completion", "loss_mask"]).update(
@@ -227,7 +235,7 @@ def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
 
 
 @dataclass(frozen=True)
-class _Progress:
+class _GenerationProgress:
     """Tokens of each completion so far, and the number of ended completions of each id."""
 
     rows: dict[tuple[str, int], list[TokenEvent]]
@@ -235,7 +243,7 @@ class _Progress:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class GenerationCounts:
     """Counts of one rank's generation, for the metrics.
 
     Tokens of each completion, number of truncated completions, duration, and number of
@@ -243,16 +251,16 @@ class Sampled:
     """
 
     lengths: list[int]
-    cut: int
+    num_truncated: int
     seconds: float
     interruptions: int | None = None
 
 
-def _metrics(ranks: Sequence[Sampled]) -> dict[str, float]:
+def _compute_metrics(ranks: Sequence[GenerationCounts]) -> dict[str, float]:
     """Return the metrics of a generation over all ranks, or none if nothing was sampled.
 
     `response_length` and `response_length_max` in tokens, `truncated_fraction` (truncated at the
-    length limit), `tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
+    length limit), `compute_tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
     ranks.
     """
     lengths = [length for rank in ranks for length in rank.lengths]
@@ -263,6 +271,6 @@ def _metrics(ranks: Sequence[Sampled]) -> dict[str, float]:
         **({"interruptions_max": float(max(interrupted))} if interrupted else {}),
         "response_length": sum(lengths) / len(lengths),
         "response_length_max": float(max(lengths)),
-        "truncated_fraction": sum(rank.cut for rank in ranks) / len(lengths),
+        "truncated_fraction": sum(rank.num_truncated for rank in ranks) / len(lengths),
         "tokens_per_second": sum(lengths) / max(rank.seconds for rank in ranks),
     }

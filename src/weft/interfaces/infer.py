@@ -13,23 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.base import Output, host_array
+from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.host.base import HostContext
 from weft.host.reward import record_rewards
-from weft.interfaces._own_form import has_own_form, in_own_form, same_tokens
+from weft.interfaces._own_form import convert_to_own_tokens, has_own_tokens, have_same_tokens
 from weft.interfaces.base import MFCResult, Model
-from weft.models.network.event_outputs import LIKELIEST
+from weft.models.network.event_outputs import TOP_OUTPUTS
 from weft.models.network.packed import TopIds
 from weft.registry import register_interface
 
-TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(LIKELIEST))
+TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 
 
 @register_interface("infer")
-class Infer:
+class InferInterface:
     """Compute `outputs` of the role's network; each becomes a key of that name.
 
     `temperature` is that of the sampler. `top_k` is the number of ids per token in `top_ids` and
@@ -50,9 +50,9 @@ class Infer:
         top_k: int | None = None,
     ) -> None:
         self.outputs = frozenset(outputs)
-        asked = self.outputs & LIKELIEST
+        asked = self.outputs & TOP_OUTPUTS
         if (top_k is None) != (not asked) or (top_k is not None and top_k < 1):
-            rule = f"at least 1 with the outputs {' and '.join(sorted(LIKELIEST))}, and absent without them"
+            rule = f"at least 1 with the outputs {' and '.join(sorted(TOP_OUTPUTS))}, and absent without them"
             raise ConfigError(
                 f"top_k={top_k} with the outputs {', '.join(sorted(self.outputs))}: must be {rule}"
             )
@@ -68,7 +68,7 @@ class Infer:
         token.
         """
         tokenwise = sorted(self.outputs.intersection(TOKENWISE))
-        if tokenwise and (self._has_form or not same_tokens(own, data)):
+        if tokenwise and (self._has_form or not have_same_tokens(own, data)):
             raise ConfigError(
                 f"role {role!r} has another tokenizer or prompt form than the data, so it cannot "
                 f"give "
@@ -85,21 +85,22 @@ class Infer:
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
-        if self._has_form or (self.outputs.isdisjoint(TOKENWISE) and has_own_form(model, batch)):
-            read = in_own_form(model, batch, self.prompt_prefix, self.prompt_suffix)
+        if self._has_form or (self.outputs.isdisjoint(TOKENWISE) and has_own_tokens(model, batch)):
+            read = convert_to_own_tokens(model, batch, self.prompt_prefix, self.prompt_suffix)
         made = model.engine.forward(
             read,
             self.outputs,
             temperature=self.temperature,
-            top=self._top(model),
+            top=self._choose_top_ids(model),
             max_tokens=model.max_tokens,
         )
         left_out = read.metadata.get("left_out", ()) if read is not batch else ()
         return MFCResult(
-            made.select(keys=sorted(self.outputs)), _metrics(model.gather(Part.of(made, left_out)))
+            made.select(keys=sorted(self.outputs)),
+            _compute_metrics(model.gather(OutputSums.from_outputs(made, left_out))),
         )
 
-    def _top(self, model: Model) -> TopIds | None:
+    def _choose_top_ids(self, model: Model) -> TopIds | None:
         """Return the number of top ids and the bound of the ids to choose from, or None.
 
         Networks of one tokenizer can have different numbers of outputs, more than the tokenizer has
@@ -116,7 +117,7 @@ class Infer:
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputSums:
     """Sums of one rank's part of the batch, for the metrics.
 
     `sums` has (sum, count) of each tokenwise output, `owners` the id of each score, and `cut` the
@@ -130,15 +131,15 @@ class Part:
     cut: int | None
 
     @classmethod
-    def of(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Part:
+    def from_outputs(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> OutputSums:
         """Return the sums of the outputs of one rank."""
         values = {
-            key: host_array(made.data[key]).astype(np.float64)
+            key: to_host_array(made.data[key]).astype(np.float64)
             for key in ("entropy", "values")
             if key in made.data
         }
         if "scores" in made.data:
-            scores = host_array(made.data["scores"]).astype(np.float64)
+            scores = to_host_array(made.data["scores"]).astype(np.float64)
         else:
             scores = None
         if scores is not None:
@@ -151,7 +152,7 @@ class Part:
         )
 
 
-def _metrics(parts: Sequence[Part]) -> Mapping[str, float]:
+def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
     """Return the means of the outputs over all ranks.
 
     Scores also have their spread, under the names of reward nodes. `prompts_in_part` is the share

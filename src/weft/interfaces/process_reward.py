@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.algorithms.advantages import segment_sums
-from weft.algorithms.base import host_array
+from weft.algorithms.advantages import compute_segment_sums
+from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
-from weft.data.steps import step_ends, step_tokens
+from weft.data.steps import find_step_ends, find_step_tokens
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.host.base import HostContext
 from weft.host.reward import record_rewards
-from weft.interfaces._own_form import same_tokens
+from weft.interfaces._own_form import have_same_tokens
 from weft.interfaces.base import MFCResult, Model
 from weft.registry import register_interface
 
 
 @register_interface("process_reward")
-class ProcessReward:
+class ProcessRewardInterface:
     """Compute the rewards of steps by a role whose head has one value per token.
 
     `step` is the text that ends a step; the last step ends with the completion.
@@ -39,7 +39,7 @@ class ProcessReward:
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
         """Raise `ConfigError` if the role's tokenizer is not the data's."""
-        if not same_tokens(own, data):
+        if not have_same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} has another tokenizer than the data, so it cannot give rewards at "
                 f"the data's tokens; "
@@ -56,16 +56,16 @@ class ProcessReward:
         # Forward pass: one value before each token and one after the last.
         made = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
         lengths = batch.lengths["completion"].astype(np.int64)
-        values = host_array(made.data["values"]).astype(np.float64)
+        values = to_host_array(made.data["values"]).astype(np.float64)
         ends = np.cumsum(lengths + 1)
         # [L]: output of the head at each token of a completion
         after = np.delete(values, ends - lengths - 1)
         # Keep the values at the last tokens of steps.
         rewards = np.full(len(after), np.nan)
-        steps = self._last_tokens(model, batch)
+        steps = self._find_last_tokens(model, batch)
         rewards[steps] = after[steps]
-        scores = segment_sums(np.nan_to_num(rewards), lengths)
-        counted = segment_sums((~np.isnan(rewards)).astype(float), lengths)
+        scores = compute_segment_sums(np.nan_to_num(rewards), lengths)
+        counted = compute_segment_sums((~np.isnan(rewards)).astype(float), lengths)
         # Record the metrics over all ranks.
         owners = [batch.ids[group] for group in batch.group_of("completion")]
         parts = model.gather((counted, scores, owners))
@@ -73,9 +73,9 @@ class ProcessReward:
         context.record("steps", float(np.concatenate([part[0] for part in parts]).mean()))
         groups = np.unique([owner for part in parts for owner in part[2]], return_inverse=True)[1]
         record_rewards(np.concatenate([part[1] for part in parts]), groups, context)
-        return MFCResult(_sample(batch, rewards, scores), context.metrics)
+        return MFCResult(_build_sample(batch, rewards, scores), context.metrics)
 
-    def _last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
+    def _find_last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
         """Return the indices of the tokens that end a step, over all completions concatenated."""
         found = []
         start = 0
@@ -85,15 +85,15 @@ class ProcessReward:
         ):
             ids = sequence.tolist()
             prompt = prompts[int(group)]
-            ends = step_ends(model.data_tokenizer.decode_after(prompt, ids, True), self.step)
+            ends = find_step_ends(model.data_tokenizer.decode_after(prompt, ids, True), self.step)
             found += [
                 start + at
-                for at in dict.fromkeys(step_tokens(model.data_tokenizer, prompt, ids, ends))
+                for at in dict.fromkeys(find_step_tokens(model.data_tokenizer, prompt, ids, ends))
             ]
             start += len(ids)
         return found
 
 
-def _sample(batch: SequenceSample, rewards: np.ndarray, scores: np.ndarray) -> SequenceSample:
+def _build_sample(batch: SequenceSample, rewards: np.ndarray, scores: np.ndarray) -> SequenceSample:
     by_token = batch.like("completion", token_rewards=rewards.astype(np.float32))
     return by_token.update(batch.one_per("completion", scores=scores.astype(np.float32)))

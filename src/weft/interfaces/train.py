@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.base import Loss, host_array
+from weft.algorithms.base import Loss, to_host_array
 from weft.data.sample import SequenceSample
 from weft.engine.base import StepStats
 from weft.errors import ConfigError
@@ -22,14 +22,14 @@ ADDED = ("num_tokens", "seconds")
 
 
 @register_interface("train")
-class Train:
-    """Train a role on a registered loss, constructed with `loss_args`.
+class TrainInterface:
+    """Train a role on a registered loss, constructed with `build_loss_args`.
 
     A batch is split into `num_minibatches`, or into minibatches of `mini_batch_size` completions,
     for `epochs` epochs. `temperature` divides the logits, as in the sampler.
 
     A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L] (of
-    the weights that sampled its tokens), the metrics `staleness` (mean over trained tokens) and
+    the weights that sampled its tokens), the metrics `compute_staleness` (mean over trained tokens) and
     `staleness_max` are the number of train steps by which the trained weights are newer.
     """
 
@@ -62,9 +62,9 @@ class Train:
         frozen = model.schedule.frozen_steps if model.schedule else 0
         # The schedule counts whole batches, so a short batch counts as many steps as a whole one;
         # frozen steps that have ended do not resume.
-        if model.version == 0 and model.step * self._asked(minibatches) < frozen:
+        if model.version == 0 and model.step * self._count_requested_steps(minibatches) < frozen:
             return MFCResult(metrics={"frozen": 1.0})
-        lag = staleness(model, minibatches)
+        lag = compute_staleness(model, minibatches)
         steps = model.engine.train(
             minibatches,
             self.loss,
@@ -72,7 +72,9 @@ class Train:
             temperature=self.temperature,
             max_tokens=model.max_tokens,
         )
-        return MFCResult(metrics={**merged(steps), **lag}, seen=steps[0].seen if steps else None)
+        return MFCResult(
+            metrics={**merge_metrics(steps), **lag}, seen=steps[0].seen if steps else None
+        )
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Return the loss and its statistics on a batch, without an optimizer step."""
@@ -81,16 +83,16 @@ class Train:
         )
         return MFCResult(metrics=metrics)
 
-    def _asked(self, minibatches: Sequence[SequenceSample]) -> int:
+    def _count_requested_steps(self, minibatches: Sequence[SequenceSample]) -> int:
         """Return the number of optimizer steps on a whole batch."""
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
         else:
             completions = 0
-        return self._cut.asked(completions) * self._cut.epochs
+        return self._cut.count_requested(completions) * self._cut.epochs
 
 
-def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
+def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
     """Return the mean and largest staleness of the trained tokens, or {} without `versions`.
 
     Staleness is the number of train steps by which the role's weights are newer than the weights
@@ -99,7 +101,8 @@ def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, 
     if not all("versions" in part.data for part in minibatches):
         return {}
     ages = [
-        model.version - host_array(part.data["versions"])[_trained(part)] for part in minibatches
+        model.version - to_host_array(part.data["versions"])[_find_trained_tokens(part)]
+        for part in minibatches
     ]
     own = np.concatenate(ages)
     ranks = model.gather((float(own.sum()), len(own), float(own.max(initial=0))))
@@ -112,14 +115,14 @@ def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, 
     }
 
 
-def _trained(part: SequenceSample) -> npt.NDArray[np.bool_]:
+def _find_trained_tokens(part: SequenceSample) -> npt.NDArray[np.bool_]:
     """Boolean mask of the trained tokens."""
     if "loss_mask" not in part.data:
         return np.ones(len(part.data["versions"]), bool)
-    return host_array(part.data["loss_mask"]) != 0
+    return to_host_array(part.data["loss_mask"]) != 0
 
 
-def merged(steps: Sequence[StepStats]) -> dict[str, float]:
+def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
     """Combine the metrics of several optimizer steps into one value each.
 
     Sums of `ADDED`, the first value of `FIRST`, the last of `LAST`, the largest of `*_max`, means

@@ -7,8 +7,9 @@ with equal results up to rounding. Functions that exist only as kernels must be 
 """
 
 from weft.kernels.activations import activate
-from weft.kernels.compiling import by_rows as compiled_by_rows
-from weft.kernels.compiling import obstacle as compiling_obstacle
+from weft.kernels.compiling import compile_by_rows as compiled_by_rows
+from weft.kernels.compiling import find_obstacle as compiling_obstacle
+from weft.kernels.copy_queue import CopyMark, CopyQueue, build_copy_queue
 from weft.kernels.cpu.attention import MOST_DIM as MOST_HEAD_DIM
 from weft.kernels.cpu.attention import attend as attend_segments
 from weft.kernels.cpu.attention import attend_rows, merge_rows
@@ -18,41 +19,40 @@ from weft.kernels.cpu.cached_forward import (
     BlockWeights,
     CachedForward,
     CachedPass,
-    Drawing,
+    DrawParameters,
     LinearWeights,
     NetworkWeights,
     PrefixRows,
 )
 from weft.kernels.cpu.cached_forward import serves as serves_network
-from weft.kernels.cpu.library import library as cpu_library
+from weft.kernels.cpu.library import load_library as cpu_library
 from weft.kernels.cpu.library import serves
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors
 from weft.kernels.cpu.softmax import draw
 from weft.kernels.fp8 import Fp8Product, NarrowProduct
-from weft.kernels.fp8 import obstacle as fp8_obstacle
+from weft.kernels.fp8 import find_obstacle as fp8_obstacle
 from weft.kernels.gpu import flash, flex
-from weft.kernels.grouped import Groups, grouped_linear
+from weft.kernels.grouped import RowGroups, grouped_linear
 from weft.kernels.grouped import serves as serves_groups
-from weft.kernels.lane import Lane, Mark, lane_of
 from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
 from weft.kernels.products import (
     LEAST_ROWS,
     GradientSum,
     add_product,
-    kept_wide,
+    compute_weight_gradient,
     linear,
+    prepare_wide,
     product,
-    weight_gradient,
     wide_product,
 )
 from weft.kernels.softmax import statistics, to_gradients
-from weft.kernels.transfer import address, put, resize_storage, storage_of
+from weft.kernels.transfer import get_address, get_storage, put, resize_storage
 from weft.kernels.types import (
     Activation,
     AttentionSpec,
     AttentionState,
-    Statistics,
+    SoftmaxStatistics,
     VarlenLengths,
     VarlenSegments,
 )
@@ -69,40 +69,42 @@ __all__ = [
     "BlockWeights",
     "CachedForward",
     "CachedPass",
-    "Drawing",
+    "CopyMark",
+    "CopyQueue",
+    "DrawParameters",
     "Fp8Product",
     "GradientSum",
-    "Groups",
-    "Lane",
     "LinearWeights",
-    "Mark",
     "NarrowProduct",
     "NetworkWeights",
     "PrefixRows",
-    "Statistics",
+    "RowGroups",
+    "SoftmaxStatistics",
     "VarlenLengths",
     "VarlenSegments",
     "activate",
     "activated",
     "activated_linear",
     "add_product",
-    "address",
     "attend_cache",
     "attend_rows",
     "attend_segments",
+    "build_copy_queue",
     "compiled_by_rows",
     "compiling_obstacle",
+    "compute_weight_gradient",
     "cpu_library",
     "draw",
     "flash",
     "flex",
     "fp8_obstacle",
+    "get_address",
+    "get_storage",
     "grouped_linear",
     "in_vectors",
-    "kept_wide",
-    "lane_of",
     "linear",
     "merge_rows",
+    "prepare_wide",
     "product",
     "put",
     "resize_storage",
@@ -114,9 +116,7 @@ __all__ = [
     "serves_groups",
     "serves_network",
     "statistics",
-    "storage_of",
     "store_keys",
     "to_gradients",
-    "weight_gradient",
     "wide_product",
 ]

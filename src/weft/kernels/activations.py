@@ -22,7 +22,7 @@ def activate(x: Tensor, name: Activation) -> Tensor:
             return F.relu(x)
 
 
-def activation_gradient(grad_y: Tensor, x: Tensor, name: Activation) -> Tensor:
+def compute_activation_gradient(grad_y: Tensor, x: Tensor, name: Activation) -> Tensor:
     """Return the gradient by `x` of `activate(x, name)`, given the gradient by its result."""
     match name:
         case "silu":

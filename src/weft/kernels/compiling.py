@@ -17,10 +17,10 @@ from weft.kernels.gpu import flex
 ROWS = 0  # dimension whose size varies between calls
 
 
-def obstacle(device: torch.device) -> str | None:
+def find_obstacle(device: torch.device) -> str | None:
     """Return the reason why torch cannot compile for the device; None if it can."""
     if device.type == "cuda":
-        if flex._compiles():
+        if flex._can_compile():
             return None
         return "Triton, a C compiler or Python's header files are missing"
     commands = os.environ.get("CXX"), "g++", "clang++"
@@ -30,7 +30,7 @@ def obstacle(device: torch.device) -> str | None:
     return None if found else "there is no C++ compiler (CXX, g++ or clang++)"
 
 
-def by_rows(
+def compile_by_rows(
     function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True
 ) -> Callable[..., Any]:
     """Return the function, compiled at its first call for tensors of any number of rows.
@@ -48,11 +48,11 @@ def by_rows(
             if isinstance(each, Tensor) and each.dim():
                 torch._dynamo.maybe_mark_dynamic(each, ROWS)
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):
-            return _compiled(function, backend, whole)(*given)
+            return _compile(function, backend, whole)(*given)
 
     return call
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], backend: Any, whole: bool) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], backend: Any, whole: bool) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=whole, backend=backend)

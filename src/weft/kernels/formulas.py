@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.activations import activate, activation_gradient
+from weft.kernels.activations import activate, compute_activation_gradient
 from weft.kernels.types import Activation
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Return (x / rms * (offset + weight), 1 / rms [..., 1]) with rms = sqrt(mean(x^2) + eps)."""
-    wide = _wide(x)
+    wide = _widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse * (_wide(weight) + offset)).to(x.dtype), inverse
+    return (wide * inverse * (_widen(weight) + offset)).to(x.dtype), inverse
 
 
-def rms_norm_gradients(
+def compute_rms_norm_gradients(
     x: Tensor,
     weight: Tensor,
     inverse: Tensor,
@@ -34,11 +34,11 @@ def rms_norm_gradients(
     With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum
     of dy n.
     """
-    grad = _wide(grad_y)
-    normed = _wide(x) * inverse
+    grad = _widen(grad_y)
+    normed = _widen(x) * inverse
     grad_x = grad_weight = None
     if want_x:
-        scaled = grad * (_wide(weight) + offset)
+        scaled = grad * (_widen(weight) + offset)
         grad_x = (inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(
             x.dtype
         )
@@ -49,54 +49,58 @@ def rms_norm_gradients(
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
     """Return activation(gate_up); if `gated`, activation(first half) * second half."""
-    wide = _wide(gate_up)
+    wide = _widen(gate_up)
     if not gated:
         return activate(wide, activation).to(gate_up.dtype)
     gate, up = wide.chunk(2, dim=1)
     return (activate(gate, activation) * up).to(gate_up.dtype)
 
 
-def activated_gradients(
+def compute_activated_gradients(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (the gradient of `activated` by `gate_up`, the recomputed result of `activated`).
 
     `grad_out` is the gradient by that result, which is returned only if `again`, else None.
     """
-    wide = _wide(gate_up)
-    grad = _wide(grad_out)
+    wide = _widen(gate_up)
+    grad = _widen(grad_out)
     if not gated:
         value = activate(wide, activation)
-        made = activation_gradient(grad, wide, activation)
+        made = compute_activation_gradient(grad, wide, activation)
     else:
         gate, up = wide.chunk(2, dim=1)
         inner = activate(gate, activation)
-        made = torch.cat([activation_gradient(grad * up, gate, activation), grad * inner], dim=1)
+        made = torch.cat(
+            [compute_activation_gradient(grad * up, gate, activation), grad * inner], dim=1
+        )
         value = inner * up
     return made.to(gate_up.dtype), value.to(gate_up.dtype) if again else None
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Return x [T, heads, dim] with its first `2 * cos.shape[-1]` dimensions rotated.
 
     With `back`, rotate in the opposite direction.
     """
     half = cos.shape[-1]
-    wide = _wide(x)
+    wide = _widen(x)
     first = wide[..., :half]
     second = wide[..., half : 2 * half]
     rest = wide[..., 2 * half :]
-    cosine = _wide(cos)
-    sine = -_wide(sin) if back else _wide(sin)
+    cosine = _widen(cos)
+    sine = -_widen(sin) if back else _widen(sin)
     turned = [first * cosine - second * sine, second * cosine + first * sine]
     return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(x.dtype)
 
 
-def rotated_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Return heads [T, n, dim] with the first `count` heads rotated."""
-    return torch.cat([rotated(heads[:, :count], cos, sin, False), heads[:, count:]], dim=1)
+    return torch.cat([rotate(heads[:, :count], cos, sin, False), heads[:, count:]], dim=1)
 
 
-def heads_gradient(by_q: Tensor, by_k: Tensor, by_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of `rotated_heads` by its heads, given those by q, k and v."""
-    return torch.cat([rotated(by_q, cos, sin, True), rotated(by_k, cos, sin, True), by_v], dim=1)
+def compute_heads_gradient(
+    by_q: Tensor, by_k: Tensor, by_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Return the gradient of `rotate_heads` by its heads, given those by q, k and v."""
+    return torch.cat([rotate(by_q, cos, sin, True), rotate(by_k, cos, sin, True), by_v], dim=1)

@@ -18,7 +18,7 @@ LEAST_CAPABILITY = (9, 0)  # Hopper
 NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, in] -> [..., out]
 
 
-def obstacle(device: torch.device) -> str | None:
+def find_obstacle(device: torch.device) -> str | None:
     """Return the reason why the device has no fp8 products; None if it has them."""
     if (
         device.type != "cuda"
@@ -41,7 +41,7 @@ class Fp8Product:
     """
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
+    def supports(weight: Tensor) -> bool:
         """Return True if a weight's sizes allow an fp8 product."""
         return all(size % MULTIPLE == 0 for size in weight.shape)
 

@@ -21,18 +21,18 @@ ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Number of rows per group: `counts` int64 [groups], and the same on the host if known."""
 
     counts: Tensor
-    known: list[int] | None = None
+    host_counts: list[int] | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
         """Number of rows per group on the host; copying them waits for the device."""
-        if self.known is None:
+        if self.host_counts is None:
             return [int(count) for count in self.counts.tolist()]
-        return self.known
+        return self.host_counts
 
     @cached_property
     def ends(self) -> Tensor:
@@ -57,13 +57,13 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
     )
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Return x [rows, in], sorted by group, times each group's matrix transposed -> [rows, out].
 
     The matrices are weight [groups, out, in]. Differentiable once, in x and weight.
     """
     if serves(x, weight):
-        return _Grouped.apply(x, weight, groups)
+        return _GroupedLinear.apply(x, weight, groups)
     # The gradient of unbind is one stack; that of each weight[e] would be as large as the weight.
     matrices = weight.unbind()
     made = [linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)]
@@ -71,9 +71,9 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     return torch.cat(made) if made else linear(x, matrices[0])
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups = groups
         return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)

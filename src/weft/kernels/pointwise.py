@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.kernels import formulas
-from weft.kernels.activations import activate, activation_gradient
+from weft.kernels.activations import activate, compute_activation_gradient
 from weft.kernels.cpu import library
 from weft.kernels.cpu import rows as native
 from weft.kernels.gpu import compiled
-from weft.kernels.products import GradientSum, product, weight_gradient
+from weft.kernels.products import GradientSum, compute_weight_gradient, product
 from weft.kernels.types import Activation
 
 
@@ -36,28 +36,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     if x.device.type in ("cuda", "meta") and offset == 0.0 and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     if not torch.is_grad_enabled():
-        return _rms_norm(x, weight, eps, offset)[0]
+        return _compute_rms_norm(x, weight, eps, offset)[0]
     return _RMSNorm.apply(x, weight, eps, offset)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _compute_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     """Return (the result of `rms_norm`, 1 / sqrt(mean(x^2) + eps) [..., 1])."""
     if library.serves(x, weight):
         return native.rms_norm(x, weight, eps, offset)
     if compiled.serves(x, weight):
-        return compiled.one_kernel(formulas.rms_norm)(x, weight, eps, offset)
-    wide, inverse = _normed(x, eps)
-    return _scaled(wide, inverse, weight, offset, x.dtype), inverse
+        return compiled.compile_as_one_kernel(formulas.rms_norm)(x, weight, eps, offset)
+    wide, inverse = _normalize(x, eps)
+    return _scale(wide, inverse, weight, offset, x.dtype), inverse
 
 
-def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x in float32 or wider, 1 / sqrt(mean(x^2) + eps) [..., 1])."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _scaled(
+def _scale(
     wide: Tensor, inverse: Tensor, weight: Tensor, offset: float, dtype: torch.dtype
 ) -> Tensor:
     normed = wide * inverse
@@ -69,7 +71,7 @@ def _scaled(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        out, inverse = _rms_norm(x, weight, eps, offset)
+        out, inverse = _compute_rms_norm(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
         return out
@@ -85,13 +87,17 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
             want_x, want_weight = ctx.needs_input_grad[:2]
-            made = native.rms_norm_gradients(
+            made = native.compute_rms_norm_gradients(
                 x, weight, inverse, gradients[0], ctx.offset, want_x=want_x, want_weight=want_weight
             )
             return *made, None, None
         if compiled.serves(x, weight):
             given = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
-            return *compiled.one_kernel(formulas.rms_norm_gradients)(*given), None, None
+            return (
+                *compiled.compile_as_one_kernel(formulas.compute_rms_norm_gradients)(*given),
+                None,
+                None,
+            )
         wide = x.to(inverse.dtype)
         grad_y = gradients[0].to(inverse.dtype)
         if ctx.offset:
@@ -116,8 +122,8 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
     if torch.compiler.is_compiling():
         return formulas.activated(gate_up, gated, activation)
     if not torch.is_grad_enabled():
-        return _activated(gate_up, gated, activation)
-    return _Activated.apply(gate_up, gated, activation)
+        return _compute_activated(gate_up, gated, activation)
+    return _ActivatedFunction.apply(gate_up, gated, activation)
 
 
 def activated_linear(
@@ -136,22 +142,22 @@ def activated_linear(
     if torch.compiler.is_compiling():
         return F.linear(formulas.activated(gate_up, gated, activation), weight, bias)
     if not torch.is_grad_enabled():
-        return product(_activated(gate_up, gated, activation), weight, bias)
+        return product(_compute_activated(gate_up, gated, activation), weight, bias)
     return _ActivatedLinear.apply(gate_up, gated, weight, bias, activation, gradient_sum)
 
 
-def _activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
     if activation == "silu" and library.serves(gate_up):
-        return native.silu(gate_up, gated)
+        return native.compute_silu(gate_up, gated)
     if compiled.serves(gate_up):
-        return compiled.one_kernel(formulas.activated)(gate_up, gated, activation)
+        return compiled.compile_as_one_kernel(formulas.activated)(gate_up, gated, activation)
     if not gated:
         return activate(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=1)
     return activate(gate, activation).mul_(up)
 
 
-def _gate_up_gradient(
+def _compute_gate_up_gradient(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (the gradient of `activated` by `gate_up`, the recomputed result of `activated`).
@@ -159,13 +165,13 @@ def _gate_up_gradient(
     `grad_out` is the gradient by that result, which is returned only if `again`, else None.
     """
     if activation == "silu" and library.serves(gate_up, grad_out):
-        return native.silu_gradients(gate_up, gated, grad_out, again=again)
+        return native.compute_silu_gradients(gate_up, gated, grad_out, again=again)
     if compiled.serves(gate_up, grad_out):
-        return compiled.one_kernel(formulas.activated_gradients)(
+        return compiled.compile_as_one_kernel(formulas.compute_activated_gradients)(
             grad_out, gate_up, gated, activation, again
         )
     if not gated:
-        return activation_gradient(grad_out, gate_up, activation), activate(
+        return compute_activation_gradient(grad_out, gate_up, activation), activate(
             gate_up, activation
         ) if again else None
     gate, up = gate_up.chunk(2, dim=1)
@@ -173,24 +179,26 @@ def _gate_up_gradient(
     value = activate(gate, activation)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
     torch.mul(grad_out, value, out=grad_up)
-    grad_gate.copy_(activation_gradient(grad_out * up, gate, activation))
+    grad_gate.copy_(compute_activation_gradient(grad_out * up, gate, activation))
     return grad_gate_up, value.mul_(up) if again else None
 
 
-class _Activated(torch.autograd.Function):
+class _ActivatedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.gated = gated
         ctx.activation = activation
-        return _activated(gate_up, gated, activation)
+        return _compute_activated(gate_up, gated, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         return (
-            _gate_up_gradient(gradients[0], gate_up, ctx.gated, ctx.activation, again=False)[0],
+            _compute_gate_up_gradient(
+                gradients[0], gate_up, ctx.gated, ctx.activation, again=False
+            )[0],
             None,
             None,
         )
@@ -211,20 +219,20 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.gated = gated
         ctx.activation = activation
         ctx.gradient_sum = gradient_sum
-        return product(_activated(gate_up, gated, activation), weight, bias)
+        return product(_compute_activated(gate_up, gated, activation), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up, weight), grad_y, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
         grad_inner = product(grad_y, weight.T)
-        grad_gate_up, inner = _gate_up_gradient(
+        grad_gate_up, inner = _compute_gate_up_gradient(
             grad_inner, gate_up, ctx.gated, ctx.activation, again=needed[2]
         )
         if inner is None:
             grad_weight = None
         else:
-            grad_weight = weight_gradient(grad_y.T, inner.T, ctx.gradient_sum)
+            grad_weight = compute_weight_gradient(grad_y.T, inner.T, ctx.gradient_sum)
         return grad_gate_up, None, grad_weight, grad_y.sum(0) if needed[3] else None, None, None
 
 
@@ -234,11 +242,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Dimension i is rotated with dimension i + cos.shape[-1].
     """
     if torch.is_grad_enabled():
-        return _Rotation.apply(x, cos, sin)
+        return _RotateFunction.apply(x, cos, sin)
     return _rotate(x, cos, sin, 1.0)
 
 
-class _Rotation(torch.autograd.Function):
+class _RotateFunction(torch.autograd.Function):
     """Saves only the angles; the gradient is rotated back by the same angles."""
 
     @staticmethod
@@ -257,7 +265,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     if library.serves(x, cos, sin):
         return native.rotate(x, cos, sin, direction)
     if compiled.serves(x, cos, sin):
-        return compiled.one_kernel(formulas.rotated)(x, cos, sin, direction < 0.0)
+        return compiled.compile_as_one_kernel(formulas.rotate)(x, cos, sin, direction < 0.0)
     return _rotate_to(
         torch.empty_like(x, memory_format=torch.contiguous_format), x, cos, sin, direction
     )
@@ -286,7 +294,7 @@ def rotate_heads(
     if torch.is_grad_enabled():
         q, k, v = _RotatedHeads.apply(heads, counts, cos, sin)
     else:
-        q, k, v = _rotated_heads(heads, counts, cos, sin)
+        q, k, v = _rotate_head_groups(heads, counts, cos, sin)
     return q, k, v
 
 
@@ -296,7 +304,7 @@ class _RotatedHeads(torch.autograd.Function):
         ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotated_heads(heads, counts, cos, sin)
+        return _rotate_head_groups(heads, counts, cos, sin)
 
     @staticmethod
     @once_differentiable
@@ -304,7 +312,9 @@ class _RotatedHeads(torch.autograd.Function):
         (cos, sin), (by_q, by_k, by_v) = ctx.saved_tensors, gradients
         if compiled.serves(*gradients, cos, sin):
             return (
-                compiled.one_kernel(formulas.heads_gradient)(by_q, by_k, by_v, cos, sin),
+                compiled.compile_as_one_kernel(formulas.compute_heads_gradient)(
+                    by_q, by_k, by_v, cos, sin
+                ),
                 None,
                 None,
                 None,
@@ -318,12 +328,12 @@ class _RotatedHeads(torch.autograd.Function):
         return made, None, None, None
 
 
-def _rotated_heads(
+def _rotate_head_groups(
     heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     turned = counts[0] + counts[1]
     if compiled.serves(heads, cos, sin):
-        made = compiled.one_kernel(formulas.rotated_heads)(heads, turned, cos, sin)
+        made = compiled.compile_as_one_kernel(formulas.rotate_heads)(heads, turned, cos, sin)
     else:
         made = torch.empty_like(heads, memory_format=torch.contiguous_format)
         _rotate_to(made[:, :turned], heads[:, :turned], cos, sin, 1.0)

@@ -67,9 +67,11 @@ def linear(
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
-    own = gradient_sum is not None or native.serves(x, weight, bias) or _by_onednn(x, weight, bias)
+    own = (
+        gradient_sum is not None or native.serves(x, weight, bias) or _uses_onednn(x, weight, bias)
+    )
     if own:
-        return _Linear.apply(x, weight, bias, gradient_sum)
+        return _LinearFunction.apply(x, weight, bias, gradient_sum)
     return F.linear(x, weight, bias)
 
 
@@ -84,14 +86,14 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[
             : left.shape[0]
         ]
-    if not _by_onednn(left, right, bias):
+    if not _uses_onednn(left, right, bias):
         return F.linear(left, right, bias)
     whole = None if bias is None else bias.to(right.dtype).contiguous()
     out: Tensor = ONEDNN(left, right, whole, "none", [], "")
     return out
 
 
-def kept_wide(right: Tensor) -> Tensor | None:
+def prepare_wide(right: Tensor) -> Tensor | None:
     """Return a float32 copy of `right` if `wide_product` would make one at each call, else None.
 
     Used to multiply by the same matrix often.
@@ -106,7 +108,7 @@ def wide_product(
 ) -> Tensor:
     """Return `product` in float32, also if left [n, k] and right [m, k] have half precision.
 
-    Sums are then not rounded to half precision. `wide_right` is the result of `kept_wide(right)`.
+    Sums are then not rounded to half precision. `wide_right` is the result of `prepare_wide(right)`.
     """
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)
@@ -118,12 +120,12 @@ def wide_product(
     size = max(1, CELLS // max(1, right.shape[1]))
     for first in range(0, right.shape[0], size):  # a copy of a whole large matrix would not fit
         part = slice(first, first + size)
-        own = _widened(right, part) if wide_right is None else wide_right[part]
+        own = _widen(right, part) if wide_right is None else wide_right[part]
         made[:, part] = product(wide, own, None if bias is None else bias[part].float())
     return made
 
 
-def _widened(right: Tensor, rows: slice) -> Tensor:
+def _widen(right: Tensor, rows: slice) -> Tensor:
     return right[rows].float()
 
 
@@ -136,7 +138,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         native.add_product(total, left, right)
     elif total.dtype == torch.float32 and left.dtype in HALF and left.device.type in WIDE:
         torch.addmm(total, left, right.T, out_dtype=torch.float32, out=total)
-    elif total.dtype == left.dtype and not _by_onednn(left, right):
+    elif total.dtype == left.dtype and not _uses_onednn(left, right):
         total.addmm_(left, right.T)
     else:
         size = max(LEAST_ROWS, CELLS // total.shape[1])
@@ -144,7 +146,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
             part += product(rows, right)
 
 
-def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+def _uses_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
     plain = (
         ONEDNN is not None
         and is_plain(left)
@@ -154,7 +156,7 @@ def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
     return plain and left.dtype == right.dtype == torch.float32 and left.numel() > 0
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -180,13 +182,15 @@ class _Linear(torch.autograd.Function):
             grad_x = None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(
+            grad_weight = compute_weight_gradient(
                 grad_out.T, x.reshape(-1, x.shape[-1]).T, ctx.gradient_sum
             )
         return grad_x, grad_weight, grad_out.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def weight_gradient(left: Tensor, right: Tensor, gradient_sum: GradientSum | None) -> Tensor | None:
+def compute_weight_gradient(
+    left: Tensor, right: Tensor, gradient_sum: GradientSum | None
+) -> Tensor | None:
     """Return left [rows, n] times right [m, n] transposed, as the gradient for autograd.
 
     With a `gradient_sum`, add the product there and return None.

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from weft.kernels.cpu import library
 from weft.kernels.cpu import softmax as native
-from weft.kernels.types import Statistics
+from weft.kernels.types import SoftmaxStatistics
 
 
-def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> Statistics:
+def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> SoftmaxStatistics:
     """Return the softmax statistics of logits [R, V].
 
     A row of minus infinity has lse minus infinity and entropy 0.
@@ -22,12 +22,12 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
     if entropy:
         z = torch.where(logits > -torch.inf, logits - lse[:, None], 0.0)
         entropies = -(torch.where(logits > -torch.inf, z.exp(), 0.0) * z).sum(-1)
-    return Statistics(lse, entropies, logits.argmax(-1) if best else None)
+    return SoftmaxStatistics(lse, entropies, logits.argmax(-1) if best else None)
 
 
 def to_gradients(
     logits: Tensor,
-    found: Statistics,
+    found: SoftmaxStatistics,
     labels: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,

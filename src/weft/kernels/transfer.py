@@ -25,12 +25,12 @@ def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def address(tensor: Tensor) -> int:
+def get_address(tensor: Tensor) -> int:
     """Return the address of a tensor's values; it changes when the tensor is moved."""
     return tensor.data_ptr()
 
 
-def storage_of(tensor: Tensor) -> tuple[int, int]:
+def get_storage(tensor: Tensor) -> tuple[int, int]:
     """Return (address, bytes) of a tensor's storage, which its views share."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()

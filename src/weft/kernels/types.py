@@ -68,7 +68,7 @@ class VarlenLengths:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class SoftmaxStatistics:
     """Statistics of the softmax over each row of logits."""
 
     lse: Tensor  # [R]: log of the sum of exp

@@ -1,16 +1,16 @@
 """Running of experiments: `run`, `dry_run`, `start` for registered ones, and `stop`."""
 
 from weft.launch.run import RunResult, dry_run, run
-from weft.launch.start import check_machines, registered, scheduling, start
+from weft.launch.start import build_registered, build_scheduling, check_machines, start
 from weft.launch.stop import stop
 
 __all__ = [
     "RunResult",
+    "build_registered",
+    "build_scheduling",
     "check_machines",
     "dry_run",
-    "registered",
     "run",
-    "scheduling",
     "start",
     "stop",
 ]

@@ -14,34 +14,40 @@ import torch
 
 from weft.checkpoints.config_file import set_by
 from weft.checkpoints.hf_io import read_config, read_raw
-from weft.checkpoints.kind import OTHERS_RUN, OWN_RUN
-from weft.data.features import dressed
+from weft.checkpoints.kind import HF_BACKEND, TORCH_BACKEND
+from weft.data.features import with_additions
 from weft.data.fixed_prompts import read_fixed_prompts
 from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.auto import chosen
-from weft.engine.backends.common import check_copies, check_spec, with_dtype
-from weft.engine.device import GIGABYTE, hardware_line, resolve_device, set_deterministic, set_tf32
-from weft.engine.generation.budgets import token_bytes
+from weft.engine.backends.auto import choose_backend
+from weft.engine.backends.common import check_replicated_layout, check_spec, with_dtype
+from weft.engine.device import (
+    GIGABYTE,
+    format_hardware,
+    resolve_device,
+    set_deterministic,
+    set_tf32,
+)
+from weft.engine.generation.budgets import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
-from weft.engine.torch.engine import DTYPES, dtype_of
-from weft.engine.torch.source import check_layout
+from weft.engine.torch.engine import DTYPES, choose_dtype
+from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._lengths import model_context
-from weft.experiments._models import option_of
-from weft.launch.cluster import device_kind, launch_devices, launch_devices_anew
-from weft.launch.facts import facts_of
-from weft.launch.memory import forecast, held_memory
-from weft.launch.next_steps import next_lines
-from weft.launch.plan import farewell, plan_of
-from weft.launch.target import Target
-from weft.observe.plan import Plan
-from weft.observe.progress import Show
+from weft.experiments._lengths import read_model_context
+from weft.experiments._models import find_option_role
+from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
+from weft.launch.facts import predict_facts
+from weft.launch.memory import forecast, measure_held_memory
+from weft.launch.next_steps import build_next_lines
+from weft.launch.plan import build_plan, make_peak_formatter
+from weft.launch.target import TargetDevices
+from weft.observe.plan import RunPlan
+from weft.observe.progress import DisplayOptions
 from weft.registry import backends
-from weft.runtime.check import calls_of, check_calls, check_tokens
-from weft.runtime.commands import Build
+from weft.runtime.check import check_calls, check_tokens, collect_calls
+from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
 from weft.runtime.evaluate import Evaluator
@@ -50,13 +56,13 @@ from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
 from weft.runtime.profiling import check_steps
-from weft.runtime.samples import Samples
-from weft.runtime.schedule import Horizon
-from weft.runtime.session import Parts, Session
+from weft.runtime.samples import SampleReader
+from weft.runtime.schedule import RunLength
+from weft.runtime.session import Session, SessionParts
 from weft.runtime.worker import Worker
 
 if TYPE_CHECKING:
-    from weft.runtime.ray import Cluster, Launch
+    from weft.runtime.ray import DeviceLaunch, RayCluster
 
 
 def assemble(
@@ -65,32 +71,32 @@ def assemble(
     mode: str = "local",
     *,
     anew: bool = False,
-    show: Show | None = None,
-    cluster: Cluster | None = None,
+    show: DisplayOptions | None = None,
+    cluster: RayCluster | None = None,
 ) -> Session:
-    """Build the session of a run; see `parts_of`.
+    """Build the session of a run; see `build_parts`.
 
     `show` configures its output. The plan of a run on several devices is shown before they start.
     """
-    show = show or Show()
+    show = show or DisplayOptions()
     announce = None if anew else show.announce
     quiet = show.view is not None
-    parts = parts_of(
+    parts = build_parts(
         experiment, directory, mode, anew=anew, quiet=quiet, announce=announce, cluster=cluster
     )
     return Session(parts, show)
 
 
-def parts_of(
+def build_parts(
     experiment: Experiment,
     directory: RunDirectory,
     mode: str = "local",
     *,
     anew: bool = False,
     quiet: bool = False,
-    announce: Callable[[Plan, str], None] | None = None,
-    cluster: Cluster | None = None,
-) -> Parts:
+    announce: Callable[[RunPlan, str], None] | None = None,
+    cluster: RayCluster | None = None,
+) -> SessionParts:
     """Build all components of a session.
 
     With `mode` local and one device, the run is in this process; otherwise each device has a
@@ -107,17 +113,18 @@ def parts_of(
             undo.callback(cluster.close)
         # Check what needs no data, and start the devices in the background.
         experiment = replace(
-            experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()}
+            experiment,
+            roles={name: choose_backend(spec) for name, spec in experiment.roles.items()},
         )
         if alone:
             device = resolve_device(control.device)
         else:
-            device = torch.device(device_kind(experiment))
-        experiment, tokenizers = checked_without_data(experiment, device)
+            device = torch.device(get_device_kind(experiment))
+        experiment, tokenizers = check_without_data(experiment, device)
         if alone:
             launch = None
         else:
-            launch = _launch(experiment, mode, undo, cluster, anew=anew)
+            launch = _launch_devices(experiment, mode, undo, cluster, anew=anew)
         # Read the data, which determine the length of the run.
         data = load_data(
             experiment.dataset,
@@ -128,59 +135,62 @@ def parts_of(
             ahead=True,
         )
         undo.callback(data.close)
-        asked = fixed_prompts_of(experiment, tokenizers)
-        data.check_longest(partial(check_longest, experiment))
-        horizon = Horizon.of(experiment, data.train)
+        asked = load_fixed_prompts(experiment, tokenizers)
+        data.check_max_seqlen(partial(check_longest_sequence, experiment))
+        horizon = RunLength.from_experiment(experiment, data.train)
         check_steps(control.profile_steps, horizon.steps)
-        specs = horizon.specs(experiment)
-        cache = _cache(experiment, directory)
-        baseline = held_memory(device) if alone else 0.0
+        specs = horizon.build_specs(experiment)
+        cache = _get_cache_folder(experiment, directory)
+        baseline = measure_held_memory(device) if alone else 0.0
         if not alone and announce is not None:
-            announce(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
+            announce(
+                build_early_plan(experiment, mode, horizon, tokenizers, data),
+                format_start_line(experiment),
+            )
         # Build the engines.
-        build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
+        build = BuildWorker(experiment, specs, tokenizers, cache.absolute(), device.type)
         if launch is None:
             group: WorkerGroup = LocalGroup(
                 lambda: Worker(experiment, specs, tokenizers, str(device), cache), device
             )
         else:
             group = DeviceGroup(
-                launch.devices(), experiment, build, directory.path.absolute() / LOGS
+                launch.wait_for_devices(), experiment, build, directory.path.absolute() / LOGS
             )
         undo.pop_all()
         undo.callback(data.close)
         undo.callback(group.close, 0.0)
         # Forecast the memory and build the remaining components.
         facts = group.describe()
-        numerics = group.numerics()
-        machine = group.hardware()
-        hardware = hardware_line(machine, numerics["device"])
+        numerics = group.describe_numerics()
+        machine = group.describe_hardware()
+        hardware = format_hardware(machine, numerics["device"])
         room = machine["memory"]
         known = {**numerics, "hardware": hardware, "memory": room}
-        expected = forecast(experiment, facts, data.train.large_batches(), device, baseline)
-        parts = Parts(
+        expected = forecast(experiment, facts, data.train.build_large_batches(), device, baseline)
+        parts = SessionParts(
             experiment=experiment,
             directory=directory,
             group=group,
             master=Master(experiment, group, data.train, tokenizers),
-            evaluator=_evaluator(experiment, group, data, tokenizers),
-            samples=Samples(
+            evaluator=_build_evaluator(experiment, group, data, tokenizers),
+            samples=SampleReader(
                 experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
             ),
             horizon=horizon,
-            plan=plan_of(experiment, horizon, facts, known, data, expected),
+            plan=build_plan(experiment, horizon, facts, known, data, expected),
             hardware=hardware,
-            ending=next_lines(experiment, directory.path),
-            farewell=farewell(expected, room) if alone else None,
+            ending_lines=build_next_lines(experiment, directory.path),
+            format_peak_memory=make_peak_formatter(expected, room) if alone else None,
             plan_shown=not alone and announce is not None,
-            fixed_prompts=_fixed_prompts(experiment, group, asked, tokenizers, directory),
+            fixed_prompts=_build_fixed_prompts(experiment, group, asked, tokenizers, directory),
             data=data,
         )
         undo.pop_all()
     return parts
 
 
-def checked_without_data(
+def check_without_data(
     experiment: Experiment, device: torch.device
 ) -> tuple[Experiment, dict[str, Tokenizer]]:
     """Configure torch and check the experiment; return it with dtypes, and its tokenizers.
@@ -190,25 +200,25 @@ def checked_without_data(
     set_deterministic(experiment.control.deterministic)
     set_tf32(experiment.control.tf32, device)
     check_calls(experiment)
-    tokenizers = checked_tokenizers(experiment)
+    tokenizers = load_checked_tokenizers(experiment)
     experiment = with_dtypes(experiment, device)
     check_layouts(experiment)
     return experiment, tokenizers
 
 
-def _launch(
-    experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster | None, *, anew: bool
-) -> Launch:
+def _launch_devices(
+    experiment: Experiment, mode: str, undo: ExitStack, cluster: RayCluster | None, *, anew: bool
+) -> DeviceLaunch:
     """Start the devices; `undo` stops them."""
     if anew:
-        launch = launch_devices_anew(experiment, mode)
+        launch = relaunch_devices(experiment, mode)
     else:
         launch = launch_devices(experiment, mode, cluster)
     undo.callback(launch.cluster.close)
     return launch
 
 
-def _cache(experiment: Experiment, directory: RunDirectory) -> Path:
+def _get_cache_folder(experiment: Experiment, directory: RunDirectory) -> Path:
     """Return the folder of cached outputs, inside `dataset.cache_dir` if it is set."""
     shared = experiment.dataset.cache_dir
     if shared is None:
@@ -216,31 +226,31 @@ def _cache(experiment: Experiment, directory: RunDirectory) -> Path:
     return Path(shared).expanduser() / "outputs"
 
 
-def plan_before(
+def build_early_plan(
     experiment: Experiment,
     mode: str,
-    horizon: Horizon,
+    horizon: RunLength,
     tokenizers: Mapping[str, Tokenizer],
     data: LoadedData,
-) -> Plan:
+) -> RunPlan:
     """Return the plan of a run on several devices before they start.
 
     It assumes that all devices are like this machine's.
     """
-    target = Target.of(experiment, mode)
-    facts = facts_of(experiment, target.device, tokenizers)
+    target = TargetDevices.from_experiment(experiment, mode)
+    facts = predict_facts(experiment, target.device, tokenizers)
     expected = forecast(
-        experiment, facts, data.train.large_batches(), target.device, capacity=target.usable
+        experiment, facts, data.train.build_large_batches(), target.device, capacity=target.usable
     )
-    numerics: dict[str, Any] = {"hardware": target.said or "GPUs of other machines"}
+    numerics: dict[str, Any] = {"hardware": target.description or "GPUs of other machines"}
     if target.usable is not None:
         numerics["memory"] = int(
             target.usable * (target.count if target.device.type == "cpu" else 1)
         )
-    return plan_of(experiment, horizon, facts, numerics, data, expected)
+    return build_plan(experiment, horizon, facts, numerics, data, expected)
 
 
-def starting(experiment: Experiment) -> str:
+def format_start_line(experiment: Experiment) -> str:
     """Return a line on the processes that are about to start."""
     count = experiment.num_devices
     if count > 1:
@@ -271,14 +281,14 @@ def check_layouts(experiment: Experiment) -> None:
 
     Raises `ConfigError` naming the option.
     """
-    wanted = dict(experiment.meshes())
+    wanted = dict(experiment.build_meshes())
     wanted |= {
-        call.name: experiment.mesh_of(call)
-        for call in experiment.calls()
+        call.name: experiment.get_mesh(call)
+        for call in experiment.list_calls()
         if call.layout is not None
     }
     roles = {role: role for role in experiment.roles} | {
-        call.name: call.role for call in experiment.calls()
+        call.name: call.role for call in experiment.list_calls()
     }
     for name, mesh in reversed(
         wanted.items()
@@ -288,7 +298,7 @@ def check_layouts(experiment: Experiment) -> None:
             if spec.backend == "torch":
                 check_layout(spec, mesh.layout, read_config(check_spec(spec), spec.type)[1])
             elif spec.backend == "hf":
-                check_copies(mesh.layout)
+                check_replicated_layout(mesh.layout)
             elif (
                 mesh.layout.num_devices > 1
                 and len(signature(backends.get(spec.backend)).parameters) < 3
@@ -301,13 +311,13 @@ def check_layouts(experiment: Experiment) -> None:
             raise ConfigError(f"{name}.layout={mesh.layout}: {rule}") from None
 
 
-def check_longest(experiment: Experiment, rows: int) -> None:
+def check_longest_sequence(experiment: Experiment, rows: int) -> None:
     """Check that every call can process the longest sequence.
 
     This is a row of `rows` tokens plus the tokens sampled after it. Raises `ConfigError`.
     """
-    check_cache(experiment, rows)
-    calls = experiment.graph.model_calls()
+    check_kv_cache(experiment, rows)
+    calls = experiment.graph.list_model_calls()
     sampled = max(
         (int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"),
         default=0,
@@ -330,19 +340,21 @@ def check_longest(experiment: Experiment, rows: int) -> None:
             )
 
 
-def check_cache(experiment: Experiment, rows: int) -> None:
+def check_kv_cache(experiment: Experiment, rows: int) -> None:
     """Check that the KV cache of one sequence fits in `gen.kv_cache_gb`.
 
-    `rows` as in `check_longest`. Raises `ConfigError`.
+    `rows` as in `check_longest_sequence`. Raises `ConfigError`.
     """
-    for call in calls_of(experiment).values():
+    for call in collect_calls(experiment).values():
         asked = call.args.get("kv_cache_gb")
         spec = experiment.roles[call.role]
         if call.method != "generate" or asked is None or spec.backend != "torch":
             continue
-        layout = experiment.mesh_of(call).layout
+        layout = experiment.get_mesh(call).layout
         config = read_config(check_spec(spec), spec.type)[1]
-        each = token_bytes(config, DTYPES[dtype_of(spec)]) / (layout.tensor * layout.pipeline)
+        each = compute_token_bytes(config, DTYPES[choose_dtype(spec)]) / (
+            layout.tensor * layout.pipeline
+        )
         # rows have completions here, so the length of the prompts is not known
         if "share" in call.args:
             prompt = 1
@@ -364,7 +376,7 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
 
     Raises `ConfigError` with its size.
     """
-    for call in calls_of(experiment).values():
+    for call in collect_calls(experiment).values():
         spec = experiment.roles[call.role]
         asked = call.args.get("stop_ids") or []
         if not asked or spec.path is None or spec.backend in NO_NETWORK:
@@ -380,7 +392,7 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
             )
 
 
-def checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
+def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     """Load and check every role's tokenizer. Raises `UserError`."""
     tokenizers = load_tokenizers(experiment)
     check_tokens(experiment, tokenizers)
@@ -395,10 +407,10 @@ def check_configs(experiment: Experiment) -> None:
     since their library reads config.json too and would blame the tokenizer.
     """
     for role, spec in experiment.roles.items():
-        if spec.path is None or spec.backend not in (OWN_RUN, OTHERS_RUN):
+        if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
             continue
-        with set_by(f"{option_of(experiment.config, role, spec.path)}.path"):
-            if spec.backend == OWN_RUN:
+        with set_by(f"{find_option_role(experiment.config, role, spec.path)}.path"):
+            if spec.backend == TORCH_BACKEND:
                 read_config(spec.path, spec.type)
             else:
                 read_raw(spec.path)
@@ -419,13 +431,13 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
             )
         key = repr((spec.tokenizer, spec.path, spec.trust_remote_code))
         if key not in shared:
-            option = f"{option_of(experiment.config, role, str(spec.path))}.tokenizer"
+            option = f"{find_option_role(experiment.config, role, str(spec.path))}.tokenizer"
             shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code, option)
         tokenizers[role] = shared[key]
     return tokenizers
 
 
-def fixed_prompts_of(
+def load_fixed_prompts(
     experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
 ) -> SequenceSample | None:
     """Return the prompts of `eval_prompts` as samples of the run's format, or None.
@@ -435,11 +447,11 @@ def fixed_prompts_of(
     path = experiment.control.eval_prompts
     if path is None or experiment.fixed_prompts is None:
         return None
-    (call,) = experiment.fixed_prompts.graph.model_calls()
-    context = model_context(experiment.roles[call.role])
+    (call,) = experiment.fixed_prompts.graph.list_model_calls()
+    context = read_model_context(experiment.roles[call.role])
     spec = experiment.dataset
     as_chat = bool(spec.args.get("as_chat", (spec.type or experiment.dataset_type) == "chat"))
-    tokenizer = dressed(
+    tokenizer = with_additions(
         replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role]
     )
     if context is None:
@@ -449,7 +461,7 @@ def fixed_prompts_of(
     return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
 
 
-def _fixed_prompts(
+def _build_fixed_prompts(
     experiment: Experiment,
     group: WorkerGroup,
     prompts: SequenceSample | None,
@@ -463,7 +475,7 @@ def _fixed_prompts(
     )
 
 
-def _evaluator(
+def _build_evaluator(
     experiment: Experiment,
     group: WorkerGroup,
     data: LoadedData,

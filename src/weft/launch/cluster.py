@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
 from weft.extras import install
-from weft.observe.memory import ALLOCATOR, growing_segments
+from weft.observe.memory import ALLOCATOR, build_segment_variables
 
 if TYPE_CHECKING:
-    from weft.runtime.ray import Cluster, Launch, Node
+    from weft.runtime.ray import DeviceLaunch, RayCluster, RayNode
 
 # Environment variables passed to processes on other machines; their values are never printed.
-PASSED = (
+PASSED_VARIABLES = (
     "WANDB_API_KEY",
     "OPENAI_API_KEY",
     "TOKENIZERS_PARALLELISM",
@@ -29,7 +29,7 @@ PASSED = (
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
-MOST_A_CORE = 64  # maximum number of processes (one per device) per CPU core
+MOST_PROCESSES_PER_CORE = 64  # maximum number of processes (one per device) per CPU core
 # time for a cluster to replace lost devices
 RETURN_SECONDS = 300.0
 RETURN_POLL_SECONDS = 5.0
@@ -43,7 +43,7 @@ RAY_READS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_DASHBOARD_STARTUP_TIMEOUT_S"
 GPU_FILES = ("nvidia*", "kfd", "dxg")
 
 
-def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
+def relaunch_devices(experiment: Experiment, mode: str) -> DeviceLaunch:
     """Start devices in place of lost ones, retrying until the cluster has enough of them.
 
     Raises `RunError` if it does not within `RETURN_SECONDS`.
@@ -58,14 +58,16 @@ def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
         time.sleep(RETURN_POLL_SECONDS)
 
 
-def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = None) -> Launch:
+def launch_devices(
+    experiment: Experiment, mode: str, cluster: RayCluster | None = None
+) -> DeviceLaunch:
     """Start a process for each device of the experiment, in `cluster` if given (`start_early`).
 
     Raises `ConfigError` before any process starts if there are too few devices, and closes the
     cluster.
     """
     count = experiment.num_devices
-    kind = device_kind(experiment)
+    kind = get_device_kind(experiment)
     control = experiment.control
     # torch found a GPU without device file, so the cluster was started for CPUs by mistake
     if cluster is not None and kind == "cuda":
@@ -74,35 +76,37 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
     if cluster is None:
         check_ray(experiment)
         if mode == "local":
-            cluster = _own_cluster(local_resources(count, kind, control))
+            cluster = _start_cluster(find_local_resources(count, kind, control))
         else:
-            from weft.runtime.ray import Cluster
+            from weft.runtime.ray import RayCluster
 
-            cluster = Cluster.join(
+            cluster = RayCluster.join(
                 str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto")
             )
     from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS
 
     try:
         # Check the devices of the cluster before any process starts.
-        nodes = cluster.nodes()
+        nodes = cluster.list_nodes()
         if kind == "cpu" and control.device is None and any(node.gpus for node in nodes):
             raise ConfigError(
                 "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu "
                 "to ignore them"
             )
-        check_enough(count, kind, nodes)
+        check_enough_devices(count, kind, nodes)
         # Start the processes; the shortest deadline bounds the silence of a device.
-        told = {**environment(), **control.env}
-        deadlines = [call.deadline_s for call in experiment.calls() if call.deadline_s is not None]
+        told = {**collect_environment(), **control.env}
+        deadlines = [
+            call.deadline_s for call in experiment.list_calls() if call.deadline_s is not None
+        ]
         cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
-        return cluster.launch(count, kind, {**told, **growing_segments(told)})
+        return cluster.launch(count, kind, {**told, **build_segment_variables(told)})
     except BaseException:
         cluster.close()
         raise
 
 
-def starts_early(experiment: Experiment, mode: str) -> bool:
+def can_start_early(experiment: Experiment, mode: str) -> bool:
     """Return whether the run has several devices that are all CPUs of this machine.
 
     Decided without importing torch.
@@ -115,12 +119,12 @@ def starts_early(experiment: Experiment, mode: str) -> bool:
     )
 
 
-def start_early(experiment: Experiment) -> Cluster:
-    """Start the private Ray cluster of a run that `starts_early`, without device processes.
+def start_early(experiment: Experiment) -> RayCluster:
+    """Start the private Ray cluster of a run that `can_start_early`, without device processes.
 
     Raises `ConfigError` for too many devices.
     """
-    return _own_cluster(local_resources(experiment.num_devices, "cpu", experiment.control))
+    return _start_cluster(find_local_resources(experiment.num_devices, "cpu", experiment.control))
 
 
 def check_ray(experiment: Experiment) -> None:
@@ -135,16 +139,16 @@ def check_ray(experiment: Experiment) -> None:
         os.environ.setdefault(name, value)
 
 
-def _own_cluster(resources: tuple[int, int]) -> Cluster:
-    from weft.runtime.ray import Cluster
+def _start_cluster(resources: tuple[int, int]) -> RayCluster:
+    from weft.runtime.ray import RayCluster
 
     try:
-        return Cluster.start(*resources)
+        return RayCluster.start(*resources)
     except RunError:  # try again: ray waits only 30 s, which is short on a busy machine
-        return Cluster.start(*resources)
+        return RayCluster.start(*resources)
 
 
-def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
+def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
     """Return the (CPUs, GPUs) of this machine for the run's private Ray cluster.
 
     Raises `ConfigError` if they are too few.
@@ -174,16 +178,16 @@ def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
 def check_processes(count: int) -> None:
     """Raise `ConfigError` if this machine has too few cores for `count` processes."""
     cores = len(os.sched_getaffinity(0))
-    if count > (most := MOST_A_CORE * cores):
+    if count > (most := MOST_PROCESSES_PER_CORE * cores):
         raise ConfigError(
             f"the run needs {count:,} devices, each a process, and this machine's {cores} CPU "
-            f"cores can run at most {MOST_A_CORE} "
+            f"cores can run at most {MOST_PROCESSES_PER_CORE} "
             f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for "
             f"GPUs with device=cuda"
         )
 
 
-def device_kind(experiment: Experiment) -> str:
+def get_device_kind(experiment: Experiment) -> str:
     """Return the type of all devices of a run on several: `cuda` or `cpu`.
 
     Raises `ConfigError` for the name of a single device.
@@ -202,7 +206,7 @@ def device_kind(experiment: Experiment) -> str:
     return name
 
 
-def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
+def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> None:
     """Raise `ConfigError`, listing the machines, if they have too few devices together."""
     has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
     found = sum(min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes)
@@ -216,10 +220,10 @@ def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
         )
 
 
-def environment() -> Mapping[str, str]:
+def collect_environment() -> Mapping[str, str]:
     """Return the environment variables that device processes need."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name in PASSED or name.startswith(PASSED_PREFIXES)
+        if name in PASSED_VARIABLES or name.startswith(PASSED_PREFIXES)
     }

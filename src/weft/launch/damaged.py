@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from weft.checkpoints.hf_io import weights_of
+from weft.checkpoints.hf_io import find_weights
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.service_spec import NO_NETWORK
 from weft.errors import CheckpointError
 from weft.experiment import Experiment
-from weft.experiments._models import option_of
+from weft.experiments._models import find_option_role
 
 
-def damaged_weights(experiment: Experiment) -> CheckpointError | None:
+def find_damaged_weights(experiment: Experiment) -> CheckpointError | None:
     """Return the error for a role whose weight files have non-finite values, or None.
 
     Reads all files again, so it is called only after a run has failed.
@@ -18,9 +18,9 @@ def damaged_weights(experiment: Experiment) -> CheckpointError | None:
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:
             continue
-        found = WeightFiles(weights_of(spec.path)).not_finite()
+        found = WeightFiles(find_weights(spec.path)).find_not_finite()
         if found is not None:
-            option = f"{option_of(experiment.config, role, spec.path)}.path"
+            option = f"{find_option_role(experiment.config, role, spec.path)}.path"
             return CheckpointError(
                 f"{option}={spec.path}: the weights are damaged: they have non-finite values "
                 f"({found}); "

@@ -8,33 +8,33 @@ from typing import Any
 import torch
 
 from weft.data.tokenizer import Tokenizer
-from weft.engine.planned import planned_facts
-from weft.engine.torch.adapters_off import shares_base
+from weft.engine.planned_engine import describe_planned_engine
+from weft.engine.torch.adapters_off import can_share_base
 from weft.experiment import Experiment
 
 
-def facts_of(
+def predict_facts(
     experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, Mapping[str, Any]]:
     """Return the predicted engine descriptions of every role and its copies."""
-    meshes = experiment.meshes()
+    meshes = experiment.build_meshes()
     found = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():
         tokenizer = tokenizers.get(role)
         copies = {
-            mesh: planned_facts(spec.mirror(), mesh, device, tokenizer)
-            for name, mesh in experiment.copies()
+            mesh: describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
+            for name, mesh in experiment.list_copies()
             if name == role
         }
         shared = next(
             (
                 r
                 for r, s in experiment.roles.items()
-                if shares_base(spec, s) and meshes[role].parts_as(meshes[r])
+                if can_share_base(spec, s) and meshes[role].has_same_parts(meshes[r])
             ),
             None,
         )
-        own = dict(planned_facts(spec, meshes[role], device, tokenizer))
+        own = dict(describe_planned_engine(spec, meshes[role], device, tokenizer))
         if shared is not None:
             own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
         found[role] = {**own, "copies": copies}

@@ -10,10 +10,10 @@ import huggingface_hub
 from weft.checkpoints import kind as kind_of_model
 from weft.checkpoints import names
 from weft.data import hub
-from weft.data.sources import check_at_hand
-from weft.data.spec import sources_of
+from weft.data.sources import check_available
+from weft.data.spec import list_source_specs
 from weft.experiment import Experiment
-from weft.experiments._models import option_of
+from weft.experiments._models import find_option_role
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
@@ -29,21 +29,19 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
         for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
             if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
                 continue
-            if not data and kind == "path" and kind_of_model.shipped_config(path) is not None:
+            if not data and kind == "path" and kind_of_model.find_shipped_config(path) is not None:
                 continue  # a plan uses the config.json that is shipped with weft
-            option = (
-                f"{option_of(experiment.config, role, path) if kind == 'path' else role}.{kind}"
-            )
-            hub.check_model(option, path, names.meant(path, fileroot))
-            if kind == "path" and not hub.cached(path, ["config.json"]):
+            option = f"{find_option_role(experiment.config, role, path) if kind == 'path' else role}.{kind}"
+            hub.check_model(option, path, names.suggest_path(path, fileroot))
+            if kind == "path" and not hub.is_cached(path, ["config.json"]):
                 huggingface_hub.hf_hub_download(path, "config.json")
                 fetched = True
-    for option, path in _datasets(experiment) if data else ():
-        check_at_hand(path, option)
+    for option, path in _iterate_datasets(experiment) if data else ():
+        check_available(path, option)
     return fetched
 
 
-def _datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
+def _iterate_datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """Yield (option, path) of all data given by a path."""
     dataset = experiment.dataset
     for option in ("train_path", "valid_path", "path"):
@@ -51,7 +49,7 @@ def _datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
         if path is not None:
             typed = experiment.config.get("dataset", {}).get("path") == path
             yield "dataset.path" if typed else f"dataset.{option}", path
-    for index, source in enumerate(sources_of(dataset)):
+    for index, source in enumerate(list_source_specs(dataset)):
         for option, path in (("path", source.path), ("valid_path", source.valid_path)):
             if path and source.named is None:
                 yield f"dataset.sources[{index}].{option}", path

@@ -11,21 +11,26 @@ import torch
 
 from weft import kernels
 from weft.data.sample import SequenceSample
-from weft.engine import fits, memory, microbatches
-from weft.engine.device import peak_memory_gb
-from weft.engine.fits import Case
-from weft.engine.generation.budgets import DEFAULT_SEQUENCES, KV_SHARE, SEQUENCES, kv_bytes
-from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
+from weft.engine import memory, memory_options, microbatches
+from weft.engine.device import measure_peak_memory_gib
+from weft.engine.generation.budgets import (
+    DEFAULT_MAX_SEQUENCES,
+    KV_SHARE,
+    MAX_SEQUENCES,
+    compute_kv_bytes,
+)
+from weft.engine.memory import CallDemand, MemorySettings, NetworkShape, RoleMemory
+from weft.engine.memory_options import MemoryCase
 from weft.engine.rows import PackLayout
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.torch.adapters_off import shares_base
-from weft.engine.torch.engine import What, dtype_of
-from weft.engine.torch.prepare import sharing, sharing_in_training
+from weft.engine.torch.adapters_off import can_share_base
+from weft.engine.torch.engine import What, choose_dtype
+from weft.engine.torch.prepare import share_prompts, share_training_prefixes
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef, Offload
-from weft.models.network.token_outputs import chunk_rows
-from weft.observe.memory import file_pages_gb
-from weft.runtime.split import minibatches
+from weft.models.network.token_outputs import count_chunk_rows
+from weft.observe.memory import measure_file_pages_gb
+from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
 
 GIB = 2.0**30
@@ -40,7 +45,7 @@ PROCESS = 0.4 * GIB
 
 
 @dataclass(frozen=True)
-class Place:
+class RoleDevice:
     """Device of a role, with the number of data and context parallel ranks.
 
     `capacity` is the memory in bytes of a device that is not on this machine, if known.
@@ -53,7 +58,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class MemoryForecast:
     """Memory in bytes by role.
 
     `incomplete` are roles of unknown network sizes, for which only weights and states are counted.
@@ -62,19 +67,19 @@ class Forecast:
     roles: Mapping[str, RoleMemory]
     device: torch.device
     incomplete: tuple[str, ...]
-    # GiB used by the process before the engines are built, see `held_memory`
+    # GiB used by the process before the engines are built, see `measure_held_memory`
     baseline: float
     # maximum bytes of the KV cache, by generation call
     cache_limits: Mapping[str, int] = field(default_factory=dict)
     # cases for the same roles on a GPU
-    on_gpu: Mapping[str, Case] = field(default_factory=dict)
+    on_gpu: Mapping[str, MemoryCase] = field(default_factory=dict)
     process: float = 0.0  # bytes of a separate device process, or 0
 
     @property
     def total(self) -> float:
         """Total bytes at the peak."""
-        whole = memory.total(self.roles)
-        held = sum(role.held for role in self.roles.values())
+        whole = memory.compute_peak(self.roles)
+        held = sum(role.permanent for role in self.roles.values())
         if self.device.type != "cpu":
             return whole
         # The heap keeps freed memory, with gaps between tensors of many sizes; memory freed by a
@@ -82,7 +87,7 @@ class Forecast:
         caches = sum(role.cache for role in self.roles.values())
         return held + kernels.HOLES * (whole - held) + caches + PROGRAM + self.process
 
-    def lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
+    def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
         """Yield readable lines for the plan; `on` gives the roles on each of several devices."""
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
@@ -91,21 +96,21 @@ class Forecast:
                 for f in fields(role)
                 if f.name not in ("call", "away", "kept")
             ]
-            shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
+            shown = ", ".join(f"{what} {format_size(number)}" for what, number in parts if number)
             if role.away:
-                shown += f"; {size(role.away)} of it in host memory between its calls"
+                shown += f"; {format_size(role.away)} of it in host memory between its calls"
             yield f"memory of {name}: {shown or 'shared with another role'}"
         for call, limit in self.cache_limits.items():
-            yield f"memory of {call}: keys and values in at most {size(limit)} (gen.kv_cache_gb)"
+            yield f"memory of {call}: keys and values in at most {format_size(limit)} (gen.kv_cache_gb)"
         for device, names in on.items():
-            part = self.of(names)
-            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part.scope}"
+            part = self.select_roles(names)
+            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {format_size(part.total)} {part.scope}"
         if len(on) == 1 and not self.incomplete:
-            yield from fits.lines(
+            yield from memory_options.format_fit(
                 self.on_gpu, "" if self.device.type == "cuda" else "on a GPU in bfloat16: "
             )
 
-    def of(self, names: Sequence[str]) -> Forecast:
+    def select_roles(self, names: Sequence[str]) -> MemoryForecast:
         """Return the forecast for these roles only."""
         roles = {name: self.roles[name] for name in names if name in self.roles}
         return replace(
@@ -119,35 +124,35 @@ class Forecast:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
 
-    def needed(self, most: float) -> float:
+    def compute_needed(self, most: float) -> float:
         """Return the GiB, out of the measured peak `most`, that the run itself needed.
 
         Without separate device processes, file pages are excluded on a CPU: the code pages of
         torch's libraries vary with the processor, and the system can drop them.
         """
         alone = self.device.type == "cpu" and not self.process
-        return most - self.baseline - (file_pages_gb() if alone else 0.0)
+        return most - self.baseline - (measure_file_pages_gb() if alone else 0.0)
 
-    def compared(self, most: float) -> str:
+    def format_comparison(self, most: float) -> str:
         """Return a line that compares the measured peak, in GiB, with the forecast."""
-        used = self.needed(most) * GIB
+        used = self.compute_needed(most) * GIB
         scope = f" {self.scope}" if self.incomplete else ""
         return (
-            f"memory: {most:.2f} GB at most, of which this run needed {size(used)}; "
-            f"{size(self.total)}{scope} were expected "
+            f"memory: {most:.2f} GB at most, of which this run needed {format_size(used)}; "
+            f"{format_size(self.total)}{scope} were expected "
             f"({used / self.total:.0%})"
         )
 
 
-def held_memory(device: torch.device) -> float:
+def measure_held_memory(device: torch.device) -> float:
     """Return the GiB that this process uses now: device memory, or RSS without file pages."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
     if sys.platform != "linux":
-        return peak_memory_gb(device)
+        return measure_peak_memory_gib(device)
     with open("/proc/self/status") as status:
         resident = next(line for line in status if line.startswith("VmRSS"))
-    return int(resident.split()[1]) / MIB - file_pages_gb()
+    return int(resident.split()[1]) / MIB - measure_file_pages_gb()
 
 
 def forecast(
@@ -157,48 +162,52 @@ def forecast(
     device: torch.device,
     baseline: float = 0.0,
     capacity: float | None = None,
-) -> Forecast:
+) -> MemoryForecast:
     """Forecast the memory of a run.
 
     `facts` are the engines' descriptions by role, including copies; `given` are the batches that
     need the most memory; `capacity` is the size in bytes of a GPU that is not on this machine.
     """
     # Estimate each role on each of its meshes, also on a GPU for comparison.
-    batches = [_completed(experiment, batch) for batch in given]
-    meshes = experiment.meshes()
+    batches = [_add_completions(experiment, batch) for batch in given]
+    meshes = experiment.build_meshes()
     roles = {}
     incomplete = []
-    on_gpu = dict[str, Case]()
+    on_gpu = dict[str, MemoryCase]()
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # only a tokenizer
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
             calls = [
                 c
-                for c in experiment.graph.model_calls()
-                if c.role == role and experiment.mesh_of(c) == mesh
+                for c in experiment.graph.list_model_calls()
+                if c.role == role and experiment.get_mesh(c) == mesh
             ]
-            place = Place(device, capacity, mesh.layout.data, mesh.layout.context)
-            works = _all_works(experiment, calls, batches, place, own)
-            name = place_name(experiment, role, mesh)
+            place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
+            works = _collect_works(experiment, calls, batches, place, own)
+            name = format_role_name(experiment, role, mesh)
             if own.get("sizes") is None:
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
             if device.type != "cpu":
-                leaves = _leaves(chosen, calls)
+                leaves = _find_offloaded(chosen, calls)
             else:
                 leaves = frozenset[What]()
-            case = case_of(chosen, own, works, device, leaves)
+            case = build_case(chosen, own, works, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
             on_gpu[name] = case
             if device.type != "cuda":
-                works = _all_works(experiment, calls, batches, replace(place, device=GPU), own)
-                on_gpu[name] = case_of(
-                    replace(chosen, dtype="bfloat16"), own, works, GPU, _leaves(chosen, calls)
+                works = _collect_works(experiment, calls, batches, replace(place, device=GPU), own)
+                on_gpu[name] = build_case(
+                    replace(chosen, dtype="bfloat16"),
+                    own,
+                    works,
+                    GPU,
+                    _find_offloaded(chosen, calls),
                 )
         # The parameters of a role that shares another one's base are counted there.
         if any(
-            shares_base(spec, s) and meshes[role].parts_as(meshes[r])
+            can_share_base(spec, s) and meshes[role].has_same_parts(meshes[r])
             for r, s in experiment.roles.items()
         ):
             roles[role] = replace(
@@ -206,42 +215,44 @@ def forecast(
             )
             on_gpu.pop(role)
     # Add the limits of KV caches and the memory of separate processes.
-    calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
+    calls = [call for call in experiment.graph.list_model_calls() if call.method == "generate"]
     limits = {
-        call.name: limit for call in calls if (limit := _limit(call, Place(device, capacity)))
+        call.name: limit
+        for call in calls
+        if (limit := _get_cache_limit(call, RoleDevice(device, capacity)))
     }
     if device.type == "cpu" and experiment.num_devices > 1:
         process = PROCESS
     else:
         process = 0.0
-    return Forecast(roles, device, tuple(incomplete), baseline, limits, on_gpu, process)
+    return MemoryForecast(roles, device, tuple(incomplete), baseline, limits, on_gpu, process)
 
 
-def _all_works(
+def _collect_works(
     experiment: Experiment,
     calls: Sequence[MFCDef],
     batches: Sequence[SequenceSample],
-    place: Place,
+    place: RoleDevice,
     facts: Mapping[str, Any],
-) -> list[Work]:
+) -> list[CallDemand]:
     shared = facts.get("shared_prompts", {})
-    batches = [_share(batch, place.data) for batch in batches]
+    batches = [_select_largest_share(batch, place.data) for batch in batches]
     return [
         w
         for call in calls
         for batch in batches
-        for w in _works(experiment, call, batch, place, shared)
+        for w in _iterate_works(experiment, call, batch, place, shared)
     ]
 
 
-def _share(batch: SequenceSample, ranks: int) -> SequenceSample:
+def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
     """Return the data-parallel part of a batch with the most tokens."""
     if ranks == 1 or batch.num_ids < ranks:
         return batch
     return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
 
 
-def _limit(call: MFCDef, place: Place) -> int | None:
+def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
     """Return the KV cache limit of a generation call in bytes.
 
     Returns None if the user sets no limit and the device's memory is known only to other processes.
@@ -251,22 +262,22 @@ def _limit(call: MFCDef, place: Place) -> int | None:
     if device.type == "cuda" and device.index is None:
         least = None if place.capacity is None else int(KV_SHARE * place.capacity)
         return least if asked is None else int(asked * GIB)
-    return kv_bytes(device, asked)
+    return compute_kv_bytes(device, asked)
 
 
-def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
+def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
     """Return a readable name of a role or copy: `actor`, `actor (actor_gen)`."""
-    if mesh == experiment.meshes()[role]:
+    if mesh == experiment.build_meshes()[role]:
         return role
     calls = [
         call.name
-        for call in experiment.calls()
-        if call.role == role and experiment.mesh_of(call) == mesh
+        for call in experiment.list_calls()
+        if call.role == role and experiment.get_mesh(call) == mesh
     ]
     return f"{role} ({', '.join(dict.fromkeys(calls))})"
 
 
-def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
+def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
     """Return the state of a role that is offloaded after each of its calls.
 
     Weights offloaded only by hooks, without the option, are on the device with all others until the
@@ -284,13 +295,13 @@ def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
     return frozenset(found)
 
 
-def case_of(
+def build_case(
     spec: ModelSpec,
     facts: Mapping[str, Any],
-    works: Sequence[Work],
+    works: Sequence[CallDemand],
     device: torch.device,
     leaves: frozenset[What] = frozenset(),
-) -> Case:
+) -> MemoryCase:
     """Return the estimate's input for one role, from its engine's `facts` and its work."""
     sizes = facts.get("sizes")
     if sizes is None:
@@ -300,21 +311,21 @@ def case_of(
         }
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
-    return Case(shape, _settings(spec, device, shape.vocab, leaves), tuple(works))
+    return MemoryCase(shape, _build_settings(spec, device, shape.vocab, leaves), tuple(works))
 
 
-def _settings(
+def _build_settings(
     spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[What]
-) -> Settings:
-    dtype = dtype_of(spec)
+) -> MemorySettings:
+    dtype = choose_dtype(spec)
     plain = device.type == "cpu" and dtype == "float32"
-    return Settings(
+    return MemorySettings(
         dtype=dtype,
         trained=spec.trained,
         optimizer=spec.optimizer.type,
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
-        chunk_rows=chunk_rows(vocab_size, device),
+        chunk_rows=count_chunk_rows(vocab_size, device),
         weights_leave="weights" in leaves,
         optimizer_leaves="optimizer" in leaves,
         packs=plain and kernels.cpu_library() is None,
@@ -329,16 +340,16 @@ def _settings(
     )
 
 
-def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
+def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
     """Return the batch with the completions that generation adds, of maximum length.
 
     With mixed data, a completion of the dataset counts if it is longer.
     """
-    for call in experiment.graph.model_calls():
+    for call in experiment.graph.list_model_calls():
         mixed = "share" in call.args
         if call.method == "generate" and (mixed or "completion" not in batch.data):
             count = int(call.args.get("samples_per_prompt", 1))
-            length = int(call.args.get("max_new_tokens") or GenerationSpec().most_new_tokens)
+            length = int(call.args.get("max_new_tokens") or GenerationSpec().new_token_limit)
             if mixed:
                 own = [max(group) for group in batch.seqlens["completion"]]
             else:
@@ -352,13 +363,13 @@ def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
     return batch
 
 
-def _works(
+def _iterate_works(
     experiment: Experiment,
     call: MFCDef,
     batch: SequenceSample,
-    place: Place,
+    place: RoleDevice,
     shared: Mapping[str, Any],
-) -> Iterator[Work]:
+) -> Iterator[CallDemand]:
     """Yield the work of a call on its role's network, one per micro-batch.
 
     `shared` gives the longest sequence for which shared prefixes are computed once, and whether
@@ -366,15 +377,15 @@ def _works(
     """
     if "completion" not in batch.data:
         return
-    layout = PackLayout.of(batch)
+    layout = PackLayout.from_sample(batch)
     device = place.device
     if call.method == "generate":
-        together = min(len(layout.length), SEQUENCES.get(device.type, DEFAULT_SEQUENCES))
+        together = min(len(layout.length), MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES))
         capacity = SLOT
         while capacity < int(layout.lengths.max()):
             capacity *= 2
-        limit = _limit(call, place)
-        yield Work(
+        limit = _get_cache_limit(call, place)
+        yield CallDemand(
             tokens=0, cache_tokens=together * capacity, cache_limit=limit, sequences=together
         )
         return
@@ -391,28 +402,28 @@ def _works(
         updates = max(
             1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
         )
-        parts = minibatches(batch, min(updates, batch.num_ids), "group")
+        parts = split_minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
-        cuts = microbatches.cut(part, limit, "sequence")
+        cuts = microbatches.split_batch(part, limit, "sequence")
         for cut in cuts:
-            at = PackLayout.of(cut)
+            at = PackLayout.from_sample(cut)
             if shares and int(at.lengths.max()) <= shared["longest"]:
                 keys = (*call.input_keys, *call.optional_keys)
                 if trains:
-                    at = sharing_in_training(at, keys, cut, device)
+                    at = share_training_prefixes(at, keys, cut, device)
                 else:
-                    at = sharing(at, keys)
+                    at = share_prompts(at, keys)
             if trains and "loss_mask" in cut.data:
                 rows = int(cut.data["loss_mask"].count_nonzero())
             else:
                 rows = int(at.length.sum())
             tokens, rows = (
-                -(-number // place.context) for number in (int(at.segments.sum()), rows)
+                -(-number // place.context) for number in (int(at.segment_lengths.sum()), rows)
             )
-            yield Work(tokens, rows, trains, len(cuts), entropy)
+            yield CallDemand(tokens, rows, trains, len(cuts), entropy)
 
 
-def size(number: float) -> str:
+def format_size(number: float) -> str:
     """Format bytes in GiB or MiB."""
     if number >= 0.1 * GIB:
         return f"{number / GIB:.2f} GiB"

@@ -7,26 +7,26 @@ from pathlib import Path
 
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
-from weft.observe.short_names import short
+from weft.observe.short_names import shorten_path
 
 INDENT = " " * 8
 REPORT = "report.html"
 
 
-def next_lines(experiment: Experiment, run: Path) -> list[str]:
+def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
     """Return two to four lines of follow-up commands; none if the run saves no model."""
     heads = {experiment.roles[role].head: role for role in reversed(experiment.saved_roles)}
     if "lm" in heads:
-        commands = _after_policy(experiment, heads["lm"], run)
+        commands = _build_policy_lines(experiment, heads["lm"], run)
     elif "score" in heads:
-        commands = _after_reward_model(experiment, heads["score"], run)
+        commands = _build_reward_model_lines(experiment, heads["score"], run)
     else:
         return []
     first, *others = commands
     return [f"report: {run / REPORT}", f"next:   {first}", *(INDENT + each for each in others)]
 
 
-def _after_policy(experiment: Experiment, role: str, run: Path) -> list[str]:
+def _build_policy_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
     control = experiment.control
     at = shlex.quote(str(run))
     calls = [
@@ -37,33 +37,33 @@ def _after_policy(experiment: Experiment, role: str, run: Path) -> list[str]:
         if began is None:
             beside = []
         else:
-            beside = [f"weft chat {shlex.quote(short(began))} {at}    # before and after"]
+            beside = [f"weft chat {shlex.quote(shorten_path(began))} {at}    # before and after"]
         return [f"weft chat {at}", *beside]
-    name = _free(control, "rw")
+    name = _find_free_trial(control, "rw")
     reward = Path(control.fileroot) / control.experiment_name / name
     return [
         f"weft chat {at}",
-        f"{_quickstart('rw', name, control)} model.path={at} dataset.type=preference "
+        f"{_build_quickstart('rw', name, control)} model.path={at} dataset.type=preference "
         f"dataset.path=PAIRS.jsonl",
-        f"{_quickstart('ppo', _free(control, 'ppo'), control)} actor.path={at} "
+        f"{_build_quickstart('ppo', _find_free_trial(control, 'ppo'), control)} actor.path={at} "
         f"rew.path={shlex.quote(str(reward))} "
         "dataset.path=PROMPTS.jsonl",
     ]
 
 
-def _after_reward_model(experiment: Experiment, role: str, run: Path) -> list[str]:
+def _build_reward_model_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
     control = experiment.control
     began = experiment.roles[role].path
     at = shlex.quote(str(run))
-    actor = "POLICY" if began is None else shlex.quote(short(began))
-    ppo = _quickstart("ppo", _free(control, "ppo"), control)
+    actor = "POLICY" if began is None else shlex.quote(shorten_path(began))
+    ppo = _build_quickstart("ppo", _find_free_trial(control, "ppo"), control)
     return [
         f"{ppo} actor.path={actor} rew.path={at} dataset.path=PROMPTS.jsonl",
         f"weft eval rm {at} PAIRS.jsonl    # accuracy",
     ]
 
 
-def _quickstart(name: str, trial: str, control: Control) -> str:
+def _build_quickstart(name: str, trial: str, control: Control) -> str:
     if Path(control.fileroot) == Path("./runs"):
         root = ""
     else:
@@ -73,7 +73,7 @@ def _quickstart(name: str, trial: str, control: Control) -> str:
     )
 
 
-def _free(control: Control, name: str) -> str:
+def _find_free_trial(control: Control, name: str) -> str:
     """Return an unused trial name of the experiment."""
     folder = Path(control.fileroot).expanduser() / control.experiment_name
     return next(

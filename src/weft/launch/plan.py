@@ -11,29 +11,29 @@ from weft.data.loader import LoadedData
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
-from weft.launch.memory import GIB, Forecast, place_name, size
-from weft.observe.plan import LINES, Plan
-from weft.observe.short_names import short
-from weft.runtime.schedule import Horizon
+from weft.launch.memory import GIB, MemoryForecast, format_role_name, format_size
+from weft.observe.plan import LINES, RunPlan
+from weft.observe.short_names import shorten_path
+from weft.runtime.schedule import RunLength
 from weft.topology import LETTERS, Layout, Mesh
 
 # maximum lines for models; further ones are merged, frozen ones first
 MODELS = 3
 PATH = 24  # maximum length of a path
 MERGED = re.compile(r"\d+ models, ")  # start of a line for several models
-WORTH_TELLING = 0.1  # least share of the device's memory that is mentioned
+LEAST_SHOWN_SHARE = 0.1  # least share of the device's memory that is mentioned
 
 Facts = Mapping[str, Mapping[str, Any]]
 
 
-def plan_of(
+def build_plan(
     experiment: Experiment,
-    horizon: Horizon | None,
+    horizon: RunLength | None,
     facts: Facts,
     numerics: Mapping[str, Any],
     data: LoadedData | None,
-    expected: Forecast,
-) -> Plan:
+    expected: MemoryForecast,
+) -> RunPlan:
     """Return the plan of a run.
 
     `facts` are the engines' descriptions by role. `numerics` has the number of threads, `hardware`
@@ -42,41 +42,46 @@ def plan_of(
     not read.
     """
     # Rows above the models: nodes, data and counts.
-    rows = [("nodes", " -> ".join(", ".join(names) for names in _levels(experiment)))]
+    rows = [("nodes", " -> ".join(", ".join(names) for names in _group_into_levels(experiment)))]
     if horizon is None:
         rows.append(("data", "not read, so the number of steps is not known"))
     else:
-        rows += [("data", _data(experiment, horizon)), *_counts(experiment, horizon)]
+        rows += [("data", _format_data(experiment, horizon)), *_iterate_counts(experiment, horizon)]
     # Rows below the models: memory, layouts and devices.
     below = list[tuple[str, str]]()
     if (
         "memory" in numerics
-        and (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None
+        and (
+            room := format_memory_row(
+                expected, _group_roles_by_device(experiment), numerics["memory"]
+            )
+        )
+        is not None
     ):
         below.append(("memory", room))
     several = experiment.num_devices > 1
     if several:
-        below.append(("layouts", _layouts(experiment)))
-    below.append(("devices" if several else "device", _device(experiment, numerics)))
+        below.append(("layouts", _format_layouts(experiment)))
+    below.append(("devices" if several else "device", _format_device(experiment, numerics)))
     # Models, in the lines that are left.
-    models = _models(experiment, facts, min(MODELS, LINES - len(rows) - len(below)))
+    models = _build_model_rows(experiment, facts, min(MODELS, LINES - len(rows) - len(below)))
     rows += [*models, *below]
     # Details, and notes that are always shown.
     told = () if data is None else data.notes
     if data is None:
         unused = set()
     else:
-        unused = {note for count in data.counts for note in count.unused_notes()}
+        unused = {note for count in data.counts for note in count.build_unused_notes()}
     details = [
-        *_details(experiment, horizon, facts, data, expected),
-        *_roles(experiment, facts, models),
+        *_iterate_details(experiment, horizon, facts, data, expected),
+        *_iterate_roles(experiment, facts, models),
         *(note for note in told if note in unused),
     ]
-    notes = [*_model_notes(experiment), *(note for note in told if note not in unused)]
-    return Plan(rows, notes, [*details, *_versions(numerics)])
+    notes = [*_collect_model_notes(experiment), *(note for note in told if note not in unused)]
+    return RunPlan(rows, notes, [*details, *_iterate_versions(numerics)])
 
 
-def _model_notes(experiment: Experiment) -> list[str]:
+def _collect_model_notes(experiment: Experiment) -> list[str]:
     """Return the notes of all models, such as the run it was taken from; always shown."""
     return list(dict.fromkeys(note for spec in experiment.roles.values() for note in spec.notes))
 
@@ -84,93 +89,106 @@ def _model_notes(experiment: Experiment) -> list[str]:
 # -- the table
 
 
-def _levels(experiment: Experiment) -> list[list[str]]:
+def _group_into_levels(experiment: Experiment) -> list[list[str]]:
     """Group the nodes into levels, in running order; nodes of a level are independent."""
     depth: dict[str, int] = {}
     for name in experiment.graph.order:
-        depth[name] = max((depth[each] + 1 for each in experiment.graph.producers(name)), default=0)
+        depth[name] = max(
+            (depth[each] + 1 for each in experiment.graph.find_producers(name)), default=0
+        )
     ordered = sorted(experiment.graph.order, key=lambda name: depth[name])
     return [list(names) for _, names in groupby(ordered, key=lambda name: depth[name])]
 
 
-def _data(experiment: Experiment, horizon: Horizon) -> str:
-    batch = experiment.node(experiment.steps_follow).batch_size
+def _format_data(experiment: Experiment, horizon: RunLength) -> str:
+    batch = experiment.get_node(experiment.steps_follow).batch_size
     rest = horizon.num_ids % batch if batch else 0
     if batch:
-        laid_out = f"batches of {number(batch)}"
+        laid_out = f"batches of {format_number(batch)}"
     else:
         laid_out = "batches laid out by tokens"
-    last = f" (last: {number(rest)})" if rest else ""
-    return f"{many(horizon.num_ids, _unit(experiment))} per epoch, {laid_out}{last}"
+    last = f" (last: {format_number(rest)})" if rest else ""
+    return f"{format_plural(horizon.num_ids, _choose_unit(experiment))} per epoch, {laid_out}{last}"
 
 
-def _unit(experiment: Experiment) -> str:
-    if any(call.method == "generate" for call in experiment.graph.model_calls()):
+def _choose_unit(experiment: Experiment) -> str:
+    if any(call.method == "generate" for call in experiment.graph.list_model_calls()):
         return "prompt"
     return "sample"
 
 
-def _sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
+def _iterate_sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
     """Yield the generation calls with their completions per prompt."""
-    for call in experiment.graph.model_calls():
+    for call in experiment.graph.list_model_calls():
         if call.method == "generate":
             yield call, int(call.args.get("samples_per_prompt", 1))
 
 
-def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str]]:
+def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tuple[str, str]]:
     """Yield rows with the steps, completions and optimizer steps per step, epoch and run."""
     # Per step.
-    sampling = list(_sampling(experiment))
+    sampling = list(_iterate_sampling(experiment))
     step = [
-        f"{many(call.batch_size, 'prompt')} x {samples} = "
-        f"{many(call.batch_size * samples, 'completion')}"
+        f"{format_plural(call.batch_size, 'prompt')} x {samples} = "
+        f"{format_plural(call.batch_size * samples, 'completion')}"
         for call, samples in sampling
     ]
-    nodes = [node.name for node in experiment.trained_nodes()]
+    nodes = [node.name for node in experiment.list_trained_nodes()]
     updates = {name: experiment.updates_per_firing.get(name, 1) for name in nodes}
-    step += _updates(experiment, updates)
+    step += _format_updates(experiment, updates)
     if step:
         yield "step", ", ".join(step)
     # Per epoch.
-    epoch = [many(horizon.steps_per_epoch, "step")]
-    epoch += [many(samples * horizon.num_ids, "completion") for _, samples in sampling]
+    epoch = [format_plural(horizon.steps_per_epoch, "step")]
+    epoch += [format_plural(samples * horizon.num_ids, "completion") for _, samples in sampling]
     yield (
         "epoch",
         ", ".join(
-            [*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})]
+            [
+                *epoch,
+                *_format_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes}),
+            ]
         ),
     )
     # In the whole run.
     limit = experiment.control.max_steps
     epochs = experiment.control.total_train_epochs
     if limit != horizon.steps:
-        told = many(epochs, "epoch")
+        told = format_plural(epochs, "epoch")
     else:
         told = f"max_steps={limit}"
     if limit == horizon.steps and epochs > 1:
         told += f", which overrides total_train_epochs={epochs}"
-    trained = {name: horizon.trained_updates(experiment, name) for name in nodes}
+    trained = {name: horizon.count_trained_updates(experiment, name) for name in nodes}
     yield (
         "run",
-        ", ".join([f"{many(horizon.steps, 'step')} ({told})", *_updates(experiment, trained)]),
+        ", ".join(
+            [
+                f"{format_plural(horizon.steps, 'step')} ({told})",
+                *_format_updates(experiment, trained),
+            ]
+        ),
     )
 
 
-def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
+def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
     """Format the optimizer steps of training nodes, grouping roles with equal counts."""
-    roles = {node.name: node.role for node in experiment.trained_nodes()}
+    roles = {node.name: node.role for node in experiment.list_trained_nodes()}
     found: dict[int, list[str]] = {}
     for name, count in counts.items():
         found.setdefault(count, []).append(roles[name])
     if len(found) == 1:
         return [
-            many(count, "optimizer step") + (" per model" if len(roles) > 1 else "")
+            format_plural(count, "optimizer step") + (" per model" if len(roles) > 1 else "")
             for count in found
         ]
-    return [f"{many(count, 'optimizer step')} of {_and(names)}" for count, names in found.items()]
+    return [
+        f"{format_plural(count, 'optimizer step')} of {_join_names(names)}"
+        for count, names in found.items()
+    ]
 
 
-def _models(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
+def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
     """Return a row per model, at most `most`.
 
     Roles with the same model share a row. If there are too many, frozen models are merged into one
@@ -178,18 +196,18 @@ def _models(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, 
     """
     found: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
-        found.setdefault(_short(spec, facts[role]), []).append(role)
+        found.setdefault(_shorten_model(spec, facts[role]), []).append(role)
     rows = [(roles, text) for text, roles in found.items()]
     if len(rows) > most:
         trained = [row for row in rows if experiment.roles[row[0][0]].trained]
-        rows = _merged(
+        rows = _merge_rows(
             [*trained, *(row for row in rows if row not in trained)], len(trained), facts
         )
-    rows = rows if len(rows) <= most else _merged(rows, most - 1, facts)
+    rows = rows if len(rows) <= most else _merge_rows(rows, most - 1, facts)
     return [(", ".join(roles), text) for roles, text in rows]
 
 
-def _merged(
+def _merge_rows(
     rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
     """Return the first `kept` rows and one that summarizes the rest."""
@@ -201,12 +219,12 @@ def _merged(
         frozen = ""
     return [
         *rows[:kept],
-        (names, f"{len(rows) - kept} models, {frozen}{amount(total)} parameters in all"),
+        (names, f"{len(rows) - kept} models, {frozen}{format_amount(total)} parameters in all"),
     ]
 
 
-def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
-    path = short(spec.path or spec.tokenizer.path or "")
+def _shorten_model(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
+    path = shorten_path(spec.path or spec.tokenizer.path or "")
     path = path if len(path) <= PATH else f"…{path[-PATH + 1 :]}"
     total = facts.get("num_parameters", 0)
     trainable = facts.get("num_trainable", 0)
@@ -219,67 +237,69 @@ def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     elif trainable == total:
         trained = "trained"
     else:
-        trained = f"{amount(trainable)} trained"
-    return f"{path} ({facts.get('family', spec.backend)}), {amount(total)} parameters, {trained}, {spec.dtype}"
+        trained = f"{format_amount(trainable)} trained"
+    return f"{path} ({facts.get('family', spec.backend)}), {format_amount(total)} parameters, {trained}, {spec.dtype}"
 
 
-def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -> str | None:
+def format_memory_row(
+    expected: MemoryForecast, on: Mapping[int, Sequence[str]], room: int
+) -> str | None:
     """Return the memory that each device needs, of `room` bytes (shared by CPU devices).
 
     Returns None for a single device that needs less than a tenth of it.
     """
-    parts = {rank: expected.of(names).total for rank, names in on.items()}
+    parts = {rank: expected.select_roles(names).total for rank, names in on.items()}
     several = len(on) > 1
     shared = expected.device.type == "cpu"
     need = sum(parts.values()) if shared else max(parts.values())
-    if not several and need < WORTH_TELLING * room:
+    if not several and need < LEAST_SHOWN_SHARE * room:
         return None
     ranks: dict[str, list[int]] = {}
     for rank, part in parts.items():
-        ranks.setdefault(size(part), []).append(rank)
+        ranks.setdefault(format_size(part), []).append(rank)
     told = [
-        f"{part} on {_ranks(held) if len(ranks) > 1 else 'each device'}"
+        f"{part} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}"
         for part, held in ranks.items()
     ]
     if several:
-        of = f"{', '.join(told)}, of {size(room)}{' in all' if shared else ''}"
+        of = f"{', '.join(told)}, of {format_size(room)}{' in all' if shared else ''}"
     else:
-        of = f"{size(need)} of {size(room)}"
+        of = f"{format_size(need)} of {format_size(room)}"
     most = "at least" if "without" in expected.scope else "at most"
     return f"{most} about {of}" + (
         "; it may not fit: weft plan memory shows what would" if need > room else ""
     )
 
 
-def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool]]:
+def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
     """Return a function from peak memory (GiB) to a final line and whether to show it.
 
     `room` is the device's memory in bytes.
     """
     return lambda most: (
-        expected.compared(most),
-        expected.needed(most) * GIB >= WORTH_TELLING * room,
+        expected.format_comparison(most),
+        expected.compute_needed(most) * GIB >= LEAST_SHOWN_SHARE * room,
     )
 
 
-def _held(experiment: Experiment) -> dict[int, list[str]]:
+def _group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
     """Return the roles and copies on each device."""
-    named = _named(experiment)
+    named = _name_meshes(experiment)
     return {
         rank: [n for n, mesh in named.items() if rank in mesh.ranks]
         for rank in range(experiment.num_devices)
     }
 
 
-def _named(experiment: Experiment) -> dict[str, Mesh]:
-    places = [*experiment.meshes().items(), *experiment.copies()]
-    return {place_name(experiment, role, mesh): mesh for role, mesh in places}
+def _name_meshes(experiment: Experiment) -> dict[str, Mesh]:
+    places = [*experiment.build_meshes().items(), *experiment.list_copies()]
+    return {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
 
 
-def _layouts(experiment: Experiment) -> str:
+def _format_layouts(experiment: Experiment) -> str:
     found: dict[str, list[str]] = {}
-    for name, mesh in _named(experiment).items():
-        where = f"{_degrees(mesh.layout)} on {_ranks(mesh.ranks)}"
+    for name, mesh in _name_meshes(experiment).items():
+        where = f"{_format_degrees(mesh.layout)} on {_format_ranks(mesh.ranks)}"
         found.setdefault(where, []).append(name)
     text = "; ".join(f"{', '.join(names)} {where}" for where, names in found.items())
     if not experiment.search:
@@ -288,23 +308,23 @@ def _layouts(experiment: Experiment) -> str:
     return f"{text} (allocation_mode=search: {ours:.2g} s per step as estimated, {usual:.2g} s with heuristic)"
 
 
-def _degrees(layout: Layout) -> str:
+def _format_degrees(layout: Layout) -> str:
     """Format a layout without degrees of 1: `d2f2t1p1c1e1` is `d2f2`, `d2f1t1p1c1e1` is `d2`."""
     degrees = {letter: getattr(layout, name) for letter, name in LETTERS.items()}
     return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "d1"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
 
 
-def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
+def _format_device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
     count = experiment.num_devices
     each = " each" if count > 1 else ""
     if "threads" in numerics:
-        threads = f", {many(numerics['threads'], 'thread')}{each}"
+        threads = f", {format_plural(numerics['threads'], 'thread')}{each}"
     else:
         threads = ""
     return f"{f'{count} x ' if count > 1 else ''}{numerics['hardware']}{threads}"
@@ -313,75 +333,76 @@ def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
 # -- the details
 
 
-def _details(
+def _iterate_details(
     experiment: Experiment,
-    horizon: Horizon | None,
+    horizon: RunLength | None,
     facts: Facts,
     data: LoadedData | None,
-    expected: Forecast,
+    expected: MemoryForecast,
 ) -> Iterator[str]:
-    yield from () if data is None else _sources(data)
-    own = _model_notes(experiment)
+    yield from () if data is None else _format_sources(data)
+    own = _collect_model_notes(experiment)
     yield from (note for note in experiment.plan_notes if note not in own)
-    yield from () if horizon is None else _node_counts(experiment, horizon)
+    yield from () if horizon is None else _iterate_node_counts(experiment, horizon)
     said: dict[str, list[str]] = {}  # note -> roles
     for role in experiment.roles:
         for note in facts[role].get("notes", ()):
             said.setdefault(note, []).append(role)
     for note, roles in said.items():
         yield f"{', '.join(roles)}: {note}"
-    on = _held(experiment)
-    yield from expected.lines(on)
+    on = _group_roles_by_device(experiment)
+    yield from expected.format_lines(on)
     if len(on) > 1:
-        for name, mesh in _named(experiment).items():
-            yield f"{name}: layout {mesh.layout} on {'device' if len(mesh.ranks) == 1 else 'devices'} {_ranks(mesh.ranks)}"
+        for name, mesh in _name_meshes(experiment).items():
+            devices = "device" if len(mesh.ranks) == 1 else "devices"
+            yield f"{name}: layout {mesh.layout} on {devices} {_format_ranks(mesh.ranks)}"
     for role in experiment.roles:
         for move in facts[role].get("moves", ()):
             yield f"parameters of {role} {move}"
 
 
-def _sources(data: LoadedData) -> list[str]:
+def _format_sources(data: LoadedData) -> list[str]:
     """Return the table of data sources, or one line for a single plain source.
 
     The table is used for several sources, validation rows, or rows that were cut.
     """
     counts = data.counts
-    plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].notes("")
+    plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].build_notes("")
     if plain:
         return [f"rows: {counts[0].name}, of type {counts[0].type}"]
-    return data.table().splitlines()
+    return data.format_counts().splitlines()
 
 
-def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
+def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
     """Yield lines on single nodes: differing numbers of samples, and later starts of training."""
-    sampling = list(_sampling(experiment))
+    sampling = list(_iterate_sampling(experiment))
     if len(sampling) > 1:
         yield from (
-            f"{call.name}: {many(samples, 'completion')} of each prompt"
+            f"{call.name}: {format_plural(samples, 'completion')} of each prompt"
             for call, samples in sampling
         )
-    for node in experiment.trained_nodes():
+    for node in experiment.list_trained_nodes():
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
         if (
-            horizon.trained_updates(experiment, node.name)
+            horizon.count_trained_updates(experiment, node.name)
             != horizon.updates(experiment, node.name)[1]
         ):
             yield f"{node.name}: no optimizer step in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}"
 
 
-def _roles(
+def _iterate_roles(
     experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
     """Yield details on each role: long paths, learning rates, and models merged in the table."""
     merged = [role for roles, text in models if MERGED.match(text) for role in roles.split(", ")]
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""
-        if (short(path) != path or len(path) > PATH) and path not in " ".join(spec.notes):
+        if (shorten_path(path) != path or len(path) > PATH) and path not in " ".join(spec.notes):
             told = [path]
         else:
             told = []
         if role in merged:
-            told = [_short(spec, facts[role])]
+            told = [_shorten_model(spec, facts[role])]
         if spec.trained:
             told.append(
                 f"learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})"
@@ -390,7 +411,7 @@ def _roles(
             yield f"{role}: {', '.join(told)}"
 
 
-def _versions(numerics: Mapping[str, Any]) -> Iterator[str]:
+def _iterate_versions(numerics: Mapping[str, Any]) -> Iterator[str]:
     flash = numerics.get("flash_attention")
     if "torch" in numerics:
         yield f"computed with torch {numerics['torch']}" + (
@@ -401,23 +422,23 @@ def _versions(numerics: Mapping[str, Any]) -> Iterator[str]:
 # -- words
 
 
-def many(count: int, what: str) -> str:
-    return f"{number(count)} {what}{'' if count == 1 else 's'}"
+def format_plural(count: int, what: str) -> str:
+    return f"{format_number(count)} {what}{'' if count == 1 else 's'}"
 
 
-def number(count: int) -> str:
+def format_number(count: int) -> str:
     """Format with commas from five digits on."""
     return f"{count:,}" if count >= 10_000 else str(count)
 
 
-def amount(count: int) -> str:
+def format_amount(count: int) -> str:
     for base, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= base:
             return f"{count / base:.3g}{name}"
     return str(count)
 
 
-def _and(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     return f"{', '.join(names[:-1])} and {names[-1]}"

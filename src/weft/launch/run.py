@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError, unknown_name
+from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.experiment import Experiment
-from weft.experiments._models import settled_roles
-from weft.experiments.common import Buildable, build_experiment
-from weft.launch import foreign
-from weft.launch.recover import Driven
-from weft.observe.configuration import flat, left_open
+from weft.experiments._models import resolve_roles
+from weft.experiments.common import ExperimentConfig, build_experiment
+from weft.launch import other_launchers
+from weft.launch.restarting_run import RestartingRun
+from weft.observe.configuration import flatten_options, is_left_open
 from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
-from weft.redaction import MASK, masked_options
+from weft.redaction import MASK, iterate_masked_options
 from weft.registry import import_user_code
 
 if TYPE_CHECKING:
-    from weft.observe.progress import Show
+    from weft.observe.progress import DisplayOptions
     from weft.runtime.directory import RunDirectory
-    from weft.runtime.ray import Cluster
+    from weft.runtime.ray import RayCluster
 
 MODES = ("local", "ray", "slurm")
 
@@ -58,7 +58,10 @@ class RunResult:
 
 
 def run(
-    config: Buildable | Experiment, *, mode: str | None = None, show: Show | None = None
+    config: ExperimentConfig | Experiment,
+    *,
+    mode: str | None = None,
+    show: DisplayOptions | None = None,
 ) -> RunResult:
     """Run an experiment to its end.
 
@@ -67,13 +70,11 @@ def run(
     invalid input, before anything is trained or written; `RunError` if the run fails; `Interrupted`
     after Ctrl-C or SIGTERM, once the step is finished and a recovery point is written.
     """
-    experiment, mode = _checked(config, mode)
+    experiment, mode = _build_checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
-    directory = RunDirectory.of(experiment.control)
-    goes_on = admit(
-        directory, experiment.control, experiment.resolved(), experiment.left_at_default
-    )
+    directory = RunDirectory.from_control(experiment.control)
+    goes_on = admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
     lock = RunLock(directory.path)
     lock.take()
     try:
@@ -83,7 +84,7 @@ def run(
 
 
 def dry_run(
-    config: Buildable | Experiment,
+    config: ExperimentConfig | Experiment,
     *,
     mode: str | None = None,
     data: bool = True,
@@ -97,16 +98,16 @@ def dry_run(
     Without `data`, neither rows nor tokenizers are read; sizes per step are known, the number of
     steps is not. Raises `UserError` as `run` does.
     """
-    experiment, mode = _checked(without_weights(config), mode, data=data)
-    from weft.launch.planned import planned
+    experiment, mode = _build_checked(mark_as_planned(config), mode, data=data)
+    from weft.launch.dry_run_plan import build_plan_lines
     from weft.runtime.directory import RunDirectory, admit
 
-    lines = planned(experiment, mode, data=data, width=width)
+    lines = build_plan_lines(experiment, mode, data=data, width=width)
     try:
         admit(
-            RunDirectory.of(experiment.control),
+            RunDirectory.from_control(experiment.control),
             experiment.control,
-            experiment.resolved(),
+            experiment.resolve(),
             experiment.left_at_default,
         )
     except ConfigError as error:  # does not matter for a plan
@@ -114,7 +115,7 @@ def dry_run(
     return lines
 
 
-def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
+def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig | Experiment:
     """Return the configuration with all models marked as planned, so no weights are read."""
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
@@ -124,18 +125,18 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
         for name, value in own.items()
         if isinstance(value, ModelSpec)
     }
-    return cast(Buildable, replace(config, **models))
+    return cast(ExperimentConfig, replace(config, **models))
 
 
-def _checked(
-    config: Buildable | Experiment, mode: str | None, *, data: bool = True
+def _build_checked(
+    config: ExperimentConfig | Experiment, mode: str | None, *, data: bool = True
 ) -> tuple[Experiment, str]:
     """Return (experiment, mode) after all checks that don't need torch.
 
     Without `data`, the data are not checked.
     """
-    foreign.check(os.environ)
-    experiment = built(config)
+    other_launchers.check_started_directly(os.environ)
+    experiment = build_with_choices(config)
     if mode is not None:
         mode = mode
     else:
@@ -152,11 +153,11 @@ def _checked(
         )
     check_devices(experiment)
     check_sinks(experiment.control.loggers)
-    return with_files(config, experiment, data=data), mode
+    return build_with_files(config, experiment, data=data), mode
 
 
-def with_files(
-    config: Buildable | Experiment, experiment: Experiment, *, data: bool = True
+def build_with_files(
+    config: ExperimentConfig | Experiment, experiment: Experiment, *, data: bool = True
 ) -> Experiment:
     """Return the experiment of `config`, after downloading missing config.json files of models.
 
@@ -165,23 +166,23 @@ def with_files(
     from weft.launch.hub import fetch_configs
 
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
-        return built(config)  # build again, with values from the downloaded files
+        return build_with_choices(config)  # build again, with values from the downloaded files
     return experiment
 
 
-def built(config: Buildable | Experiment) -> Experiment:
+def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
     """Build the experiment and note which options left open in `config` were chosen by weft."""
     if isinstance(config, Experiment):
-        return settled_roles(config)
+        return resolve_roles(config)
     experiment = build_experiment(config)
     if not is_dataclass(config) or isinstance(config, type):
         return experiment
-    given = dict(flat(to_mapping(config)))
-    settled = flat(experiment.config)
+    given = dict(flatten_options(to_mapping(config)))
+    settled = flatten_options(experiment.config)
     chosen = [
         name
         for name, value in settled
-        if left_open(given.get(name, "")) and value != given.get(name, value)
+        if is_left_open(given.get(name, "")) and value != given.get(name, value)
     ]
     return replace(experiment, chosen=chosen)
 
@@ -203,7 +204,7 @@ def check_devices(experiment: Experiment) -> None:
 
 def check_no_masks(experiment: Experiment) -> None:
     """Raise `ConfigError` if the configuration has masked secrets, as stored configurations do."""
-    hidden = list(masked_options(experiment.config))
+    hidden = list(iterate_masked_options(experiment.config))
     if hidden:
         raise ConfigError(
             f"{', '.join(hidden)}: the value is {MASK}, which replaces a secret that was not "
@@ -215,7 +216,7 @@ def check_no_masks(experiment: Experiment) -> None:
 def check_mode(mode: str) -> None:
     """Raise `ConfigError` for an unknown mode, and for `slurm`, which needs a command line."""
     if mode not in MODES:
-        raise unknown_name("mode", mode, MODES)
+        raise build_unknown_name_error("mode", mode, MODES)
     if mode == "slurm":
         raise ConfigError(
             "mode=slurm: a job runs a command line; write weft quickstart ... mode=slurm "
@@ -226,43 +227,48 @@ def check_mode(mode: str) -> None:
 
 
 def _run(
-    experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None
+    experiment: Experiment,
+    directory: RunDirectory,
+    mode: str,
+    *,
+    goes_on: bool,
+    show: DisplayOptions | None,
 ) -> RunResult:
-    from weft.runtime.supervised import Wire
+    from weft.runtime.supervisor_pipe import SupervisorPipe
 
-    anew = Wire.of(os.environ).restarts > 0
-    cluster = None if anew else ray_while_torch_loads(experiment, mode)
+    anew = SupervisorPipe.from_environment(os.environ).restarts > 0
+    cluster = None if anew else start_ray_while_torch_loads(experiment, mode)
     from weft.launch.assemble import assemble
-    from weft.launch.damaged import damaged_weights
+    from weft.launch.damaged import find_damaged_weights
 
-    driven = Driven(
+    driven = RestartingRun(
         assemble(experiment, directory, mode, anew=anew, show=show, cluster=cluster),
         lambda: assemble(experiment, directory, mode, anew=True, show=show),
         comes_back=experiment.control.recover_mode == "auto",
-        damaged=lambda: damaged_weights(experiment),
+        damaged=lambda: find_damaged_weights(experiment),
     )
     return RunResult(driven.run(goes_on=goes_on), directory.path)
 
 
-def ray_while_torch_loads(experiment: Experiment, mode: str) -> Cluster | None:
+def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
     """Start Ray while another thread imports `weft.launch.assemble`; None if not possible.
 
     Only for runs on several CPUs of this machine. Ray must start in the main thread, since it ends
     with the thread that starts it.
     """
-    from weft.launch.cluster import check_ray, start_early, starts_early
+    from weft.launch.cluster import can_start_early, check_ray, start_early
 
-    if not starts_early(experiment, mode):
+    if not can_start_early(experiment, mode):
         return None
     check_ray(experiment)
     # imported first, because two threads importing one package can interfere
     import_module("weft.runtime.ray")
 
-    def load() -> None:
+    def load_assemble() -> None:
         with suppress(Exception):  # the next import raises the error
             import_module("weft.launch.assemble")
 
-    loader = threading.Thread(target=load, name="weft-imports")
+    loader = threading.Thread(target=load_assemble, name="weft-imports")
     loader.start()
     try:
         return start_early(experiment)

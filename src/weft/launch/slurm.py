@@ -1,7 +1,7 @@
 """`mode=slurm`: an sbatch script that starts Ray on a job's nodes and runs the command there.
 
-The command runs with `mode=ray`. `start` writes and submits the script, `plan` shows what it would
-do, `running_job` and `cancel` find and end the job. Script, logs and job number are in `slurm/` in
+The command runs with `mode=ray`. `start_job` writes and submits the script, `plan_job` shows what it would
+do, `find_running_job` and `cancel_job` find and end the job. Script, logs and job number are in `slurm/` in
 the run's directory.
 """
 
@@ -22,24 +22,24 @@ from pathlib import Path
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
-from weft.experiments.common import Buildable
-from weft.launch.run import built, dry_run, with_files, without_weights
+from weft.experiments.common import ExperimentConfig
+from weft.launch.run import build_with_choices, build_with_files, dry_run, mark_as_planned
 from weft.observe.lenient import read_json
 from weft.options import read, validate
-from weft.redaction import masked_words
+from weft.redaction import mask_words
 from weft.registry import import_user_code
 from weft.writing import write
 
 FOLDER = "slurm"
 SCRIPT = "job.sh"
-JOB = "job.json"
+JOB_FILE = "job.json"
 POLL_SECONDS = 0.5
 QUEUE_SECONDS = 60.0  # timeout of a Slurm command
 MODULE = "weft.cli.main"
 
 
 @dataclass(frozen=True)
-class Request:
+class SlurmRequest:
     """Command and resources of a job. `command` are the words after `weft`."""
 
     name: str
@@ -57,8 +57,8 @@ class Request:
         return (self.run / FOLDER).absolute()
 
 
-def start(
-    config: Buildable | Experiment,
+def start_job(
+    config: ExperimentConfig | Experiment,
     command: Sequence[str],
     asked: Scheduling | None = None,
     *,
@@ -71,21 +71,21 @@ def start(
     """
     from weft.runtime.directory import RunDirectory, admit
 
-    experiment = _experiment(config)
-    shown = masked_words(command)
+    experiment = _build_experiment(config)
+    shown = mask_words(command)
     if shown != list(command):
         raise ConfigError(
             f"mode=slurm: the command is written into the job's script, and contains a secret: "
             f"{shlex.join(shown)}; write "
             "${oc.env:NAME} as its value and export NAME, which sbatch passes on"
         )
-    directory = RunDirectory.of(experiment.control)
-    request = request_of(experiment, command, directory.path, asked)
+    directory = RunDirectory.from_control(experiment.control)
+    request = build_request(experiment, command, directory.path, asked)
     _check_networks(experiment)
     if print_only:
-        return script(request)
-    admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
-    number = submit(request)
+        return build_script(request)
+    admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
+    number = submit_job(request)
     names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
     if experiment.control.fileroot == "./runs":
         where = ""
@@ -99,8 +99,8 @@ def start(
     )
 
 
-def plan(
-    config: Buildable | Experiment,
+def plan_job(
+    config: ExperimentConfig | Experiment,
     asked: Scheduling | None = None,
     *,
     data: bool = True,
@@ -108,12 +108,14 @@ def plan(
 ) -> list[str]:
     """Return the lines of `--dry-run` for the run on the devices that the job would request.
 
-    Raises `UserError` as `start` does.
+    Raises `UserError` as `start_job` does.
     """
     from weft.runtime.directory import RunDirectory
 
-    experiment = _experiment(without_weights(config), data=data)
-    request = request_of(experiment, (), RunDirectory.of(experiment.control).path, asked)
+    experiment = _build_experiment(mark_as_planned(config), data=data)
+    request = build_request(
+        experiment, (), RunDirectory.from_control(experiment.control).path, asked
+    )
     # even if the submitting machine has no GPU
     if request.gpus_per_node and experiment.control.device is None:
         experiment = replace(experiment, control=replace(experiment.control, device="cuda"))
@@ -128,15 +130,15 @@ def plan(
     ]
 
 
-def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experiment:
+def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = True) -> Experiment:
     """Build and check the experiment without torch.
 
     Assumes that the nodes see the same files as this machine.
     """
-    experiment = built(config)
+    experiment = build_with_choices(config)
     import_user_code(experiment.control.imports)
     experiment.check()
-    return with_files(config, experiment, data=data)
+    return build_with_files(config, experiment, data=data)
 
 
 def _check_networks(experiment: Experiment) -> None:
@@ -144,22 +146,24 @@ def _check_networks(experiment: Experiment) -> None:
 
     Raises `UserError` naming the option.
     """
-    from weft.engine.backends.auto import chosen
+    from weft.engine.backends.auto import choose_backend
     from weft.launch.assemble import check_configs, check_layouts
-    from weft.launch.cluster import device_kind
+    from weft.launch.cluster import get_device_kind
     from weft.runtime.check import check_calls
 
-    roles = {name: chosen(replace(spec, planned=True)) for name, spec in experiment.roles.items()}
+    roles = {
+        name: choose_backend(replace(spec, planned=True)) for name, spec in experiment.roles.items()
+    }
     experiment = replace(experiment, roles=roles)
-    device_kind(experiment)
+    get_device_kind(experiment)
     check_calls(experiment)
     check_configs(experiment)
     check_layouts(experiment)
 
 
-def request_of(
+def build_request(
     experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None
-) -> Request:
+) -> SlurmRequest:
     """Return the request for a job.
 
     The options `slurm.*`, `n_nodes` and `n_gpus_per_node` are completed by the experiment's
@@ -185,7 +189,7 @@ def request_of(
             cpus_per_node=spec.cpus_per_node or asked.cpus_per_node,
             mem_per_node=spec.mem_per_node or (f"{math.ceil(memory * 1024)}M" if memory else None),
             **{
-                name: getattr(spec, name) or asked.common(name)
+                name: getattr(spec, name) or asked.get_common_value(name)
                 for name in ("nodelist", "exclude", "container")
             },
         )
@@ -201,7 +205,7 @@ def request_of(
     on_cpus = control.device == "cpu" or gpus == 0
     if on_cpus and spec.cpus_per_node is None:
         spec = replace(spec, cpus_per_node=own)
-    return Request(
+    return SlurmRequest(
         name=f"weft-{control.experiment_name}-{control.trial_name}",
         run=run,
         command=command,
@@ -216,13 +220,13 @@ def request_of(
 # -- the script
 
 
-def script(request: Request) -> str:
+def build_script(request: SlurmRequest) -> str:
     """Return the sbatch script."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # only needed here
 
     spec = request.spec
     python = spec.python or ("python3" if spec.container else sys.executable)
-    wrapped, pyxis, apptainer = _container(request)
+    wrapped, pyxis, apptainer = _build_container(request)
     on_first = 'srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="${nodes[0]}"'
     preparations = [f"module load {shlex.quote(name)}" for name in spec.modules] + list(spec.setup)
     preparations += [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
@@ -233,7 +237,7 @@ def script(request: Request) -> str:
     )
     templates.filters["quote"] = shlex.quote
     return templates.get_template("slurm.sh.jinja").render(
-        directives=_directives(request),
+        directives=_build_directives(request),
         preparations=preparations,
         folder=str(request.folder),
         python=python,
@@ -247,7 +251,7 @@ def script(request: Request) -> str:
     )
 
 
-def _directives(request: Request) -> list[str]:
+def _build_directives(request: SlurmRequest) -> list[str]:
     spec = request.spec
     if spec.gpu_type:
         gpus = f"{spec.gpu_type}:{request.gpus_per_node}"
@@ -286,7 +290,7 @@ def _directives(request: Request) -> list[str]:
     ] + list(spec.sbatch)
 
 
-def _container(request: Request) -> tuple[str, str, str]:
+def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
     """Return (kind, srun options for pyxis, command prefix for apptainer).
 
     All are empty without a container.
@@ -315,13 +319,13 @@ def _container(request: Request) -> tuple[str, str, str]:
 # -- submitting
 
 
-def submit(request: Request) -> str:
+def submit_job(request: SlurmRequest) -> str:
     """Write the script into the run's directory, submit it with sbatch and return the job's number.
 
     Raises `ConfigError` if the run's job is still in the queue, or if sbatch is missing or fails.
     """
     # Check that the job can be submitted.
-    there = running_job(request.run)
+    there = find_running_job(request.run)
     if there is not None:
         raise ConfigError(
             f"job {there[0]} of {request.run} is already in the queue ({there[1]}); wait for it, "
@@ -335,21 +339,21 @@ def submit(request: Request) -> str:
             "what it prints by hand"
         )
     # Write the script and submit it.
-    text = script(request)
+    text = build_script(request)
     request.folder.mkdir(parents=True, exist_ok=True)
     file = request.folder / SCRIPT
     write(file, text)
     file.chmod(0o755)
-    done = _slurm("sbatch", "--parsable", str(file))
+    done = _run_slurm("sbatch", "--parsable", str(file))
     if done.returncode:
         raise ConfigError(
-            f"sbatch rejected the job: {_first_line(done.stderr)}; the script is {file}, its "
+            f"sbatch rejected the job: {_get_first_line(done.stderr)}; the script is {file}, its "
             f"options are slurm.*"
         )
     # Record the number, by which other commands find the job.
     number = done.stdout.strip().splitlines()[-1].split(";")[0]
     write(
-        request.folder / JOB,
+        request.folder / JOB_FILE,
         json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n",
     )
     return number
@@ -358,28 +362,28 @@ def submit(request: Request) -> str:
 # -- the job in the queue
 
 
-def running_job(run: Path) -> tuple[str, str] | None:
+def find_running_job(run: Path) -> tuple[str, str] | None:
     """Return (number, state such as PENDING or RUNNING) of the run's queued job, or None."""
-    number = read_json(run / FOLDER / JOB).get("job")
+    number = read_json(run / FOLDER / JOB_FILE).get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None
-    state = _state(number)
+    state = _read_state(number)
     return None if state is None else (number, state)
 
 
-def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
+def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
     """Cancel a waiting job, or send SIGTERM to a running one and wait until it has ended.
 
     A running job writes a recovery point first. Returns a readable result. Raises `RunError` if it
     does not end in time.
     """
-    state = _state(number)
+    state = _read_state(number)
     if state in ("PENDING", "CONFIGURING"):
-        _checked("scancel", number)
+        _run_checked("scancel", number)
         return f"job {number} of {run} was still waiting and is cancelled"
-    _checked("scancel", "--batch", "--signal=TERM", number)
+    _run_checked("scancel", "--batch", "--signal=TERM", number)
     end = time.monotonic() + deadline_s
-    while _state(number) is not None:
+    while _read_state(number) is not None:
         if time.monotonic() > end:
             raise RunError(
                 f"job {number} still runs {run} after {deadline_s:g} s; it finishes its step "
@@ -390,19 +394,19 @@ def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
     return f"stopped {run} (job {number}); the command that started it resumes it"
 
 
-def _state(number: str) -> str | None:
+def _read_state(number: str) -> str | None:
     """Return the state of an unfinished job, else None. Raises `RunError` if Slurm does not answer."""
     if shutil.which("squeue") is None:
         raise RunError(
             f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of "
             f"the cluster"
         )
-    done = _slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
+    done = _run_slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
     if done.returncode:
         if "Invalid job id" in done.stderr:  # ended long ago and removed from Slurm's records
             return None
         raise RunError(
-            f"squeue did not report the state of job {number}: {_first_line(done.stderr)}"
+            f"squeue did not report the state of job {number}: {_get_first_line(done.stderr)}"
         )
     state = done.stdout.strip()
     if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED"):
@@ -410,13 +414,13 @@ def _state(number: str) -> str | None:
     return None
 
 
-def _checked(*words: str) -> None:
-    done = _slurm(*words)
+def _run_checked(*words: str) -> None:
+    done = _run_slurm(*words)
     if done.returncode:
-        raise RunError(f"{words[0]} failed: {_first_line(done.stderr)}")
+        raise RunError(f"{words[0]} failed: {_get_first_line(done.stderr)}")
 
 
-def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+def _run_slurm(*words: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             words,
@@ -432,7 +436,7 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
         ) from None
 
 
-def _first_line(text: str) -> str:
+def _get_first_line(text: str) -> str:
     lines = [
         line.removeprefix("sbatch: error: ").removeprefix("sbatch: ")
         for line in text.strip().splitlines()

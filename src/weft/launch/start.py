@@ -16,7 +16,9 @@ from weft.options import validate
 from weft.registry import experiments
 
 
-def registered(name: str, trial_name: str, *, allocation_mode: str | None = None) -> Experiment:
+def build_registered(
+    name: str, trial_name: str, *, allocation_mode: str | None = None
+) -> Experiment:
     """Return the experiment that `register_experiment(name)` registered, as trial `trial_name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
@@ -31,10 +33,10 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
     if isinstance(made, RunConfig):
         made.allocation_mode = allocation_mode or made.allocation_mode
         made = build_experiment(made)
-    elif inspect.isclass(_called(thing)):
+    elif inspect.isclass(_unwrap_partial(thing)):
         if not hasattr(made, "initial_setup"):
             raise ConfigError(
-                f"experiment {name!r}: the class {_called(thing).__qualname__} has no "
+                f"experiment {name!r}: the class {_unwrap_partial(thing).__qualname__} has no "
                 f"initial_setup(); give it one"
             )
         made = made.initial_setup()
@@ -55,33 +57,35 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
         config = {**made.config, "experiment_name": name, "trial_name": trial_name}
     else:
         config = {}
-    asked = scheduling(name)
+    asked = build_scheduling(name)
     env = {**(asked.env if asked is not None else {}), **made.control.env}
     validate(LaunchSpec(env=env), "launch.")
     control = replace(made.control, experiment_name=name, trial_name=trial_name, env=env)
     return replace(made, control=control, config=config)
 
 
-def scheduling(name: str) -> Scheduling | None:
+def build_scheduling(name: str) -> Scheduling | None:
     """Return the `scheduling_setup()` of a registered class, or None if it has none."""
     thing = experiments.get(name)
-    if not inspect.isclass(_called(thing)) or not hasattr(_called(thing), "scheduling_setup"):
+    if not inspect.isclass(_unwrap_partial(thing)) or not hasattr(
+        _unwrap_partial(thing), "scheduling_setup"
+    ):
         return None
     made: Any = thing()
     asked: Scheduling = made.scheduling_setup()
     return asked
 
 
-def _called(thing: Any) -> Any:
+def _unwrap_partial(thing: Any) -> Any:
     """Return the class or function behind any `functools.partial`."""
-    return _called(thing.func) if isinstance(thing, partial) else thing
+    return _unwrap_partial(thing.func) if isinstance(thing, partial) else thing
 
 
 def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
     """Run a registered experiment. Raises as `run` does."""
     check_mode(mode)
     check_machines(name, mode)
-    return run(registered(name, trial_name), mode=mode)
+    return run(build_registered(name, trial_name), mode=mode)
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
@@ -89,7 +93,7 @@ def check_machines(name: str, mode: str = "local") -> list[str]:
 
     Raises `ConfigError` if the experiment needs more machines than the mode has.
     """
-    asked = scheduling(name)
+    asked = build_scheduling(name)
     if asked is None:
         return []
     if mode == "local" and asked.n_nodes > 1:
@@ -98,7 +102,7 @@ def check_machines(name: str, mode: str = "local") -> list[str]:
             f"mode=local is one machine; "
             "start it with --mode slurm or --mode ray, or request one node"
         )
-    ignored = asked.ignored_on_one_machine()
+    ignored = asked.list_ignored_fields()
     if ignored:
         return [f"mode={mode} ignores {', '.join(ignored)} of {name!r}; mode=slurm uses them"]
     return []

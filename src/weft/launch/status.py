@@ -7,13 +7,13 @@ from pathlib import Path
 from weft.launch import slurm
 
 
-def status_line(run: Path) -> str:
+def format_status(run: Path) -> str:
     """Return a readable line such as `runs/e/t: running, job 12 RUNNING`."""
-    from weft.runtime.directory import owner
+    from weft.runtime.directory import find_owner
 
-    said = run_status(run)
-    job = slurm.running_job(run)
-    pid = owner(run)
+    said = read_run_status(run)
+    job = slurm.find_running_job(run)
+    pid = find_owner(run)
     if said == "running" and pid is None and job is None:
         said = "crashed or killed"
     return f"{run}: {said}" + (
@@ -21,15 +21,15 @@ def status_line(run: Path) -> str:
     )
 
 
-def run_status(run: Path) -> str:
+def read_run_status(run: Path) -> str:
     """Return "finished", "stopped", "failed", "running" or "not begun"."""
     from weft.runtime.directory import RunDirectory
 
-    return RunDirectory(run).status() or "not begun"
+    return RunDirectory(run).read_status() or "not begun"
 
 
 def is_alive(run: Path) -> bool:
     """Return whether a process or a Slurm job, running or queued, belongs to the run."""
-    from weft.runtime.directory import owner
+    from weft.runtime.directory import find_owner
 
-    return owner(run) is not None or slurm.running_job(run) is not None
+    return find_owner(run) is not None or slurm.find_running_job(run) is not None

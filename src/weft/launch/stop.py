@@ -20,7 +20,9 @@ def stop(
 
     Also raises `ConfigError` if there is no such run.
     """
-    return stop_run(run_directory(experiment_name, trial_name, fileroot), deadline_s=deadline_s)
+    return stop_run(
+        find_run_directory(experiment_name, trial_name, fileroot), deadline_s=deadline_s
+    )
 
 
 def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
@@ -29,17 +31,17 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
     The run finishes its step and writes a recovery point. Returns a readable result. Raises
     `ConfigError` if the run is not running, `RunError` if it does not end in time.
     """
-    from weft.runtime.directory import owner
+    from weft.runtime.directory import find_owner
 
-    job = slurm.running_job(run)
+    job = slurm.find_running_job(run)
     if job is not None:
-        return slurm.cancel(run, job[0], deadline_s=deadline_s)
-    pid = owner(run)
+        return slurm.cancel_job(run, job[0], deadline_s=deadline_s)
+    pid = find_owner(run)
     if pid is None:
         raise ConfigError(f"no process runs {run}; there is nothing to stop")
     os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + deadline_s
-    while owner(run) == pid:
+    while find_owner(run) == pid:
         if time.monotonic() > end:
             raise RunError(
                 f"process {pid} still runs {run} after {deadline_s:g} s; it finishes its step "
@@ -50,7 +52,7 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
     return f"stopped {run} (process {pid}); the command that started it resumes it"
 
 
-def run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
+def find_run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
     """Return the directory of a run.
 
     Raises `ConfigError`, listing the existing runs, if there is none.

@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.engine import fits
-from weft.engine.device import hardware, hardware_line, memory_bytes, resolve_device
+from weft.engine import memory_options
+from weft.engine.device import describe_hardware, format_hardware, read_memory_bytes, resolve_device
 from weft.experiment import Experiment
-from weft.experiments._rates import GPUS, gpu_rates
-from weft.launch.cluster import check_processes, device_kind
-from weft.launch.memory import size
+from weft.experiments._rates import GPUS, find_gpu_rates
+from weft.launch.cluster import check_processes, get_device_kind
+from weft.launch.memory import format_size
 
 GIB = 2.0**30
-OPTION = "name one with search.gpu=H100"
+GPU_OPTION_HINT = "name one with search.gpu=H100"
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetDevices:
     """Devices of a plan: `count` devices with `usable` bytes each.
 
     `usable` is None for GPUs of unknown type.
@@ -28,10 +28,10 @@ class Target:
     name: str
     count: int
     usable: float | None
-    said: str
+    description: str
 
     @classmethod
-    def of(cls, experiment: Experiment, mode: str) -> Target:
+    def from_experiment(cls, experiment: Experiment, mode: str) -> TargetDevices:
         """Return the GPU of `search.gpu`, else the option `device`, else the best local device.
 
         Raises `ConfigError` for an unknown name.
@@ -44,8 +44,8 @@ class Target:
         on_gpu = named is not None if asked is None else asked.startswith("cuda")
         # A GPU named by an option; it need not be on this machine.
         if named is not None and on_gpu:
-            name = gpu_rates(named, "bfloat16").name
-            usable = memory_gb if memory_gb is not None else memory_of(name)
+            name = find_gpu_rates(named, "bfloat16").name
+            usable = memory_gb if memory_gb is not None else get_usable_memory(name)
             return cls(
                 torch.device("cuda"),
                 name,
@@ -58,19 +58,19 @@ class Target:
             return cls(torch.device("cuda"), "GPU", count, None, "")
         # A device of this machine; devices on CPUs share its memory.
         alone = mode == "local" and count == 1
-        device = resolve_device(asked if alone else device_kind(experiment))
+        device = resolve_device(asked if alone else get_device_kind(experiment))
         if mode == "local" and device.type == "cpu":
             check_processes(count)
-        share = memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
-        taken = fits.TAKEN * GIB if device.type == "cuda" else 0.0
+        share = read_memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
+        taken = memory_options.RESERVED_GIB * GIB if device.type == "cuda" else 0.0
         usable = memory_gb * GIB if memory_gb is not None else share - taken
-        line = hardware_line(
-            hardware(device),
+        line = format_hardware(
+            describe_hardware(device),
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )
         return cls(device, line, count, usable, line)
 
-    def among(self) -> list[Target]:
+    def list_candidates(self) -> list[TargetDevices]:
         """Return the target itself or, if its GPU is unknown, one target per GPU size.
 
         The smallest is first.
@@ -85,22 +85,25 @@ class Target:
             replace(
                 self,
                 name=f"GPU of {gb} GB",
-                usable=(gib - fits.TAKEN) * GIB,
-                said=said.format(gb=gb, option=OPTION),
+                usable=(gib - memory_options.RESERVED_GIB) * GIB,
+                description=said.format(gb=gb, option=GPU_OPTION_HINT),
             )
-            for gb, gib in fits.GPUS
+            for gb, gib in memory_options.GPUS
         ]
 
-    def verdict(self, needed: float, scope: str = "") -> str:
+    def format_verdict(self, needed: float, scope: str = "") -> str:
         """Return a readable line on whether the memory needed by a device fits."""
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
         holds = "fits" if needed <= self.usable else "does NOT fit"
-        name = self.name.replace(f", {size(self.usable)}", "")  # already shown
-        return f"{holds}: {many} needs about {size(needed)}{scope} of {size(self.usable)}: {name}"
+        name = self.name.replace(f", {format_size(self.usable)}", "")  # already shown
+        return f"{holds}: {many} needs about {format_size(needed)}{scope} of {format_size(self.usable)}: {name}"
 
 
-def memory_of(gpu: str) -> float:
+def get_usable_memory(gpu: str) -> float:
     """Return the GiB of a GPU usable by a run: its memory less that of the driver and torch."""
     sold = GPUS[gpu][3]
-    return next((gib for gb, gib in fits.GPUS if gb == sold), 0.97 * sold) - fits.TAKEN
+    return (
+        next((gib for gb, gib in memory_options.GPUS if gb == sold), 0.97 * sold)
+        - memory_options.RESERVED_GIB
+    )

@@ -6,26 +6,26 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from weft.observe.charts import css
-from weft.observe.completions import COLOURS, facts, marked
-from weft.observe.metrics import finite, number
-from weft.observe.page import shown
-from weft.observe.palette import Hue
+from weft.observe.charts import format_hue
+from weft.observe.completions import COLOURS, append_tokens, render_facts
+from weft.observe.metrics import format_number, is_finite
+from weft.observe.page import escape_text
+from weft.observe.palette import ColourPair
 from weft.observe.run_files import RunFiles
-from weft.observe.sample_rows import Group, groups
+from weft.observe.sample_rows import SampleGroup, group_rows
 
 PROMPTS = 12
 
-Shown = tuple[str, Hue, RunFiles]  # (name on the page, colour, run)
+ComparedRun = tuple[str, ColourPair, RunFiles]  # (name on the page, colour, run)
 
 
-def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
+def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
     """Return (HTML of the shared prompts with each run's latest answer, token data).
 
     A prompt is shown if at least two runs answered it; at most `PROMPTS` prompts are shown, those
     answered by the most runs first. The token data lets the page's script colour tokens.
     """
-    latest = [_latest(run) for _, _, run in listed]
+    latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}
     for found in latest:
         for prompt in found:
@@ -38,7 +38,7 @@ def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
         )
     )
     tokens: list[dict[str, Any]] = []
-    blocks = "".join(_block(prompt, listed, latest, tokens) for prompt in shared[:PROMPTS])
+    blocks = "".join(_render_prompt(prompt, listed, latest, tokens) for prompt in shared[:PROMPTS])
     if not blocks:
         return "", []
     choices = "".join(
@@ -55,18 +55,18 @@ def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
     return f'{note}{tools}<div class="panel single">{blocks}</div>', tokens
 
 
-def _latest(run: RunFiles) -> dict[str, Group]:
+def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
     """Return the run's last group for each prompt, without ranked pairs of the dataset."""
-    found: dict[str, Group] = {}
-    for listed in groups(run.samples, most=1000).values():
-        found |= {group.prompt: group for group in listed if group.prompt and not group.pair}
+    found: dict[str, SampleGroup] = {}
+    for listed in group_rows(run.samples, most=1000).values():
+        found |= {group.prompt: group for group in listed if group.prompt and not group.is_ranked}
     return found
 
 
-def _block(
+def _render_prompt(
     prompt: str,
-    listed: Sequence[Shown],
-    latest: Sequence[Mapping[str, Group]],
+    listed: Sequence[ComparedRun],
+    latest: Sequence[Mapping[str, SampleGroup]],
     tokens: list[dict[str, Any]],
 ) -> str:
     there = [
@@ -76,28 +76,32 @@ def _block(
     ]
     right = next((group.answer for _, group in there if group.answer), None)
     if right:
-        reference = f'<div class="reference" tabindex="0"><b>Reference</b> {shown(right)}</div>'
+        reference = (
+            f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(right)}</div>'
+        )
     else:
         reference = ""
-    cells = "".join(_cell(label, hue, group, tokens) for (label, hue, _), group in there)
+    cells = "".join(_render_answer(label, hue, group, tokens) for (label, hue, _), group in there)
     return (
         f'<article class="group-of" data-columns="{min(len(there), 4)}"><div class="prompt" tabindex="0" aria-label="prompt">'
-        f'{shown(prompt)}</div>{reference}<div class="answers">{cells}</div></article>'
+        f'{escape_text(prompt)}</div>{reference}<div class="answers">{cells}</div></article>'
     )
 
 
-def _cell(label: str, hue: Hue, group: Group, tokens: list[dict[str, Any]]) -> str:
+def _render_answer(
+    label: str, hue: ColourPair, group: SampleGroup, tokens: list[dict[str, Any]]
+) -> str:
     row = group.rows[0]
-    said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
-    worth = group.values("reward")
+    said = escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    worth = group.read_values("reward")
     if len(worth) > 1:
-        mean = f", mean reward of {len(worth)}: {number(sum(worth) / len(worth))}"
+        mean = f", mean reward of {len(worth)}: {format_number(sum(worth) / len(worth))}"
     else:
         mean = ""
-    reward = float(row["reward"]) if finite(row.get("reward")) else 0.0
+    reward = float(row["reward"]) if is_finite(row.get("reward")) else 0.0
     return (
-        f'<div class="answer"><p class="verdict"><i class="pick" style="{css(hue)}"></i>{escape(label)}, step '
-        f"{number(group.step)}{mean}</p>"
-        f'<div class="completion" tabindex="0" aria-label="answer"{marked(row, tokens)}>{said}</div>'
-        f"<footer>{facts(row, (0.0, max(reward, 1.0)))}</footer></div>"
+        f'<div class="answer"><p class="verdict"><i class="pick" style="{format_hue(hue)}"></i>{escape(label)}, step '
+        f"{format_number(group.step)}{mean}</p>"
+        f'<div class="completion" tabindex="0" aria-label="answer"{append_tokens(row, tokens)}>{said}</div>'
+        f"<footer>{render_facts(row, (0.0, max(reward, 1.0)))}</footer></div>"
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from weft.observe.metrics import COUNTERS, EVAL, TIME, last_part
+from weft.observe.metrics import COUNTERS, EVAL, TIME, get_last_part
 
 RUN = "run"
 SECONDS = "seconds by call"
@@ -27,7 +27,7 @@ Scope = TypeVar("Scope")
 
 
 @dataclass
-class Grouped:
+class MetricGroup:
     """Metrics that share one chart.
 
     `measure` is the metric without its node, `nodes` are the nodes it comes from, `names` the full
@@ -45,20 +45,20 @@ class Grouped:
         self.names.append(name)
 
 
-def grouped(names: Sequence[str]) -> list[Grouped]:
+def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts; each name except the counters is in exactly one."""
-    found: dict[tuple[str, str], Grouped] = {}
+    found: dict[tuple[str, str], MetricGroup] = {}
     known = frozenset(names)
     for name in names:
         if name in COUNTERS:
             continue
-        node, measure = parts(name, known)
+        node, measure = split_metric_name(name, known)
         own = node if measure in BY_NODE else ""
-        found.setdefault((own, measure), Grouped(measure)).add(node, name)
+        found.setdefault((own, measure), MetricGroup(measure)).add(node, name)
     return _with_evaluation(found)
 
 
-def parts(name: str, names: Collection[str] = ()) -> tuple[str, str]:
+def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
     """Split a metric's name into (node, measure).
 
     `chosen` and `rejected` share a measure, as do a mean and its `_max` if the mean is in `names`.
@@ -75,7 +75,7 @@ def parts(name: str, names: Collection[str] = ()) -> tuple[str, str]:
             rest = "/".join(pieces[-2:])
         else:
             rest = pieces[-1]
-    last = last_part(rest)
+    last = get_last_part(rest)
     if last in PAIRED:
         return node, rest.removesuffix(last) + "|".join(PAIRED)
     if rest.endswith(MAX) and name.removesuffix(MAX) in names:
@@ -83,16 +83,16 @@ def parts(name: str, names: Collection[str] = ()) -> tuple[str, str]:
     return node, rest
 
 
-def _with_evaluation(found: dict[tuple[str, str], Grouped]) -> list[Grouped]:
+def _with_evaluation(found: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
     """Merge each chart that has only evaluation metrics into the training chart of its measure."""
     evaluation = EVAL.rstrip("/")
-    by_last: dict[str, list[Grouped]] = {}
+    by_last: dict[str, list[MetricGroup]] = {}
     for group in found.values():
-        by_last.setdefault(last_part(group.measure), []).append(group)
+        by_last.setdefault(get_last_part(group.measure), []).append(group)
     for key, group in list(found.items()):
         if group.nodes != [evaluation]:
             continue
-        alike = by_last[last_part(key[1])]
+        alike = by_last[get_last_part(key[1])]
         other = next((each for each in alike if each is not group), None)
         if other is not None:
             other.nodes += group.nodes
@@ -102,35 +102,37 @@ def _with_evaluation(found: dict[tuple[str, str], Grouped]) -> list[Grouped]:
     return list(found.values())
 
 
-def without_repeats(
-    groups: Iterable[Grouped], series: Series, rank: Callable[[str], tuple[int, int]]
-) -> list[Grouped]:
+def drop_repeats(
+    groups: Iterable[MetricGroup], series: Series, rank: Callable[[str], tuple[int, int]]
+) -> list[MetricGroup]:
     """Return the groups, most informative first, without lines that repeat another line.
 
     A line is dropped if it equals one of the same chart, or if it varies and equals a line of the
     same node in an earlier chart (`policy_loss` and `loss`).
     """
-    kept: list[Grouped] = []
+    kept: list[MetricGroup] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
-    shown = Curves[str]()  # lines of the charts so far, by node
+    shown = SeriesIndex[str]()  # lines of the charts so far, by node
     for group in ordered:
         names: list[str] = []
-        own = Curves[None]()  # lines of this chart
-        for name in sorted(group.names, key=_wholes_first):
+        own = SeriesIndex[None]()  # lines of this chart
+        for name in sorted(group.names, key=_compute_sort_key):
             values = series(name)
-            if own.like(None, values) or (moves(values[1]) and shown.like(node_of(name), values)):
+            if own.find_equal(None, values) or (
+                is_changing(values[1]) and shown.find_equal(find_node(name), values)
+            ):
                 continue
             names.append(name)
             own.add(None, values)
         for name in names:
-            shown.add(node_of(name), series(name))
+            shown.add(find_node(name), series(name))
         if names:
-            nodes = list(dict.fromkeys(node_of(name) for name in names))
-            kept.append(Grouped(group.measure, nodes, names))
+            nodes = list(dict.fromkeys(find_node(name) for name in names))
+            kept.append(MetricGroup(group.measure, nodes, names))
     return kept
 
 
-class Curves(Generic[Scope]):
+class SeriesIndex(Generic[Scope]):
     """Index of series that finds equal ones without comparing every pair.
 
     With it, a report of thousands of metrics takes seconds instead of minutes.
@@ -140,35 +142,36 @@ class Curves(Generic[Scope]):
         self._found: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
-        """Add a series under `scope`, such as its node, with a number that `like` returns."""
-        key = (*_ends(scope, values), *map(_bin, _probes(values)))
+        """Add a series under `scope`, such as its node, with a number that `find_equal` returns."""
+        key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
         self._found.setdefault(key, []).append((values, number))
 
-    def like(self, scope: Scope, values: Values) -> list[int]:
+    def find_equal(self, scope: Scope, values: Values) -> list[int]:
         """Return the numbers of the series in `scope` that equal `values`."""
         near = (
-            [(sign, place + by) for by in (-1, 0, 1)] for sign, place in map(_bin, _probes(values))
+            [(sign, place + by) for by in (-1, 0, 1)]
+            for sign, place in map(_find_bin, _pick_probes(values))
         )
-        keys = ((*_ends(scope, values), *bins) for bins in itertools.product(*near))
+        keys = ((*_build_key(scope, values), *bins) for bins in itertools.product(*near))
         return [
             number
             for key in keys
             for other, number in self._found.get(key, ())
-            if same(values, other)
+            if is_same_series(values, other)
         ]
 
 
-def _ends(scope: object, values: Values) -> tuple[Any, ...]:
+def _build_key(scope: object, values: Values) -> tuple[Any, ...]:
     return scope, len(values[0]), *values[0][:1], *values[0][-1:]
 
 
-def _probes(values: Values) -> list[float]:
+def _pick_probes(values: Values) -> list[float]:
     """Return the first, the middle and the last value; nothing for an empty series."""
     y = values[1]
     return [y[0], y[len(y) // 2], y[-1]] if y else []
 
 
-def _bin(value: float) -> tuple[int, int]:
+def _find_bin(value: float) -> tuple[int, int]:
     """Return the sign of a value and the index of its bin on a log scale.
 
     Values that count as equal are in the same bin or in neighbouring ones.
@@ -178,24 +181,24 @@ def _bin(value: float) -> tuple[int, int]:
     return (1 if value > 0 else -1, math.floor(math.log(abs(value)) / (2 * ALIKE)))
 
 
-def _wholes_first(name: str) -> tuple[bool, int]:
+def _compute_sort_key(name: str) -> tuple[bool, int]:
     """Sort key: training metrics first, then evaluation over all sources, then single sources."""
     return name.startswith(EVAL), name.count("/") if name.startswith(EVAL) else 0
 
 
-def node_of(name: str) -> str:
+def find_node(name: str) -> str:
     """Return the node in a metric's name; `run` for metrics without a node and for `time/`."""
     if "/" in name and not name.startswith(TIME):
         return name.partition("/")[0]
     return RUN
 
 
-def moves(values: Sequence[float]) -> bool:
+def is_changing(values: Sequence[float]) -> bool:
     """Return whether the values are not all equal; False for an empty series."""
     return bool(values) and min(values) < max(values)
 
 
-def same(
+def is_same_series(
     one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
 ) -> bool:
     """Return whether two series have equal values at the same steps.

@@ -18,15 +18,24 @@ from weft.observe.chart_groups import (
     PAIRED,
     RUN,
     SECONDS,
-    Grouped,
-    grouped,
-    node_of,
-    parts,
-    without_repeats,
+    MetricGroup,
+    drop_repeats,
+    find_node,
+    group_metrics,
+    split_metric_name,
 )
 from weft.observe.metric_help import MetricHelp, find
-from weft.observe.metrics import EVAL, TIME, TITLES, direction, last_part, number, rank, title
-from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, Hue
+from weft.observe.metrics import (
+    EVAL,
+    TIME,
+    TITLES,
+    compute_rank,
+    find_title,
+    format_number,
+    get_direction,
+    get_last_part,
+)
+from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, ColourPair
 from weft.observe.run_files import RunFiles
 
 POINTS = 400  # maximum points of a line in the first view
@@ -39,7 +48,7 @@ EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measur
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line of a chart: steps `x` and values `y`, thinned.
 
     `run` is the index of the run it belongs to.
@@ -47,7 +56,7 @@ class Line:
 
     name: str
     label: str
-    hue: Hue
+    hue: ColourPair
     x: Sequence[float]
     y: Sequence[float]
     run: int = 0
@@ -63,7 +72,7 @@ class Chart:
 
     title: str
     node: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     missing: int = 0
     of_runs: bool = False
 
@@ -85,14 +94,14 @@ class Chart:
         return low - pad, high + pad
 
 
-def all_charts(run: RunFiles) -> list[Chart]:
+def build_charts(run: RunFiles) -> list[Chart]:
     """Return every chart of a run, most informative first."""
-    groups = without_repeats(grouped(run.names), run.series, rank)
-    most = points_each(sum(len(group.names) for group in groups))
-    return [_chart(run, group, most) for group in groups]
+    groups = drop_repeats(group_metrics(run.metric_names), run.get_series, compute_rank)
+    most = compute_points_per_line(sum(len(group.names) for group in groups))
+    return [_build_chart(run, group, most) for group in groups]
 
 
-def points_each(num_lines: int) -> int:
+def compute_points_per_line(num_lines: int) -> int:
     """Return the maximum number of points per line on a page of `num_lines` lines.
 
     The limit keeps a page of a thousand metrics quick to build and to open.
@@ -100,13 +109,13 @@ def points_each(num_lines: int) -> int:
     return max(FEWEST, min(KEPT, PAGE_POINTS // max(1, num_lines)))
 
 
-def split(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
+def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
     """Split charts into (those shown at once, those behind a click)."""
-    telling = [chart for chart in charts if _telling(chart)][:FIRST]
+    telling = [chart for chart in charts if _is_informative(chart)][:FIRST]
     return telling, [chart for chart in charts if not any(chart is each for each in telling)]
 
 
-def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
+def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
     """Return a node's colour, which is that of its role.
 
     `roles` maps nodes to colours, from the timeline; for other nodes the role is read from the name
@@ -120,7 +129,7 @@ def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
     )
 
 
-def thinned(
+def thin_series(
     x: Sequence[float], y: Sequence[float], count: int = POINTS
 ) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `count` points, keeping every spike.
@@ -138,7 +147,7 @@ def thinned(
     return [x[i] for i in order], [y[i] for i in order]
 
 
-def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
     """Return round numbers within [low, high], as many as a round distance allows, at most `most`.
 
     If `whole`, the distance is a whole number.
@@ -153,7 +162,7 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def axes(run: RunFiles) -> dict[str, list[float]]:
+def read_axes(run: RunFiles) -> dict[str, list[float]]:
     """Return values for the x axis: `step`, `tokens` trained and `time` in seconds.
 
     Tokens and seconds are totals since the run began, at the same thinned steps.
@@ -161,7 +170,7 @@ def axes(run: RunFiles) -> dict[str, list[float]]:
     tokens = 0.0
     seconds = 0.0
     rows = []
-    counted = [name for name in run.names if last_part(name) == "num_tokens"]
+    counted = [name for name in run.metric_names if get_last_part(name) == "num_tokens"]
     for line in run.lines:
         tokens += max((float(line.get(name) or 0.0) for name in counted), default=0.0)
         seconds += float(line.get("step_seconds") or 0.0)
@@ -173,14 +182,17 @@ def axes(run: RunFiles) -> dict[str, list[float]]:
     }
 
 
-def data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
+def build_page_data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Return the JSON data for the page's script: the charts and the x axes of each run."""
-    return {"axes": [axes(run) for run in runs], "charts": [_data(chart) for chart in charts]}
-
-
-def _data(chart: Chart) -> dict[str, Any]:
     return {
-        "exact": last_part(chart.lines[0].name) in EXACT,
+        "axes": [read_axes(run) for run in runs],
+        "charts": [_build_chart_data(chart) for chart in charts],
+    }
+
+
+def _build_chart_data(chart: Chart) -> dict[str, Any]:
+    return {
+        "exact": get_last_part(chart.lines[0].name) in EXACT,
         "lines": [
             {
                 "run": line.run,
@@ -192,13 +204,13 @@ def _data(chart: Chart) -> dict[str, Any]:
     }
 
 
-def html(chart: Chart, index: int, *, large: bool = False) -> str:
+def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
     """Render the chart as a figure; `index` is its position in the script's data."""
     telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
-    last = "" if chart.of_runs else number(telling.y[-1])
+    last = "" if chart.of_runs else format_number(telling.y[-1])
     many = chart.of_runs or len(chart.lines) > 1
     if many:
-        legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines))
+        legend = "".join(_render_legend(place, line) for place, line in enumerate(chart.lines))
     else:
         legend = ""
     if chart.missing:
@@ -215,17 +227,20 @@ def html(chart: Chart, index: int, *, large: bool = False) -> str:
     readout = f'<output class="readout" aria-live="off"{kind}>{escape(last)}</output>'
     return (
         f'<figure class="chart{" large" if large else ""}" data-chart="{index}">'
-        f"<figcaption><div>{named}</div>{missing}{readout}{_help(chart)}</figcaption>"
-        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(spoken(chart))}">{_plot(chart, large)}</div>'
+        f"<figcaption><div>{named}</div>{missing}{readout}{_render_help(chart)}</figcaption>"
+        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(describe_chart(chart))}">'
+        f"{_render_plot(chart, large)}</div>"
         f"{f'<ul class=legend>{legend}</ul>' if legend else ''}</figure>"
     )
 
 
-def _help(chart: Chart) -> str:
+def _render_help(chart: Chart) -> str:
     """Render the metric's description, shown by a click on a question mark."""
     if chart.help is None:
         return ""
-    way = {1: "Higher is better. ", -1: "Lower is better. "}.get(direction(chart.lines[0].name), "")
+    way = {1: "Higher is better. ", -1: "Lower is better. "}.get(
+        get_direction(chart.lines[0].name), ""
+    )
     if chart.help.healthy:
         healthy = f"<p><b>Healthy:</b> {escape(chart.help.healthy)}</p>"
     else:
@@ -237,32 +252,32 @@ def _help(chart: Chart) -> str:
     )
 
 
-def spoken(chart: Chart) -> str:
+def describe_chart(chart: Chart) -> str:
     """Describe the chart in words, for screen readers."""
     told = []
     for line in chart.lines:
         what = f"{line.label}: " if len(chart.lines) > 1 else ""
         told.append(
-            f"{what}from {number(line.y[0])} at step {number(line.x[0])} to {number(line.y[-1])} "
-            f"at step {number(line.x[-1])}, "
-            f"lowest {number(min(line.y))}, highest {number(max(line.y))}"
+            f"{what}from {format_number(line.y[0])} at step {format_number(line.x[0])} to {format_number(line.y[-1])} "
+            f"at step {format_number(line.x[-1])}, "
+            f"lowest {format_number(min(line.y))}, highest {format_number(max(line.y))}"
         )
     return f"Chart of {chart.title}, {chart.node}. " + "; ".join(told)
 
 
-def _plot(chart: Chart, large: bool) -> str:
+def _render_plot(chart: Chart, large: bool) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
-    rows = [(y, 100 - 100 * (y - y0) / (y1 - y0)) for y in ticks(y0, y1, 6 if large else 4)]
+    rows = [(y, 100 - 100 * (y - y0) / (y1 - y0)) for y in choose_ticks(y0, y1, 6 if large else 4)]
     columns = [
-        (x, 100 * (x - x0) / (x1 - x0)) for x in ticks(x0, x1, 7 if large else 5, whole=True)
+        (x, 100 * (x - x0) / (x1 - x0)) for x in choose_ticks(x0, x1, 7 if large else 5, whole=True)
     ]
     grid = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for _, at in rows)
     lines = "".join(
-        f'<path class="raw" data-line="{place}" style="{css(line.hue)}" d="{_path(line, chart)}"/>'
+        f'<path class="raw" data-line="{place}" style="{format_hue(line.hue)}" d="{_render_path(line, chart)}"/>'
         for place, line in reversed(list(enumerate(chart.lines)))
     )
     dots = "".join(
-        _dot(chart, line, x, y)
+        _render_dot(chart, line, x, y)
         for line in chart.lines
         if len(line.x) <= DOTTED
         for x, y in zip(line.x, line.y, strict=True)
@@ -270,17 +285,18 @@ def _plot(chart: Chart, large: bool) -> str:
     return (
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{grid}{lines}</svg>{dots}'
         + "".join(
-            f'<span class="tick y" style="top:{at:.2f}%">{escape(number(y))}</span>'
+            f'<span class="tick y" style="top:{at:.2f}%">{escape(format_number(y))}</span>'
             for y, at in rows
         )
         + "".join(
-            f'<span class="tick x{_edge(at)}" style="left:{at:.2f}%">{"step " if place == 0 else ""}{escape(number(x))}</span>'
+            f'<span class="tick x{_choose_edge_class(at)}" style="left:{at:.2f}%">'
+            f"{'step ' if place == 0 else ''}{escape(format_number(x))}</span>"
             for place, (x, at) in enumerate(columns)
         )
     )
 
 
-def _edge(at: float) -> str:
+def _choose_edge_class(at: float) -> str:
     """Return the class that keeps the label of a tick near an end of the axis inside the chart."""
     if at < 4:
         return " first"
@@ -289,76 +305,84 @@ def _edge(at: float) -> str:
     return ""
 
 
-def _path(line: Line, chart: Chart) -> str:
+def _render_path(line: ChartLine, chart: Chart) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     right = 100 / (x1 - x0)
     down = 100 / (y1 - y0)
     points = [
-        (right * (x - x0), down * (y1 - y)) for x, y in zip(*thinned(line.x, line.y), strict=True)
+        (right * (x - x0), down * (y1 - y))
+        for x, y in zip(*thin_series(line.x, line.y), strict=True)
     ]
     return ("M" + "L".join(["%.2f %.2f"] * len(points))) % tuple(
         itertools.chain.from_iterable(points)
     )
 
 
-def _dot(chart: Chart, line: Line, x: float, y: float) -> str:
+def _render_dot(chart: Chart, line: ChartLine, x: float, y: float) -> str:
     """Render one measured point; lines with few points show them."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     left = 100 * (x - x0) / (x1 - x0)
     top = 100 - 100 * (y - y0) / (y1 - y0)
-    return f'<i class="dot small" style="left:{left:.2f}%;top:{top:.2f}%;{css(line.hue)}"></i>'
-
-
-def _legend(place: int, line: Line) -> str:
-    value = f"<b>{escape(number(line.y[-1]))}</b>"
     return (
-        f'<li data-line="{place}"><i style="{css(line.hue)}"></i>{escape(line.label)} {value}</li>'
+        f'<i class="dot small" style="left:{left:.2f}%;top:{top:.2f}%;{format_hue(line.hue)}"></i>'
     )
 
 
-def css(hue: Hue) -> str:
+def _render_legend(place: int, line: ChartLine) -> str:
+    value = f"<b>{escape(format_number(line.y[-1]))}</b>"
+    return f'<li data-line="{place}"><i style="{format_hue(line.hue)}"></i>{escape(line.label)} {value}</li>'
+
+
+def format_hue(hue: ColourPair) -> str:
     """Return a colour as an inline style, from which the style sheet picks light or dark."""
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
-def _chart(run: RunFiles, group: Grouped, most: int) -> Chart:
+def _build_chart(run: RunFiles, group: MetricGroup, most: int) -> Chart:
     listed = group.names
-    nodes = list(dict.fromkeys(node_of(name) for name in listed if not name.startswith(EVAL)))
-    hues = list(dict.fromkeys([*(hue_of(node) for node in nodes if node != RUN), ORANGE, *HUES]))
+    nodes = list(dict.fromkeys(find_node(name) for name in listed if not name.startswith(EVAL)))
+    hues = list(
+        dict.fromkeys([*(choose_hue(node) for node in nodes if node != RUN), ORANGE, *HUES])
+    )
     if group.measure == SECONDS:
         hues = list(HUES)
     lines = [
-        Line(name, _label(name, nodes), hues[place % len(hues)], *thinned(*run.series(name), most))
+        ChartLine(
+            name,
+            _choose_label(name, nodes),
+            hues[place % len(hues)],
+            *thin_series(*run.get_series(name), most),
+        )
         for place, name in enumerate(listed)
     ]
-    missing = sum(run.not_finite(name) for name in listed)
-    return Chart(heading(group.measure), ", ".join(nodes or ["eval"]), lines, missing)
+    missing = sum(run.count_not_finite(name) for name in listed)
+    return Chart(find_heading(group.measure), ", ".join(nodes or ["eval"]), lines, missing)
 
 
-def heading(measure: str) -> str:
+def find_heading(measure: str) -> str:
     """Return the title of the chart of a measure."""
     if "|" in measure:
         return (
             measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ")
             or "chosen, rejected"
         )
-    if "/" not in measure or last_part(measure) in TITLES:
-        return title(measure)
+    if "/" not in measure or get_last_part(measure) in TITLES:
+        return find_title(measure)
     return measure.replace("_", " ").replace("/", " ")
 
 
-def _label(name: str, nodes: Sequence[str]) -> str:
+def _choose_label(name: str, nodes: Sequence[str]) -> str:
     """Return the label of a line in a chart that shows the given nodes."""
     if name.startswith(TIME):
         return name.removeprefix(TIME)
-    last = last_part(name)
+    last = get_last_part(name)
     if name.startswith(EVAL):
         source = (
             name.removeprefix(EVAL).removesuffix(last).strip("/").removesuffix("rewards").strip("/")
         )
         told = f"eval {source}" if source else "eval"
         return f"{told}, {last}" if last in PAIRED else told
-    node, measure = parts(name)
+    node, measure = split_metric_name(name)
     if last in PAIRED:
         return last if len(nodes) == 1 else f"{node} {last}"
     if measure.endswith("_max"):
@@ -366,6 +390,8 @@ def _label(name: str, nodes: Sequence[str]) -> str:
     return node if len(nodes) > 1 or node == RUN else "training"
 
 
-def _telling(chart: Chart) -> bool:
-    known, _ = rank(chart.lines[0].name)
-    return known < rank("unknown")[0] and any(min(line.y) < max(line.y) for line in chart.lines)
+def _is_informative(chart: Chart) -> bool:
+    known, _ = compute_rank(chart.lines[0].name)
+    return known < compute_rank("unknown")[0] and any(
+        min(line.y) < max(line.y) for line in chart.lines
+    )

@@ -12,31 +12,44 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.observe import charts, configuration, trend
-from weft.observe.answers import answers
-from weft.observe.chart_groups import Curves, moves, node_of, parts, same
-from weft.observe.charts import Chart, Line
+from weft.observe.answers import render_answers
+from weft.observe.chart_groups import (
+    SeriesIndex,
+    find_node,
+    is_changing,
+    is_same_series,
+    split_metric_name,
+)
+from weft.observe.charts import Chart, ChartLine
 from weft.observe.diagnosis import ALGORITHMS, POLICIES
-from weft.observe.differences import ALGORITHM, SOURCES, apart, differing, meaning, versions
+from weft.observe.differences import (
+    ALGORITHM,
+    SOURCES,
+    find_defining_options,
+    find_differences,
+    find_incomparable_options,
+    find_version_differences,
+)
 from weft.observe.metric_help import find
 from weft.observe.metrics import (
     COUNTERS,
     EVAL,
     ROWS,
     TIME,
-    direction,
-    duration,
-    evaluation_of,
-    headline,
-    last_part,
-    number,
-    rank,
-    title,
+    compute_rank,
+    find_evaluation,
+    find_headline,
+    find_title,
+    format_duration,
+    format_number,
+    get_direction,
+    get_last_part,
 )
-from weft.observe.page import Page, Section, folded, shown, write
-from weft.observe.palette import HUES, Hue
-from weft.observe.report import curves
+from weft.observe.page import Page, PageSection, escape_text, render_folded, write
+from weft.observe.palette import HUES, ColourPair
+from weft.observe.report import render_curves
 from weft.observe.run_files import RunFiles
-from weft.observe.sections import count, status
+from weft.observe.sections import format_count, render_status
 
 NAME = "compare.html"
 MOST = len(HUES)
@@ -51,15 +64,15 @@ APART = (
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedRun:
     """A run with its name and colour on the page."""
 
     run: RunFiles
     label: str
-    hue: Hue
+    hue: ColourPair
 
     @property
-    def told(self) -> str:
+    def label_with_status(self) -> str:
         """The run's name, marked `(running)` if its numbers can still change."""
         if self.run.status == RUNNING:
             return f"{self.label} ({RUNNING})"
@@ -72,47 +85,48 @@ def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     Raises `UserError` if a directory is not a run.
     """
     runs = [RunFiles.read(directory) for directory in run_dirs]
-    return write(path, page(runs).html())
+    return write(path, build_page(runs).render())
 
 
-def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Page:
+def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Page:
     """Build the page that compares `runs`.
 
     Raises `ConfigError` for fewer than two runs or more than there are colours.
     """
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
-    listed = named(runs)
-    measures = _measures(listed)
-    found = _charts(listed, measures)
-    main = _decider(listed)
+    listed = name_runs(runs)
+    measures = _list_measures(listed)
+    found = _build_charts(listed, measures)
+    main = _find_deciding_metric(listed)
     hero = next(
         (chart for chart in found if main and any(line.name in main for line in chart.lines)), None
     )
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
-    said, tokens = answers([(each.label, each.hue, each.run) for each in listed])
+    said, tokens = render_answers([(each.label, each.hue, each.run) for each in listed])
     return Page(
         title=" · ".join(each.label for each in listed),
-        top=_top(listed, hero),
+        top=_render_top(listed, hero),
         sections=[
-            Section("settings", "What differs", _settings(listed)),
-            Section("metrics", "Metrics", _metrics(listed, measures)),
-            Section(
+            PageSection("settings", "What differs", _render_settings(listed)),
+            PageSection("metrics", "Metrics", _render_metrics(listed, measures)),
+            PageSection(
                 "curves",
                 "Curves",
-                (APART if _split(found) else "") + curves(drawn, 1 if hero else 0),
+                (APART if _has_split_measure(found) else "")
+                + render_curves(drawn, 1 if hero else 0),
             ),
-            Section("answers", "Answers to the same prompts", said),
+            PageSection("answers", "Answers to the same prompts", said),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from "
         + ", ".join(f"<code>{escape(str(each.run.directory))}</code>" for each in listed),
-        data={**charts.data(drawn, runs), "tokens": tokens},
+        data={**charts.build_page_data(drawn, runs), "tokens": tokens},
         live=live,
         home=home,
     )
 
 
-def named(runs: Sequence[RunFiles]) -> list[Named]:
+def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     """Give each run a name and a colour.
 
     The name is the trial if that is unique, else experiment and trial, else the last two folders or
@@ -126,235 +140,251 @@ def named(runs: Sequence[RunFiles]) -> list[Named]:
         [str(run.directory) for run in runs],
     )
     labels = next((way for way in ways if len(set(way)) == len(runs)), ways[-1])
-    return [Named(run, label, hue) for run, label, hue in zip(runs, labels, HUES, strict=False)]
+    return [NamedRun(run, label, hue) for run, label, hue in zip(runs, labels, HUES, strict=False)]
 
 
-def common_step(runs: Sequence[RunFiles]) -> float | None:
+def find_common_step(runs: Sequence[RunFiles]) -> float | None:
     """Return the last step that all runs have completed; None if a run has completed none."""
     if not all(run.lines for run in runs):
         return None
     return min(float(run.lines[-1]["step"]) for run in runs)
 
 
-def until(run: RunFiles, name: str, step: float | None) -> list[float]:
+def read_values_until(run: RunFiles, name: str, step: float | None) -> list[float]:
     """Return the values of a metric up to `step`; all of them if `step` is None."""
-    steps, values = run.series(name)
+    steps, values = run.get_series(name)
     if step is None or not steps or max(steps) <= step:
         return list(values)
     return [value for at, value in zip(steps, values, strict=True) if at <= step]
 
 
-def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
+def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> float | None:
     """Return a metric's value at `step`, or at the run's end; None if it has none.
 
     For an evaluation metric this is the last value, for a training metric the mean of the last
     steps.
     """
-    values = until(run, name, step)
+    values = read_values_until(run, name, step)
     if not values:
         return None
-    return values[-1] if name.startswith(EVAL) else trend.end(values)
+    return values[-1] if name.startswith(EVAL) else trend.compute_end_mean(values)
 
 
-def _decider(listed: Sequence[Named]) -> list[str] | None:
+def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     """Return each run's name of the metric that decides which run is better.
 
     None if the runs share no metric that can be compared.
     """
-    names = _wanted(listed)
+    names = _find_headline_metric(listed)
     runs = [each.run for each in listed]
-    if names is None or _is_policy_loss(runs, names) or apart(runs, names):
+    if names is None or _is_policy_loss(runs, names) or find_incomparable_options(runs, names):
         return None
     return names
 
 
-def _wanted(listed: Sequence[Named]) -> list[str] | None:
+def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     """Return each run's name of its headline metric; None if the headlines differ.
 
     The validation metric is preferred if all runs have it.
     """
     runs = [each.run for each in listed]
-    own = [headline(run.names, run.record.get("algorithm")) for run in runs]
-    valid = [evaluation_of(name, run.names) for name, run in zip(own, runs, strict=True)]
+    own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
+    valid = [find_evaluation(name, run.metric_names) for name, run in zip(own, runs, strict=True)]
     for found in (valid, own):
         names = [name for name in found if name is not None]
         if (
             len(names) == len(runs)
-            and len({last_part(name) for name in names}) == 1
-            and not apart(runs, names)
+            and len({get_last_part(name) for name in names}) == 1
+            and not find_incomparable_options(runs, names)
         ):
             return names
     names = [name for name in own if name is not None]
-    if len(names) == len(runs) and len({last_part(name) for name in names}) == 1:
+    if len(names) == len(runs) and len({get_last_part(name) for name in names}) == 1:
         return names
     return None
 
 
 def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
     """Return whether the metric is a policy's loss, which says nothing about model quality."""
-    policy = any(configuration.algorithm(run) in POLICIES for run in runs)
-    return policy and any(last_part(name).endswith("loss") for name in names)
+    policy = any(configuration.find_algorithm(run) in POLICIES for run in runs)
+    return policy and any(get_last_part(name).endswith("loss") for name in names)
 
 
 # -- the first screen
 
 
-def _top(listed: Sequence[Named], hero: Chart | None) -> str:
-    curve = charts.html(hero, 0, large=True) if hero else ""
-    cards = "".join(_card(each, listed) for each in listed)
+def _render_top(listed: Sequence[NamedRun], hero: Chart | None) -> str:
+    curve = charts.render_chart(hero, 0, large=True) if hero else ""
+    cards = "".join(_render_card(each, listed) for each in listed)
     return (
         f'<section class="hero{"" if hero else " alone"}" id="top"><div class="intro"><p class="eyebrow">'
         f"{len(listed)} runs compared</p><h1>{' <small>and</small> '.join(escape(each.label) for each in listed)}</h1>"
-        f'<p class="lede">{verdict(listed)}</p></div>{curve}<ul class="versus wide">{cards}</ul></section>'
+        f'<p class="lede">{write_verdict(listed)}</p></div>{curve}<ul class="versus wide">{cards}</ul></section>'
     )
 
 
-def verdict(listed: Sequence[Named]) -> str:
+def write_verdict(listed: Sequence[NamedRun]) -> str:
     """Return one or two sentences that say which run is better, or why that is unknown."""
     # Without a common headline metric, or with one that cannot be compared, no run is better.
     runs = [each.run for each in listed]
-    names = _wanted(listed)
+    names = _find_headline_metric(listed)
     if names is None:
         own = [
-            (each, headline(each.run.names, each.run.record.get("algorithm"))) for each in listed
+            (each, find_headline(each.run.metric_names, each.run.record.get("algorithm")))
+            for each in listed
         ]
         told = ", ".join(
-            f"{escape(each.label)} has {escape(title(name))}" for each, name in own if name
+            f"{escape(each.label)} has {escape(find_title(name))}" for each, name in own if name
         )
         judged = f" Each has a different headline metric: {told}." if told else ""
         return f"These runs have no common metric that decides which of them is better.{judged}"
-    if _decider(listed) is None:
-        return f"{_refusal(runs, names)} {_why(listed)}"
+    if _find_deciding_metric(listed) is None:
+        return f"{_explain_refusal(runs, names)} {_describe_differences(listed)}"
     # Values at the last step that all runs have completed.
-    step = common_step(runs)
+    step = find_common_step(runs)
     name = names[0]
     found = [
-        (final(run, each, step), one) for run, each, one in zip(runs, names, listed, strict=True)
+        (compute_final_value(run, each, step), one)
+        for run, each, one in zip(runs, names, listed, strict=True)
     ]
     known = [(value, one) for value, one in found if value is not None]
     if len(known) < len(listed):
-        return f"Not every run has measured its {escape(title(name))} by step {number(step)}."
+        return f"Not every run has measured its {escape(find_title(name))} by step {format_number(step)}."
     # Sort by value and compare the difference with the noise.
-    way = direction(name) or 1
+    way = get_direction(name) or 1
     (first, winner), *others = sorted(known, key=lambda pair: -way * pair[0])
-    what = escape(title(name))
-    at = _when(listed, step)
-    width = _noise(runs, names, step)
-    if all(equal(first, value) or abs(first - value) <= width for value, _ in others):
-        values = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in known)
-        noise = f" within noise (± {trend.rough(width)})" if width else ""
+    what = escape(find_title(name))
+    at = _format_step(listed, step)
+    width = _compute_difference_noise(runs, names, step)
+    if all(is_close(first, value) or abs(first - value) <= width for value, _ in others):
+        values = ", ".join(
+            f"{format_number(value)} ({escape(one.label_with_status)})" for value, one in known
+        )
+        noise = f" within noise (± {trend.format_noise(width)})" if width else ""
         return (
             f"{at} the runs are" if at else "The runs ended"
         ) + f" alike{noise} in their {what}: {values}."
-    rest = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in others)
+    rest = ", ".join(
+        f"{format_number(value)} ({escape(one.label_with_status)})" for value, one in others
+    )
     word = "higher" if way > 0 else "lower"
-    better = f"<b>{escape(winner.told)}</b>"
+    better = f"<b>{escape(winner.label_with_status)}</b>"
     verb = f"{at} {better} has" if at else f"{better} ended with"
-    noise = f", with a noise of ± {trend.rough(width)}" if width else ""
-    return f"{verb} the {word} {what}: <b>{number(first)}</b> against {rest}{noise}.{_doubts(winner)} {_why(listed)}"
+    noise = f", with a noise of ± {trend.format_noise(width)}" if width else ""
+    result = f"{verb} the {word} {what}: <b>{format_number(first)}</b> against {rest}{noise}."
+    return f"{result}{_write_doubts(winner)} {_describe_differences(listed)}"
 
 
-def _doubts(winner: Named) -> str:
+def _write_doubts(winner: NamedRun) -> str:
     """Return a warning if the better run has a metric out of range; else ""."""
     found = winner.run.diagnosis
-    if found is None or found.sound:
+    if found is None or found.is_sound:
         return ""
     return f" But check {escape(winner.label)}: some of its metrics are out of range."
 
 
-def _when(listed: Sequence[Named], step: float | None) -> str:
+def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
     """Return the step of the comparison as text; "" if all runs have ended at the same step."""
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
     if len(ends) > 1 or going:
-        return f"At step {number(step)}, the last that all runs have completed,"
+        return f"At step {format_number(step)}, the last that all runs have completed,"
     return ""
 
 
-def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -> float:
+def _compute_difference_noise(
+    runs: Sequence[RunFiles], names: Sequence[str], step: float | None
+) -> float:
     """Return the noise of the difference between the two noisiest runs; 0 if unknown."""
     if names[0].startswith(EVAL):
-        drawn = [_sampling(run, name, step) for run, name in zip(runs, names, strict=True)]
-        return trend.difference_noise(drawn) or 0.0
+        drawn = [
+            _compute_sampling_noise(run, name, step) for run, name in zip(runs, names, strict=True)
+        ]
+        return trend.compute_difference_noise(drawn) or 0.0
     found = [
-        trend.end_noise(until(run, name, step)) or 0.0
+        trend.compute_end_noise(read_values_until(run, name, step)) or 0.0
         for run, name in zip(runs, names, strict=True)
     ]
-    width = trend.difference_noise(found) or 0.0
-    largest = max(abs(final(run, name, step) or 0.0) for run, name in zip(runs, names, strict=True))
+    width = trend.compute_difference_noise(found) or 0.0
+    largest = max(
+        abs(compute_final_value(run, name, step) or 0.0)
+        for run, name in zip(runs, names, strict=True)
+    )
     return width if width > trend.ROUNDING * largest else 0.0
 
 
-def _sampling(run: RunFiles, name: str, step: float | None) -> float | None:
+def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
     """Return the noise of a run's evaluation due to its number of rows; None if unknown."""
-    value = final(run, name, step)
-    rows = until(run, ROWS, step)
+    value = compute_final_value(run, name, step)
+    rows = read_values_until(run, ROWS, step)
     if value is None or not rows:
         return None
-    return trend.sampling_noise(name, value, rows[-1])
+    return trend.compute_sampling_noise(name, value, rows[-1])
 
 
-def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+def _explain_refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Return a sentence that says why the runs' headline metrics cannot be compared."""
-    what = last_part(names[0])
-    different = apart(runs, names)
+    what = get_last_part(names[0])
+    different = find_incomparable_options(runs, names)
     if what == REWARD and any(option in SOURCES for option in different):
         return "The rewards come from different sources and cannot be compared."
-    word = escape(title(names[0]))
+    word = escape(find_title(names[0]))
     if ALGORITHM in different or not different:
-        kinds = ", ".join(escape(configuration.algorithm(run) or "unknown") for run in runs)
+        kinds = ", ".join(escape(configuration.find_algorithm(run) or "unknown") for run in runs)
         return f"The {word} has a different meaning in each of these runs ({kinds}), so it does not show which is better."
     if any(option.startswith("dataset.") for option in different):
         return f"The {word} was measured on different rows and cannot be compared."
     return f"The {word} is computed in different ways ({', '.join(map(escape, different))}) and cannot be compared."
 
 
-def _why(listed: Sequence[Named]) -> str:
+def _describe_differences(listed: Sequence[NamedRun]) -> str:
     """Return a sentence with the options that differ, or their number if it exceeds three."""
-    different = differing([each.run for each in listed])
+    different = find_differences([each.run for each in listed])
     if not different:
         return "Their options are the same."
     if len(different) > 3:
         return f"They differ in {len(different)} options."
     told = (
-        f"{escape(name)} ({', '.join(escape(configuration.brief(v)) for v in values)})"
+        f"{escape(name)} ({', '.join(escape(configuration.format_briefly(v)) for v in values)})"
         for name, values in different.items()
     )
     return f"They differ in {', '.join(told)}."
 
 
-def equal(one: float, other: float) -> bool:
+def is_close(one: float, other: float) -> bool:
     """Return whether two values differ by at most a relative `CLOSE`."""
     return abs(one - other) <= CLOSE * max(abs(one), abs(other))
 
 
-def _card(each: Named, listed: Sequence[Named]) -> str:
+def _render_card(each: NamedRun, listed: Sequence[NamedRun]) -> str:
     run = each.run
     told = []
-    decider = _decider(listed)
+    decider = _find_deciding_metric(listed)
     if run.lines:
-        told.append(count(run.lines[-1]["step"], "step"))
-    if epochs := run.series("epoch")[1]:
-        told.append(count(round(epochs[-1], 3), "epoch"))
-    if seconds := run.series("step_seconds")[1]:
-        told.append(duration(sum(seconds)))
+        told.append(format_count(run.lines[-1]["step"], "step"))
+    if epochs := run.get_series("epoch")[1]:
+        told.append(format_count(round(epochs[-1], 3), "epoch"))
+    if seconds := run.get_series("step_seconds")[1]:
+        told.append(format_duration(sum(seconds)))
     if decider:
         own: str | None = decider[list(listed).index(each)]
     else:
-        own = headline(run.names, run.record.get("algorithm"))
+        own = find_headline(run.metric_names, run.record.get("algorithm"))
     reached = ""
-    if own and (values := run.series(own)[1]):
-        good, _ = trend.best(own, values)
-        reached = f"<div>{escape(title(own))} {number(final(run, own))}, best {number(good)}</div>"
+    if own and (values := run.get_series(own)[1]):
+        good, _ = trend.find_best(own, values)
+        last = format_number(compute_final_value(run, own))
+        best = format_number(good)
+        reached = f"<div>{escape(find_title(own))} {last}, best {best}</div>"
     found = run.diagnosis
-    if found is not None and not found.sound:
-        doubts = f'<p class="diagnosis wrong">{escape(found.text)}</p>'
+    if found is not None and not found.is_sound:
+        doubts = f'<p class="diagnosis wrong">{escape(found.summary)}</p>'
     else:
         doubts = ""
     return (
-        f'<li><h3><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.label)} '
-        f"{status(run.status, flagged=bool(doubts))}</h3>"
-        f"<div>{escape(configuration.algorithm(run) or '')} "
+        f'<li><h3><i class="pick" style="{charts.format_hue(each.hue)}"></i>{escape(each.label)} '
+        f"{render_status(run.status, flagged=bool(doubts))}</h3>"
+        f"<div>{escape(configuration.find_algorithm(run) or '')} "
         f"{', '.join(told)}</div>{reached}{doubts}</li>"
     )
 
@@ -362,47 +392,47 @@ def _card(each: Named, listed: Sequence[Named]) -> str:
 # -- what differs
 
 
-def _settings(listed: Sequence[Named]) -> str:
+def _render_settings(listed: Sequence[NamedRun]) -> str:
     runs = [each.run for each in listed]
     rows = [
-        (name, [configuration.brief(value) for value in values])
-        for name, values in differing(runs).items()
+        (name, [configuration.format_briefly(value) for value in values])
+        for name, values in find_differences(runs).items()
     ]
-    rows += versions(runs)
+    rows += find_version_differences(runs)
     if not rows:
         return '<div class="card"><p>Their configurations are the same.</p></div>'
     if (
         any(name.startswith(f"{mark}.") for name, _ in rows for mark in ALGORITHMS)
         and len(rows) > 40
     ):
-        return _table(listed, rows[:40]) + folded(
-            f"{len(rows) - 40} more", _table(listed, rows[40:]), "more settings"
+        return _render_table(listed, rows[:40]) + render_folded(
+            f"{len(rows) - 40} more", _render_table(listed, rows[40:]), "more settings"
         )
-    return _table(listed, rows)
+    return _render_table(listed, rows)
 
 
-def _table(listed: Sequence[Named], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _render_table(listed: Sequence[NamedRun], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{_cells(listed, values)}</tr>'
+        f'<tr><th scope="row">{escape(name)}</th>{_render_cells(listed, values)}</tr>'
         for name, values in rows
     )
     return (
         '<div class="card scroll"><table class="settings side"><thead><tr><th scope="col">option</th>'
-        f"{_heads(listed)}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"{_render_heads(listed)}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _cells(listed: Sequence[Named], values: Sequence[str]) -> str:
+def _render_cells(listed: Sequence[NamedRun], values: Sequence[str]) -> str:
     """Render a row's values, each with its run's name for screens that stack the cells."""
     return "".join(
-        f'<td data-run="{escape(each.told)}">{shown(value)}</td>'
+        f'<td data-run="{escape(each.label_with_status)}">{escape_text(value)}</td>'
         for each, value in zip(listed, values, strict=True)
     )
 
 
-def _heads(listed: Sequence[Named]) -> str:
+def _render_heads(listed: Sequence[NamedRun]) -> str:
     return "".join(
-        f'<th scope="col"><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.told)}</th>'
+        f'<th scope="col"><i class="pick" style="{charts.format_hue(each.hue)}"></i>{escape(each.label_with_status)}</th>'
         for each in listed
     )
 
@@ -410,70 +440,75 @@ def _heads(listed: Sequence[Named]) -> str:
 # -- numbers and curves
 
 
-def _metrics(listed: Sequence[Named], measures: Sequence[Names]) -> str:
-    rows = list(_metric_rows(listed, measures))
+def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> str:
+    rows = list(_render_metric_rows(listed, measures))
     if not rows:
         return ""
     telling = [row for known, row in rows if known]
     rest = [row for known, row in rows if not known]
     if rest:
-        more = folded(f"<b>{len(rest)}</b> more", _numbers(listed, rest), "more metrics")
+        more = render_folded(
+            f"<b>{len(rest)}</b> more", _render_numbers(listed, rest), "more metrics"
+        )
     else:
         more = ""
-    at = _when(listed, common_step([each.run for each in listed]))
+    at = _format_step(listed, find_common_step([each.run for each in listed]))
     note = (
         (f'<p class="note">{at} means' if at else '<p class="note">Means')
         + " over the last steps, and the last evaluations; ✓ marks the best where better is known.</p>"
     )
-    return note + _numbers(listed, telling or rest) + (more if telling else "")
+    return note + _render_numbers(listed, telling or rest) + (more if telling else "")
 
 
-def _metric_rows(listed: Sequence[Named], measures: Sequence[Names]) -> Iterator[tuple[bool, str]]:
+def _render_metric_rows(
+    listed: Sequence[NamedRun], measures: Sequence[Names]
+) -> Iterator[tuple[bool, str]]:
     """Yield (whether the measure is a known one, table row) for each of `measures`."""
     runs = [each.run for each in listed]
-    step = common_step(runs)
+    step = find_common_step(runs)
     for names in measures:
         values = [
-            final(run, name, step) if name else None for run, name in zip(runs, names, strict=True)
+            compute_final_value(run, name, step) if name else None
+            for run, name in zip(runs, names, strict=True)
         ]
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
-        if _is_policy_loss(runs, [first]) or _rewarded(listed, first):
+        if _is_policy_loss(runs, [first]) or _has_reward_instead(listed, first):
             way = 0
         else:
-            way = direction(first)
+            way = get_direction(first)
         if way and len(known) > 1:
             top = max(known, key=lambda value: way * value)
         else:
             top = None
-        cells = "".join(_cell(value, top) for value in values)
+        cells = "".join(_render_cell(value, top) for value in values)
         about = find(first)
         if about and about.unit:
             unit = f' <span class="quiet">{escape(about.unit)}</span>'
         else:
             unit = ""
-        head = f'<th scope="row">{escape(_label(first))}{unit}</th>'
+        head = f'<th scope="row">{escape(_build_label(first))}{unit}</th>'
         row = f'<tr title="{escape(about.what if about else "")}">{head}{cells}</tr>'
-        yield rank(first)[0] < rank("unknown")[0], row
+        yield compute_rank(first)[0] < compute_rank("unknown")[0], row
 
 
-def _rewarded(listed: Sequence[Named], name: str) -> bool:
+def _has_reward_instead(listed: Sequence[NamedRun], name: str) -> bool:
     """Return whether the metric is a loss and a run also has a reward, which then decides."""
-    return last_part(name).endswith("loss") and any(
-        last_part(n) == REWARD for each in listed for n in each.run.names
+    return get_last_part(name).endswith("loss") and any(
+        get_last_part(n) == REWARD for each in listed for n in each.run.metric_names
     )
 
 
-def _cell(value: float | None, top: float | None) -> str:
+def _render_cell(value: float | None, top: float | None) -> str:
     if value is None:
         return '<td class="quiet">–</td>'
-    better = top is not None and equal(value, top)
+    better = top is not None and is_close(value, top)
     if better:
-        return f'<td class="better">{number(value)} ✓</td>'
-    return f"<td>{number(value)}</td>"
+        return f'<td class="better">{format_number(value)} ✓</td>'
+    return f"<td>{format_number(value)}</td>"
 
 
-def _measures(listed: Sequence[Named]) -> list[Names]:
+def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
     """Return each measure as a list of its name in each run, most informative first.
 
     Measures that repeat another one are left out. Metrics of the same name are separate measures if
@@ -482,29 +517,31 @@ def _measures(listed: Sequence[Named]) -> list[Names]:
     # Match metrics across runs by key and meaning.
     found: dict[tuple[Any, ...], Names] = {}
     for place, each in enumerate(listed):
-        for name in each.run.names:
+        for name in each.run.metric_names:
             if name in COUNTERS:
                 continue
-            key = (_key(name), tuple(meaning(each.run, name).items()))
+            key = (_build_measure_key(name), tuple(find_defining_options(each.run, name).items()))
             names = found.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
-    ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
+    ordered = sorted(
+        found.values(), key=lambda names: compute_rank(next(name for name in names if name))
+    )
     # Drop measures that repeat another one of the same node.
     kept: list[Names] = []
-    curves = Curves[tuple[int, str]]()  # by run and node
+    curves = SeriesIndex[tuple[int, str]]()  # by run and node
     for names in ordered:
         called = [(place, name) for place, name in enumerate(names) if name]
         place, name = called[0]
-        alike = curves.like((place, node_of(name)), listed[place].run.series(name))
-        if any(_repeats(listed, names, kept[number]) for number in alike):
+        alike = curves.find_equal((place, find_node(name)), listed[place].run.get_series(name))
+        if any(_is_repeat(listed, names, kept[number]) for number in alike):
             continue
         for place, name in called:
-            curves.add((place, node_of(name)), listed[place].run.series(name), len(kept))
+            curves.add((place, find_node(name)), listed[place].run.get_series(name), len(kept))
         kept.append(names)
     return kept
 
 
-def _split(drawn: Sequence[Chart]) -> bool:
+def _has_split_measure(drawn: Sequence[Chart]) -> bool:
     """Return whether a measure has several charts, with different runs in each."""
     found: dict[str, list[set[int]]] = {}
     for chart in drawn:
@@ -516,39 +553,43 @@ def _split(drawn: Sequence[Chart]) -> bool:
     )
 
 
-def _repeats(
-    listed: Sequence[Named], names: Sequence[str | None], other: Sequence[str | None]
+def _is_repeat(
+    listed: Sequence[NamedRun], names: Sequence[str | None], other: Sequence[str | None]
 ) -> bool:
     """Return whether in every run the measure `names` equals the measure `other` of the same node.
 
     An example is `value_loss`, which repeats `loss`.
     """
     return all(
-        name is None or (before is not None and _same_curve(each.run, name, before))
+        name is None or (before is not None and _is_same_curve(each.run, name, before))
         for each, name, before in zip(listed, names, other, strict=True)
     )
 
 
-def _same_curve(run: RunFiles, name: str, other: str) -> bool:
-    one = run.series(name)
-    return node_of(name) == node_of(other) and moves(one[1]) and same(one, run.series(other))
+def _is_same_curve(run: RunFiles, name: str, other: str) -> bool:
+    one = run.get_series(name)
+    return (
+        find_node(name) == find_node(other)
+        and is_changing(one[1])
+        and is_same_series(one, run.get_series(other))
+    )
 
 
-def _key(name: str) -> tuple[Any, ...]:
+def _build_measure_key(name: str) -> tuple[Any, ...]:
     """Return the key that makes a metric comparable across runs.
 
     It holds the measure, and also the node if the measure's meaning depends on it.
     """
-    node, measure = parts(name)
-    last = last_part(name)
+    node, measure = split_metric_name(name)
+    last = get_last_part(name)
     if name.startswith((EVAL, TIME)):
         return (name,)
-    return (node, name) if _by_node(name) else (measure, last)
+    return (node, name) if _differs_by_node(name) else (measure, last)
 
 
-def _by_node(name: str) -> bool:
+def _differs_by_node(name: str) -> bool:
     """Return whether each node has its own measure of this name."""
-    return last_part(name) in (
+    return get_last_part(name) in (
         "loss",
         "grad_norm",
         "learning_rate",
@@ -558,52 +599,59 @@ def _by_node(name: str) -> bool:
     )
 
 
-def _title(name: str) -> str:
+def _build_title(name: str) -> str:
     """Return the title of a measure's chart."""
     if name.startswith(TIME):
         return f"seconds of {name.removeprefix(TIME)}"
     if name.startswith(EVAL):
         return f"eval {name.removeprefix(EVAL).replace('/', ' ').replace('_', ' ')}"
-    return charts.heading(name.partition("/")[2] if "/" in name else name)
+    return charts.find_heading(name.partition("/")[2] if "/" in name else name)
 
 
-def _label(name: str) -> str:
+def _build_label(name: str) -> str:
     """Return a measure's label in the table, including its node if that is needed."""
-    if _by_node(name) and "/" in name:
-        return f"{_title(name)}, {name.partition('/')[0]}"
-    return _title(name)
+    if _differs_by_node(name) and "/" in name:
+        return f"{_build_title(name)}, {name.partition('/')[0]}"
+    return _build_title(name)
 
 
-def _numbers(listed: Sequence[Named], rows: Sequence[str]) -> str:
+def _render_numbers(listed: Sequence[NamedRun], rows: Sequence[str]) -> str:
     return (
-        f'<div class="card scroll"><table class="settings numbers"><thead><tr><th scope="col">metric</th>{_heads(listed)}</tr>'
+        '<div class="card scroll"><table class="settings numbers"><thead><tr>'
+        f'<th scope="col">metric</th>{_render_heads(listed)}</tr>'
         f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
-def comparison_charts(listed: Sequence[Named]) -> list[Chart]:
+def build_comparison_charts(listed: Sequence[NamedRun]) -> list[Chart]:
     """Return one chart for each measure, with a line for each run that has it."""
-    return _charts(listed, _measures(listed))
+    return _build_charts(listed, _list_measures(listed))
 
 
-def _charts(listed: Sequence[Named], measures: Sequence[Names]) -> list[Chart]:
+def _build_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list[Chart]:
     found: list[Chart] = []
-    most = charts.points_each(len(measures) * len(listed))
+    most = charts.compute_points_per_line(len(measures) * len(listed))
     for names in measures:
         first = next(name for name in names if name)
         lines = [
-            Line(
-                name, each.told, each.hue, *charts.thinned(*each.run.series(name), most), run=place
+            ChartLine(
+                name,
+                each.label_with_status,
+                each.hue,
+                *charts.thin_series(*each.run.get_series(name), most),
+                run=place,
             )
             for place, (each, name) in enumerate(zip(listed, names, strict=True))
             if name
         ]
         missing = sum(
-            each.run.not_finite(name) for each, name in zip(listed, names, strict=True) if name
+            each.run.count_not_finite(name)
+            for each, name in zip(listed, names, strict=True)
+            if name
         )
         found.append(
             Chart(
-                _title(first),
+                _build_title(first),
                 first.partition("/")[0] if "/" in first else "run",
                 lines,
                 missing,

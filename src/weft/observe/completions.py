@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from weft.observe.metrics import finite, headline, number, title
-from weft.observe.page import shown, visible
+from weft.observe.metrics import find_headline, find_title, format_number, is_finite
+from weft.observe.page import escape_text, replace_control_characters
 from weft.observe.run_files import RunFiles
-from weft.observe.sample_rows import Group, groups
+from weft.observe.sample_rows import SampleGroup, group_rows
 
 SHOWN = (
     "step",
@@ -46,46 +46,46 @@ ENDED = "ended with EOS or a stop text"
 COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
-def heading(run: RunFiles) -> str:
+def choose_heading(run: RunFiles) -> str:
     """Return the section's title: completions of the model, or pairs or rows of the dataset."""
     rows = run.samples
-    if not rows or any(not of_dataset(row) for row in rows):
+    if not rows or any(not is_dataset_row(row) for row in rows):
         return "Completions"
     if any("rank" in row for row in rows):
         return "Pairs of the dataset"
     return "Rows of the dataset"
 
 
-def of_dataset(row: Mapping[str, Any]) -> bool:
+def is_dataset_row(row: Mapping[str, Any]) -> bool:
     """Return whether a sample is a row of the dataset, not written by the model."""
     return not TRAINED_ON.isdisjoint(row) and WRITTEN.isdisjoint(row)
 
 
-def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
+def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
     """Return (HTML of the samples of several steps, token data for the page's script)."""
-    by_step = groups(run.samples)
+    by_step = group_rows(run.samples)
     tokens: list[dict[str, Any]] = []
-    rewards = [value for row in run.samples if (value := _worth(row)) is not None]
+    rewards = [value for row in run.samples if (value := _read_score(row)) is not None]
     span = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    told = _batch(run)
-    tabs = "".join(_tab(step, told, chosen=step == max(by_step)) for step in by_step)
+    told = _read_headline(run)
+    tabs = "".join(_render_tab(step, told, chosen=step == max(by_step)) for step in by_step)
     panels = "".join(
-        f'<div class="panel" data-step="{step:g}"><h3>Step {number(step)}{_beside(step, told)}</h3>'
-        + "".join(group_html(group, span, tokens) for group in found)
+        f'<div class="panel" data-step="{step:g}"><h3>Step {format_number(step)}{_format_batch_mean(step, told)}</h3>'
+        + "".join(render_group(group, span, tokens) for group in found)
         + "</div>"
         for step, found in by_step.items()
     )
-    if run.samples and all(map(of_dataset, run.samples)):
+    if run.samples and all(map(is_dataset_row, run.samples)):
         note = f'<p class="note">{DATASET_NOTE}</p>'
     else:
         note = ""
     return (
-        f'{note}{_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}',
+        f'{note}{_render_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}',
         tokens,
     )
 
 
-def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
+def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
     """Render the search field and the menu of values by which tokens can be coloured."""
     choices = [
         f'<option value="{key}">{word}</option>'
@@ -103,48 +103,53 @@ def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _batch(run: RunFiles) -> tuple[str, Mapping[float, float]]:
+def _read_headline(run: RunFiles) -> tuple[str, Mapping[float, float]]:
     """Return (title of the headline metric, step -> its mean over the batch).
 
     These are the numbers of the metric's chart.
     """
-    name = headline(run.names)
+    name = find_headline(run.metric_names)
     if name is None:
         return "", {}
-    return title(name), dict(zip(*run.series(name), strict=True))
+    return find_title(name), dict(zip(*run.get_series(name), strict=True))
 
 
-def _tab(step: float, told: tuple[str, Mapping[float, float]], *, chosen: bool) -> str:
+def _render_tab(step: float, told: tuple[str, Mapping[float, float]], *, chosen: bool) -> str:
     return (
-        f'<button type="button" data-step="{step:g}" aria-pressed="{str(chosen).lower()}">Step {number(step)}'
-        f"{_beside(step, told)}</button>"
+        f'<button type="button" data-step="{step:g}" aria-pressed="{str(chosen).lower()}">Step {format_number(step)}'
+        f"{_format_batch_mean(step, told)}</button>"
     )
 
 
-def _beside(step: float, told: tuple[str, Mapping[float, float]]) -> str:
+def _format_batch_mean(step: float, told: tuple[str, Mapping[float, float]]) -> str:
     name, values = told
     if step in values:
-        return f"<small>batch {escape(name)} {number(values[step])}</small>"
+        return f"<small>batch {escape(name)} {format_number(values[step])}</small>"
     return ""
 
 
-def group_html(group: Group, span: tuple[float, float], tokens: list[dict[str, Any]]) -> str:
+def render_group(
+    group: SampleGroup, span: tuple[float, float], tokens: list[dict[str, Any]]
+) -> str:
     """Render one prompt with all of its answers side by side."""
     if group.prompt:
-        asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{shown(group.prompt)}</div>'
+        asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'
     else:
         asked = ""
     right = ""
     if group.answer:
-        right = f'<div class="reference" tabindex="0"><b>Reference</b> {shown(group.answer)}</div>'
-    answers = "".join(_answer(group, place, span, tokens) for place in range(len(group.rows)))
+        right = f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(group.answer)}</div>'
+    answers = "".join(
+        _render_answer(group, place, span, tokens) for place in range(len(group.rows))
+    )
     return (
-        f'<article class="group-of" data-columns="{columns(len(group.rows))}"><header>{_about(group)}</header>{asked}{right}'
+        f'<article class="group-of" data-columns="{choose_num_columns(len(group.rows))}">'
+        f"<header>{_render_group_line(group)}</header>{asked}{right}"
         f'<div class="answers">{answers}</div></article>'
     )
 
 
-def columns(count: int) -> int:
+def choose_num_columns(count: int) -> int:
     """Return the number of columns for `count` answers, such that no row is nearly empty."""
     if count <= 4:
         return count
@@ -153,43 +158,43 @@ def columns(count: int) -> int:
     return 4
 
 
-def _about(group: Group) -> str:
+def _render_group_line(group: SampleGroup) -> str:
     """Render a line about the group: its id, and the margin or the range of its rewards."""
     facts = [f"id {group.id}"] if group.id is not None else []
-    worth = [value for row in group.rows if (value := _worth(row)) is not None]
-    if group.pair and len(worth) > 1:
+    worth = [value for row in group.rows if (value := _read_score(row)) is not None]
+    if group.is_ranked and len(worth) > 1:
         gap = worth[0] - worth[-1]
-        facts.append(f"margin {number(gap)}, {'right' if gap > 0 else 'wrong'} order")
+        facts.append(f"margin {format_number(gap)}, {'right' if gap > 0 else 'wrong'} order")
     elif len(worth) > 1:
-        facts.append(f"mean reward of these {len(worth)}: {number(sum(worth) / len(worth))}")
-        low = number(min(worth))
-        high = number(max(worth))
+        facts.append(f"mean reward of these {len(worth)}: {format_number(sum(worth) / len(worth))}")
+        low = format_number(min(worth))
+        high = format_number(max(worth))
         facts.append(f"all {low}" if low == high else f"from {low} to {high}")
     return "".join(f"<span>{escape(fact)}</span>" for fact in facts)
 
 
-def _worth(row: Mapping[str, Any]) -> float | None:
+def _read_score(row: Mapping[str, Any]) -> float | None:
     """Return an answer's reward, score, or log-ratio if it is ranked; None without any of them."""
-    found = next((row[name] for name in ("reward", "score") if finite(row.get(name))), None)
-    if found is None and finite(row.get("log_ratio")) and "rank" in row:
+    found = next((row[name] for name in ("reward", "score") if is_finite(row.get(name))), None)
+    if found is None and is_finite(row.get("log_ratio")) and "rank" in row:
         found = row["log_ratio"]
     return None if found is None else float(found)
 
 
-def _answer(
-    group: Group, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]
+def _render_answer(
+    group: SampleGroup, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]
 ) -> str:
     row = group.rows[place]
-    said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    said = escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     return (
-        f'<div class="answer">{_verdict(group, place)}<div class="completion" tabindex="0" aria-label="answer"'
-        f"{marked(row, tokens)}>{said}</div><footer>{facts(row, span)}</footer></div>"
+        f'<div class="answer">{_render_rank(group, place)}<div class="completion" tabindex="0" aria-label="answer"'
+        f"{append_tokens(row, tokens)}>{said}</div><footer>{render_facts(row, span)}</footer></div>"
     )
 
 
-def _verdict(group: Group, place: int) -> str:
+def _render_rank(group: SampleGroup, place: int) -> str:
     """Render an answer's place in a pair or ranking: chosen, rejected, or its rank."""
-    if not group.pair:
+    if not group.is_ranked:
         return ""
     best = place == 0
     worst = place == len(group.rows) - 1
@@ -202,7 +207,7 @@ def _verdict(group: Group, place: int) -> str:
     return f'<p class="verdict {"good" if best else "bad" if worst else ""}">{word}</p>'
 
 
-def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
+def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
     """Append the answer's tokens to `tokens` and return an attribute with their index.
 
     Returns "" if the tokens are not known.
@@ -210,22 +215,22 @@ def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
     pieces = row.get("tokens")
     if not isinstance(pieces, list):
         return ""
-    kept: dict[str, Any] = {"t": [visible(str(piece)) for piece in pieces]}
+    kept: dict[str, Any] = {"t": [replace_control_characters(str(piece)) for piece in pieces]}
     for name in ("logprobs", "advantages", "trained"):
         values = row.get(name)
         if (
             isinstance(values, list)
             and len(values) == len(pieces)
-            and all(finite(each) for each in values)
+            and all(is_finite(each) for each in values)
         ):
             kept[name] = values
-    if "advantages" not in kept and finite(row.get("advantage")):
+    if "advantages" not in kept and is_finite(row.get("advantage")):
         kept["advantages"] = [round(float(row["advantage"]), 4)] * len(pieces)
     tokens.append(kept)
     return f' data-tokens="{len(tokens) - 1}"'
 
 
-def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
+def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     """Render the known values of an answer, most important first.
 
     `span` is the (lowest, highest) reward of the page, for the reward's meter.
@@ -233,36 +238,38 @@ def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     told = ""
     reward = row.get("reward", row.get("score"))
     name = "reward" if "reward" in row else "score"
-    if isinstance(reward, int | float) and finite(reward):
+    if isinstance(reward, int | float) and is_finite(reward):
         low, high = span
         share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0
         told += (
-            f'<span class="reward">{name} <b>{number(float(reward))}</b>'
+            f'<span class="reward">{name} <b>{format_number(float(reward))}</b>'
             f'<i class="meter" aria-hidden="true"><i style="width:{share:.0f}%"></i></i></span>'
         )
     for key, word in (("loss", "loss"), ("advantage", "advantage")):
-        if finite(row.get(key)):
-            told += f"<span>{word} <b>{number(float(row[key]))}</b></span>"
-    if finite(row.get("log_ratio")):
-        told += f"<span>log-prob minus reference <b>{number(float(row['log_ratio']))}</b></span>"
+        if is_finite(row.get(key)):
+            told += f"<span>{word} <b>{format_number(float(row[key]))}</b></span>"
+    if is_finite(row.get("log_ratio")):
+        told += (
+            f"<span>log-prob minus reference <b>{format_number(float(row['log_ratio']))}</b></span>"
+        )
     values = row.get("logprobs")
     if (
         isinstance(values, list)
         and values
-        and all(finite(each) for each in values)
+        and all(is_finite(each) for each in values)
         and "loss" not in row
     ):
-        told += f"<span>log-prob per token {number(sum(values) / len(values))}</span>"
+        told += f"<span>log-prob per token {format_number(sum(values) / len(values))}</span>"
     return (
         told
         + _finish(row)
-        + "".join(_fact(key, value) for key, value in row.items() if key not in SHOWN)
+        + "".join(_render_fact(key, value) for key, value in row.items() if key not in SHOWN)
     )
 
 
 def _finish(row: Mapping[str, Any]) -> str:
     reason = row.get("finish_reason")
-    if reason is None and finite(row.get("finished")):
+    if reason is None and is_finite(row.get("finished")):
         reason = "stop" if row["finished"] else "length"
     if reason not in ("stop", "length"):
         return ""
@@ -271,10 +278,10 @@ def _finish(row: Mapping[str, Any]) -> str:
     return '<span class="warn">cut by length</span>'
 
 
-def _fact(name: str, value: Any) -> str:
-    if not finite(value) and not isinstance(value, str):
+def _render_fact(name: str, value: Any) -> str:
+    if not is_finite(value) and not isinstance(value, str):
         return ""
-    text = number(float(value)) if finite(value) else str(value)
+    text = format_number(float(value)) if is_finite(value) else str(value)
     if len(text) <= 40:
         return f"<span>{escape(name.replace('_', ' '))} {escape(text)}</span>"
     return ""

@@ -11,27 +11,27 @@ from typing import Any
 from weft import registry
 from weft.errors import UserError
 from weft.observe.diagnosis import ALGORITHMS
-from weft.observe.metrics import LAST_TIME, finite
-from weft.observe.page import folded, shown
+from weft.observe.metrics import LAST_TIME, is_finite
+from weft.observe.page import escape_text, render_folded
 from weft.observe.run_files import RunFiles
-from weft.observe.short_names import short
-from weft.options import leaves
+from weft.observe.short_names import shorten_path
+from weft.options import iterate_options
 
 NAMES = ("experiment_name", "trial_name", "fileroot")  # identify the run; never a difference
 ABSENT = object()
 CHOSEN = "chosen by weft"  # shown in place of the default if weft chose the value
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested options as (dotted name, value); an empty mapping counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_options(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def algorithm(run: RunFiles) -> str | None:
+def find_algorithm(run: RunFiles) -> str | None:
     """Return the name of the run's quickstart; None if unknown."""
     said = run.record.get("algorithm")
     if said:
@@ -39,9 +39,9 @@ def algorithm(run: RunFiles) -> str | None:
     return next((name for name in ALGORITHMS if name in run.config), None)
 
 
-def defaults(run: RunFiles) -> dict[str, Any] | None:
+def find_defaults(run: RunFiles) -> dict[str, Any] | None:
     """Return the default of each option of the run's quickstart; None if they are unknown here."""
-    name = algorithm(run)
+    name = find_algorithm(run)
     try:
         # A report must not import a user's code, which a name with ":" would do.
         if name is None or ":" in name or name not in registry.quickstarts:
@@ -49,30 +49,30 @@ def defaults(run: RunFiles) -> dict[str, Any] | None:
         base = registry.quickstarts.get(name)()
     except UserError:
         return None
-    return defaults_of(base)
+    return compute_defaults(base)
 
 
-def defaults_of(base: Any) -> dict[str, Any]:
+def compute_defaults(base: Any) -> dict[str, Any]:
     """Return the default of each option of a quickstart's configuration, as YAML would load it."""
     return {
         leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
-        for leaf in leaves(base)
+        for leaf in iterate_options(base)
     }
 
 
-def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
+def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
     """Return option -> (value, default) for options that differ; None if defaults are unknown."""
-    usual = defaults(run)
+    usual = find_defaults(run)
     if usual is None:
         return None
     return {
         name: (value, usual.get(name))
-        for name, value in flat(run.config)
+        for name, value in flatten_options(run.config)
         if name not in NAMES and value != usual.get(name, None if unset(value) else ABSENT)
     }
 
 
-def chosen(run: RunFiles) -> frozenset[str]:
+def find_chosen_options(run: RunFiles) -> frozenset[str]:
     """Return the options that the user left unset and weft chose to suit the others."""
     names = run.record.get("chosen")
     if isinstance(names, list):
@@ -80,43 +80,43 @@ def chosen(run: RunFiles) -> frozenset[str]:
     return frozenset()
 
 
-def configuration(run: RunFiles) -> str:
+def render_configuration(run: RunFiles) -> str:
     """Render the section: how the run was started, changed options, and all options, folded."""
-    parts = [started(run)]
-    different = changed(run)
-    by_weft = chosen(run)
+    parts = [render_starts(run)]
+    different = find_changed_options(run)
+    by_weft = find_chosen_options(run)
     if different:
         rows = "".join(
-            f'<tr><th scope="row">{escape(name)}</th><td>{shown(brief(value))}</td>'
-            f'<td class="quiet">{CHOSEN if name in by_weft else shown(written(default))}</td></tr>'
+            f'<tr><th scope="row">{escape(name)}</th><td>{escape_text(format_briefly(value))}</td>'
+            f'<td class="quiet">{CHOSEN if name in by_weft else escape_text(format_value(default))}</td></tr>'
             for name, (value, default) in sorted(
                 different.items(), key=lambda each: each[0] in by_weft
             )
         )
         parts.append(
-            f'<div class="card"><h3>Not the defaults of {escape(algorithm(run) or "")}</h3><div class="scroll">'
+            f'<div class="card"><h3>Not the defaults of {escape(find_algorithm(run) or "")}</h3><div class="scroll">'
             '<table class="settings"><thead><tr><th scope="col">option</th><th scope="col">this run</th>'
             f'<th scope="col">default</th></tr></thead><tbody>{rows}</tbody></table></div></div>'
         )
     if run.config:
         parts.append(
-            _everything(run)
+            _render_all_options(run)
             if different is None
-            else folded("All options", _everything(run), "all options")
+            else render_folded("All options", _render_all_options(run), "all options")
         )
     return "".join(parts)
 
 
-def _everything(run: RunFiles) -> str:
+def _render_all_options(run: RunFiles) -> str:
     return (
         '<div class="tools js" hidden>'
         '<input id="filter" class="filter" type="search" placeholder="Filter options" aria-label="Filter options">'
         '<label><input id="unset" class="all" type="checkbox"> show unset</label></div>'
-        f'<div class="options">{options(run.config)}</div>'
+        f'<div class="options">{render_options(run.config)}</div>'
     )
 
 
-def started(run: RunFiles) -> str:
+def render_starts(run: RunFiles) -> str:
     """Render the last start in `run.json` (command, commit, host, versions) and earlier starts."""
     starts = run.record.get("starts")
     if isinstance(starts, list):
@@ -136,7 +136,7 @@ def started(run: RunFiles) -> str:
     commit = str(last.get("commit") or "")
     facts = [
         ("commit", f"{commit.rstrip('+')}{' with changes' if commit.endswith('+') else ''}"),
-        ("started", _when(last.get("time"))),
+        ("started", _format_time(last.get("time"))),
         ("host", str(last.get("host") or "")),
         ("folder", str(last.get("folder") or "")),
         (
@@ -148,28 +148,30 @@ def started(run: RunFiles) -> str:
         ("hardware", str(last.get("hardware") or run.hardware)),
         (
             "earlier starts",
-            ", ".join(f"{_when(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1]),
+            ", ".join(
+                f"{_format_time(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1]
+            ),
         ),
     ]
     # Render them below the command.
     rows = "".join(
-        f"<div><dt>{name}</dt><dd>{shown(text)}</dd></div>" for name, text in facts if text
+        f"<div><dt>{name}</dt><dd>{escape_text(text)}</dd></div>" for name, text in facts if text
     )
     if words:
-        code = f'<pre class="command" tabindex="0">{shown(words)}</pre>'
+        code = f'<pre class="command" tabindex="0">{escape_text(words)}</pre>'
     else:
         code = ""
     return f'<div class="card"><h3>How it was started</h3>{code}<dl class="facts">{rows}</dl></div>'
 
 
-def _when(seconds: Any) -> str:
-    known = finite(seconds) and 0 <= seconds <= LAST_TIME
+def _format_time(seconds: Any) -> str:
+    known = is_finite(seconds) and 0 <= seconds <= LAST_TIME
     if known:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     return ""
 
 
-def options(config: Mapping[str, Any]) -> str:
+def render_options(config: Mapping[str, Any]) -> str:
     """Render every option under its dotted name, with a block for each top-level group."""
     alone = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
     blocks = {"run": alone} | {
@@ -177,7 +179,7 @@ def options(config: Mapping[str, Any]) -> str:
     }
     parts = []
     for group, values in blocks.items():
-        rows = "".join(_option(name, value) for name, value in flat(values))
+        rows = "".join(_render_option(name, value) for name, value in flatten_options(values))
         parts.append(
             f'<section class="group"><h3>{escape(str(group))}</h3><dl>{rows}</dl></section>'
             if rows
@@ -186,9 +188,9 @@ def options(config: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def _option(name: str, value: Any) -> str:
+def _render_option(name: str, value: Any) -> str:
     kind = "option unset" if unset(value) else "option"
-    return f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{shown(written(value))}</dd></div>'
+    return f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{escape_text(format_value(value))}</dd></div>'
 
 
 def unset(value: Any) -> bool:
@@ -196,24 +198,24 @@ def unset(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
 
 
-def left_open(value: Any) -> bool:
+def is_left_open(value: Any) -> bool:
     """Return whether an option leaves the choice to weft: unset or `auto`."""
     return unset(value) or value == "auto"
 
 
-def brief(value: Any) -> str:
+def format_briefly(value: Any) -> str:
     """Format a value for people, with checkpoints by their short names."""
-    return short(written(value))
+    return shorten_path(format_value(value))
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for people."""
     if unset(value) or value is ABSENT:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(written(each) for each in value)
+        return ", ".join(format_value(each) for each in value)
     return str(value)

@@ -15,18 +15,18 @@ from urllib.parse import quote
 
 from weft.errors import UserError
 from weft.observe import compare, report
-from weft.observe.metrics import number, title
-from weft.observe.page import Page, Section
+from weft.observe.metrics import find_title, format_number
+from weft.observe.page import Page, PageSection
 from weft.observe.run_files import RunFiles
 from weft.observe.run_list import RunSummary, find_runs, list_runs
-from weft.observe.sections import status
+from weft.observe.sections import render_status
 
 HOME = "./"
 Alive = Callable[[Path], bool]
 
 
 @dataclass(frozen=True)
-class Answer:
+class DashboardAnswer:
     """An HTTP answer: status, page and tag.
 
     `tag` changes when the page does. `body` is empty if the reader already has the page.
@@ -37,7 +37,7 @@ class Answer:
     tag: str = ""
 
 
-NOT_FOUND = Answer(404, "There is no such page.")
+NOT_FOUND = DashboardAnswer(404, "There is no such page.")
 
 
 class Dashboard:
@@ -51,47 +51,53 @@ class Dashboard:
         self.root = root
         self._alive = alive
 
-    def answer(self, page: str, query: Mapping[str, Sequence[str]], known: str = "") -> Answer:
+    def answer(
+        self, page: str, query: Mapping[str, Sequence[str]], known: str = ""
+    ) -> DashboardAnswer:
         """Answer a request for the page `""`, `run?name=...` or `compare?run=...&run=...`.
 
         `known` is the tag of the page that the reader already has.
         """
         if page == "":
-            return self._index(known)
+            return self._answer_index(known)
         names = query.get("name" if page == "run" else "run", ())
-        runs = {self.name(path): path for path in find_runs(self.root)}
+        runs = {self.find_run_name(path): path for path in find_runs(self.root)}
         if page not in ("run", "compare") or not names or any(name not in runs for name in names):
             return NOT_FOUND
         chosen = [runs[name] for name in dict.fromkeys(names)]
-        tag = _tag(*(_marks(path) for path in chosen))
+        tag = _compute_tag(*(_describe_files(path) for path in chosen))
         if tag == known:
-            return Answer(304, tag=tag)
+            return DashboardAnswer(304, tag=tag)
         try:
             read = [RunFiles.read(path) for path in chosen]
             if page == "run":
-                made = report.page(read[0], live=tag, home=HOME)
+                made = report.build_page(read[0], live=tag, home=HOME)
             else:
-                made = compare.page(read, live=tag, home=HOME)
+                made = compare.build_page(read, live=tag, home=HOME)
         except UserError as error:
-            return Answer(400, str(error))
-        return Answer(200, made.html(), tag)
+            return DashboardAnswer(400, str(error))
+        return DashboardAnswer(200, made.render(), tag)
 
-    def name(self, run: Path) -> str:
+    def find_run_name(self, run: Path) -> str:
         """Return a run's name: the path of its folder relative to the root."""
         found = run.relative_to(self.root).as_posix()
         return run.absolute().name if found == "." else found
 
-    def _index(self, known: str) -> Answer:
+    def _answer_index(self, known: str) -> DashboardAnswer:
         runs = list_runs(self.root, self._alive)
-        tag = _tag(*(repr(run) for run in runs))
+        tag = _compute_tag(*(repr(run) for run in runs))
         if tag == known:
-            return Answer(304, tag=tag)
-        return Answer(
-            200, index([(self.name(run.path), run) for run in runs], self.root, tag).html(), tag
+            return DashboardAnswer(304, tag=tag)
+        return DashboardAnswer(
+            200,
+            build_index_page(
+                [(self.find_run_name(run.path), run) for run in runs], self.root, tag
+            ).render(),
+            tag,
         )
 
 
-def _marks(path: Path) -> str:
+def _describe_files(path: Path) -> str:
     """Return the sizes and times of a run's files as text, and whether the run is inactive.
 
     The text changes whenever the run writes something.
@@ -102,14 +108,14 @@ def _marks(path: Path) -> str:
     return repr((stats, time.time() - newest > 600))
 
 
-def _tag(*parts: str) -> str:
+def _compute_tag(*parts: str) -> str:
     return '"' + hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()[:24] + '"'
 
 
 # -- the list
 
 
-def index(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
+def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
     """Build the page with the list of runs."""
     going = sum(run.status == "running" for _, run in runs)
     told = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
@@ -120,26 +126,26 @@ def index(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
         f'{escape(str(root))}</p><h1>Runs</h1><p class="lede">{told}.</p></div></section>'
     )
     if runs:
-        content = _list(runs)
+        content = _render_list(runs)
     else:
-        content = f'<div class="card"><p>No run is in {escape(str(root))} yet. {_first()}</p></div>'
+        content = f'<div class="card"><p>No run is in {escape(str(root))} yet. {_render_first_steps()}</p></div>'
     return Page(
         "Runs",
         top,
-        [Section("runs", "All runs", content)],
+        [PageSection("runs", "All runs", content)],
         "weft dashboard. Press Ctrl-C in its terminal to stop it.",
         live=tag,
     )
 
 
-def _first() -> str:
+def _render_first_steps() -> str:
     return "Start one in another terminal, for example <code>weft demo</code>: it appears here automatically."
 
 
-def _list(runs: Sequence[tuple[str, RunSummary]]) -> str:
+def _render_list(runs: Sequence[tuple[str, RunSummary]]) -> str:
     heads = ("run", "algorithm", "status", "steps", "last", "size", "changed")
     cells = "".join(f'<th scope="col"><button type="button">{head}</button></th>' for head in heads)
-    rows = "".join(_row(name, run) for name, run in runs)
+    rows = "".join(_render_row(name, run) for name, run in runs)
     if len(runs) > 1:
         choose = (
             '<p class="js" hidden><a class="button" id="compare">Choose two runs to compare</a></p>'
@@ -152,7 +158,7 @@ def _list(runs: Sequence[tuple[str, RunSummary]]) -> str:
     )
 
 
-def _row(name: str, run: RunSummary) -> str:
+def _render_row(name: str, run: RunSummary) -> str:
     if run.step is None:
         steps = "–"
     else:
@@ -161,28 +167,30 @@ def _row(name: str, run: RunSummary) -> str:
     if run.step and run.total_steps:
         share = f'<i class="meter" aria-hidden="true"><i style="width:{min(100, 100 * run.step // run.total_steps)}%"></i></i>'
     if run.metric and run.value is not None:
-        last = f"{title(run.metric)} <b>{number(run.value)}</b>"
+        last = f"{find_title(run.metric)} <b>{format_number(run.value)}</b>"
     else:
         last = "–"
-    if run.flagged:
+    if run.is_flagged:
         told = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>'
     else:
         told = ""
-    since = "" if run.changed is None else age(time.time() - run.changed)
+    since = "" if run.changed is None else format_age(time.time() - run.changed)
     cells = (
-        _cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{told}'),
-        _cell(run.algorithm or "", escape(run.algorithm or "–")),
-        _cell(run.status, status(run.status, flagged=run.flagged)),
-        _cell("" if run.step is None else str(run.step), f"{share}{steps}"),
-        _cell("" if run.value is None else str(run.value), last),
-        _cell(str(run.num_bytes), size(run.num_bytes)),
-        _cell("" if run.changed is None else str(-run.changed), f"{since} ago" if since else "–"),
+        _render_cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{told}'),
+        _render_cell(run.algorithm or "", escape(run.algorithm or "–")),
+        _render_cell(run.status, render_status(run.status, flagged=run.is_flagged)),
+        _render_cell("" if run.step is None else str(run.step), f"{share}{steps}"),
+        _render_cell("" if run.value is None else str(run.value), last),
+        _render_cell(str(run.num_bytes), format_size(run.num_bytes)),
+        _render_cell(
+            "" if run.changed is None else str(-run.changed), f"{since} ago" if since else "–"
+        ),
     )
     box = f'<input type="checkbox" name="run" value="{escape(name)}" aria-label="Compare {escape(name)}">'
     return f"<tr><td>{box}</td>{''.join(cells)}</tr>"
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Format a time span in its largest unit: `8 min`, `3 h`, `2 days`."""
     for size_of, word in ((86400, "day"), (3600, "h"), (60, "min")):
         if seconds >= size_of:
@@ -191,11 +199,11 @@ def age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def _cell(key: str, content: str) -> str:
+def _render_cell(key: str, content: str) -> str:
     return f'<td data-sort="{escape(key)}">{content}</td>'
 
 
-def size(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
     """Format a number of bytes: `12 MB`."""
     value = float(num_bytes)
     unit = "B"

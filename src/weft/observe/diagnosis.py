@@ -17,12 +17,12 @@ from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import (
     EVAL,
     TIME,
-    evaluation_of,
-    finite,
-    headline,
-    last_part,
-    number,
-    title,
+    find_evaluation,
+    find_headline,
+    find_title,
+    format_number,
+    get_last_part,
+    is_finite,
 )
 
 LEAST_STEPS = 8  # a shorter run is not judged
@@ -51,7 +51,7 @@ Config = Callable[[], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Finding:
+class DiagnosisFinding:
     """One thing that is out of range.
 
     `fact` states it with its number, `means` the usual cause, `fixes` options to try. A `weak`
@@ -66,20 +66,20 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class RunDiagnosis:
     """The findings on a run; empty if nothing is out of range."""
 
-    findings: Sequence[Finding] = ()
+    findings: Sequence[DiagnosisFinding] = ()
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         """Return whether nothing is out of range."""
         return not self.findings
 
     @property
-    def text(self) -> str:
+    def summary(self) -> str:
         """The findings in one line for people."""
-        if self.sound:
+        if self.is_sound:
             return FINE
         facts = "; ".join(each.fact for each in self.findings[:FACTS])
         fixes = list(dict.fromkeys(fix for each in self.findings for fix in each.fixes))[:FIXES]
@@ -88,7 +88,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Judged:
+class DiagnosedRun:
     """The data of a run that the checks read.
 
     `config` returns the options; it is called only if a check needs one. `columns` maps a metric to
@@ -110,10 +110,10 @@ class Judged:
                 wanted[names] = [
                     name
                     for name in names
-                    if last_part(name) in JUDGED or last_part(name).startswith("kl_k")
+                    if get_last_part(name) in JUDGED or get_last_part(name).startswith("kl_k")
                 ]
             for name in wanted[names]:
-                if finite(line[name]):
+                if is_finite(line[name]):
                     steps, values = self.columns.setdefault(name, ([], []))
                     steps.append(float(line["step"]))
                     values.append(float(line[name]))
@@ -125,48 +125,52 @@ class Judged:
             return str(self.algorithm)
         return next((name for name in ALGORITHMS if name in self.config()), "")
 
-    def values(self, name: str | None) -> list[float]:
+    def find_values(self, name: str | None) -> list[float]:
         """Return the finite values of a metric; empty if unknown."""
         return self.columns.get(name or "", ([], []))[1]
 
-    def named(self, last: str) -> str | None:
+    def find_metric(self, last: str) -> str | None:
         """Return the first training metric whose last part is `last`; None if there is none."""
         return next(
-            (n for n in self.columns if last_part(n) == last and not n.startswith((EVAL, TIME))),
+            (
+                n
+                for n in self.columns
+                if get_last_part(n) == last and not n.startswith((EVAL, TIME))
+            ),
             None,
         )
 
-    def option(self, name: str, default: Any = None) -> Any:
+    def find_option(self, name: str, default: Any = None) -> Any:
         """Return an option by its dotted name; `default` if it is missing or None."""
         found: Any = self.config()
         for part in name.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return default if found is None else found
 
-    def scaled(self, name: str, factor: float) -> str:
+    def format_scaled_option(self, name: str, factor: float) -> str:
         """Return `NAME=VALUE` with the option's value times `factor`.
 
         If the value is not known, returns "a higher NAME" or "a lower NAME".
         """
-        value = self.option(name)
-        if finite(value) and value:
-            return f"{name}={number(float(f'{value * factor:.2g}')).replace(',', '')}"
+        value = self.find_option(name)
+        if is_finite(value) and value:
+            return f"{name}={format_number(float(f'{value * factor:.2g}')).replace(',', '')}"
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
-    def rate(self, name: str | None, factor: float = 1 / 3) -> str:
+    def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
         """Return the learning rate option of the role that the node trains, times `factor`."""
-        return self.scaled(f"{self.role(name)}.optimizer.lr", factor)
+        return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
-    def role(self, name: str | None) -> str:
+    def find_role(self, name: str | None) -> str:
         """Return the role that the metric's node trains; for other nodes, the policy."""
         node = (name or "").partition("/")[0]
         own = "actor" if self.kind in (*POLICIES, "dpo", "distill") else "model"
         return node.removesuffix("_train") if node.endswith("_train") else own
 
 
-def judge(
+def diagnose_run(
     lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()
-) -> Diagnosis | None:
+) -> RunDiagnosis | None:
     """Diagnose a run; returns None if it has too few steps.
 
     `lines` are those of metrics.jsonl, oldest first; for a long run the first and the last ones
@@ -174,7 +178,9 @@ def judge(
     """
     if len(lines) > sum(ENDS):
         lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
-    run = Judged([line for line in lines if finite(line.get("step"))], algorithm, config, samples)
+    run = DiagnosedRun(
+        [line for line in lines if is_finite(line.get("step"))], algorithm, config, samples
+    )
     if len(run.lines) < LEAST_STEPS:
         return None
     found = [finding for check in CHECKS for finding in check(run)]
@@ -183,20 +189,20 @@ def judge(
         (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
     )
     if not strong:
-        return Diagnosis()
+        return RunDiagnosis()
     # Several signs together mean an exploited reward, which replaces the first finding.
-    hacked = _exploited(run, [finding.key for finding in found])
+    hacked = _check_exploited(run, [finding.key for finding in found])
     ordered = strong + [finding for finding in found if finding.weak]
     if hacked is not None:
-        first = Finding(hacked.key, ordered[0].fact, hacked.means, hacked.fixes)
+        first = DiagnosisFinding(hacked.key, ordered[0].fact, hacked.means, hacked.fixes)
         ordered = [first, *ordered[1:]]
-    return Diagnosis(ordered)
+    return RunDiagnosis(ordered)
 
 
 # -- bounds of single metrics
 
 
-def _bounds(run: Judged) -> Iterator[Finding]:
+def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Yield a finding for every metric whose last values are outside its bounds.
 
     Only the first metric of each description, and the first of the KL metrics, is reported.
@@ -214,61 +220,65 @@ def _bounds(run: Judged) -> Iterator[Finding]:
             or about.pattern in seen
         ):
             continue
-        value = median(values[-trend.num_last(len(values)) :])
+        value = median(values[-trend.count_last(len(values)) :])
         if (least is None or value >= least) and (most is None or value <= most):
             continue
         if not _may_judge(run, about.pattern, values):
             continue
         seen |= {about.pattern, about.pattern.partition("_")[0]}
-        yield _out_of_bounds(run, name, about, value)
+        yield _describe_out_of_bounds(run, name, about, value)
 
 
-def _may_judge(run: Judged, pattern: str, values: Sequence[float]) -> bool:
+def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
     """Return whether the metric's bounds apply to this run."""
     kind = run.kind
     if pattern.startswith("kl"):
         return kind in (*POLICIES, "")
     if pattern == "truncated_fraction":
         gen = f"{kind}.gen"
-        fixed = run.option(f"{gen}.min_new_tokens", 0) >= run.option(f"{gen}.max_new_tokens", 1)
+        fixed = run.find_option(f"{gen}.min_new_tokens", 0) >= run.find_option(
+            f"{gen}.max_new_tokens", 1
+        )
         return kind != "gen" and not fixed
     if pattern == "clip_ratio":
-        return run.option(f"{kind}.importance_level") != "sequence"
+        return run.find_option(f"{kind}.importance_level") != "sequence"
     if pattern == "sampler_logprob_diff":
-        return not run.option(f"{kind}.max_staleness", 0)
+        return not run.find_option(f"{kind}.max_staleness", 0)
     if pattern == "frac_reward_zero_std":
-        reward = run.values(run.named("reward"))
-        moved = trend.change(reward) if reward else None
+        reward = run.find_values(run.find_metric("reward"))
+        moved = trend.compute_change(reward) if reward else None
         # On a solved task all rewards are equal, which is fine.
         learned = moved is not None and moved.delta > (moved.noise or 0.0)
-        return kind in GROUPED and run.option(f"{kind}.group_size", 2) > 1 and not learned
+        return kind in GROUPED and run.find_option(f"{kind}.group_size", 2) > 1 and not learned
     if pattern == "response_length":
         return values[0] > LONG_LENGTH
     return True
 
 
-def _out_of_bounds(run: Judged, name: str, about: MetricHelp, value: float) -> Finding:
-    means, fixes, weak = _cause(run, name, about.pattern)
+def _describe_out_of_bounds(
+    run: DiagnosedRun, name: str, about: MetricHelp, value: float
+) -> DiagnosisFinding:
+    means, fixes, weak = _find_cause(run, name, about.pattern)
     if about.least is not None and value < about.least:
-        bound = f"above {number(about.least)}"
+        bound = f"above {format_number(about.least)}"
     else:
         bound = None
-    usual = bound or (f"at most {number(about.most)}" if about.most else "0")
+    usual = bound or (f"at most {format_number(about.most)}" if about.most else "0")
     unit = f" {about.unit}" if about.unit and about.unit != "share" else ""
     if about.pattern == "truncated_fraction":
         fact = f"{value:.0%} of the answers are cut by length"
     else:
-        fact = f"{title(name)} {number(value)}{unit} (usual: {usual})"
-    return Finding(about.pattern, fact, means, fixes, weak)
+        fact = f"{find_title(name)} {format_number(value)}{unit} (usual: {usual})"
+    return DiagnosisFinding(about.pattern, fact, means, fixes, weak)
 
 
-def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
+def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
     """Return (the usual cause, options to try, whether good runs can have it too)."""
     kind = run.kind or "grpo"
-    rate = run.rate(name)
+    rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
-    more_kl = run.scaled(weight, 10 if weight.endswith("kl_coef") else 3)
-    longer = run.scaled(f"{kind}.gen.max_new_tokens", 2)
+    more_kl = run.format_scaled_option(weight, 10 if weight.endswith("kl_coef") else 3)
+    longer = run.format_scaled_option(f"{kind}.gen.max_new_tokens", 2)
     harder = "easier or harder prompts"
     match pattern.partition("_")[0] if pattern.startswith("kl") else pattern:
         case "kl":
@@ -301,7 +311,10 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
         case "clip_ratio" | "approx_kl" | "importance_ratio":
             return "the updates are too large", (rate, f"fewer {kind}.ppo_epochs"), False
         case "explained_variance":
-            slow = (run.scaled("critic.optimizer.lr", 3), f"{kind}.critic_warmup_epochs=1")
+            slow = (
+                run.format_scaled_option("critic.optimizer.lr", 3),
+                f"{kind}.critic_warmup_epochs=1",
+            )
             return "the critic predicts worse than a constant", slow, False
         case "value_clip_ratio":
             return (
@@ -328,7 +341,11 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
                 False,
             )
         case "skipped_updates" | "nonfinite":
-            return "training diverges", (rate, f"{run.role(name)}.optimizer.max_grad_norm=1"), False
+            return (
+                "training diverges",
+                (rate, f"{run.find_role(name)}.optimizer.max_grad_norm=1"),
+                False,
+            )
         case "timeouts" | "died":
             return (
                 "the reward function is slow or fails",
@@ -352,7 +369,7 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
         case "balance_loss":
             return (
                 "a few experts get most of the tokens",
-                (f"a higher {run.role(name)}.router_aux_loss_coef",),
+                (f"a higher {run.find_role(name)}.router_aux_loss_coef",),
                 False,
             )
         case "prompts_in_part":
@@ -367,42 +384,52 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
 # -- the course of a run
 
 
-def _not_finite(run: Judged) -> Iterator[Finding]:
-    last = run.lines[-trend.num_last(len(run.lines)) :]
+def _check_finite(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
+    last = run.lines[-trend.count_last(len(run.lines)) :]
     for name in dict.fromkeys(
-        name for line in last for name in line if last_part(name) in ("loss", "grad_norm")
+        name for line in last for name in line if get_last_part(name) in ("loss", "grad_norm")
     ):
         if sum(line.get(name, 0.0) is None for line in last) * 2 > len(last):
-            yield Finding(
-                "nonfinite", f"{title(name)} is not finite", "training diverged", (run.rate(name),)
+            yield DiagnosisFinding(
+                "nonfinite",
+                f"{find_title(name)} is not finite",
+                "training diverged",
+                (run.format_scaled_rate(name),),
             )
             return
 
 
-def _supervised(run: Judged) -> Iterator[Finding]:
+def _check_supervised(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Find a rising loss, pair accuracy no better than chance, and validation that gets worse."""
-    if run.kind in (*POLICIES, "distill", "gen") or run.named("reward") is not None:
+    if run.kind in (*POLICIES, "distill", "gen") or run.find_metric("reward") is not None:
         return
-    name = run.named("loss")
-    loss = trend.change(run.values(name)) if name else None
+    name = run.find_metric("loss")
+    loss = trend.compute_change(run.find_values(name)) if name else None
     if loss is not None and loss.delta > max(loss.noise or 0.0, 0.05 * abs(loss.first)):
-        fact = f"loss rose from {number(loss.first)} to {number(loss.last)}"
-        yield Finding(
-            "loss", fact, "the learning rate is too high", (run.rate(name), "a longer warm-up")
+        fact = f"loss rose from {format_number(loss.first)} to {format_number(loss.last)}"
+        yield DiagnosisFinding(
+            "loss",
+            fact,
+            "the learning rate is too high",
+            (run.format_scaled_rate(name), "a longer warm-up"),
         )
-    leads = headline(run.columns, run.algorithm)
-    if leads is not None and last_part(leads) in ("accuracy", "accuracies") and run.kind != "sft":
-        yield from _chance(run, leads)
-    yield from _turned(run, loss)
+    leads = find_headline(run.columns, run.algorithm)
+    if (
+        leads is not None
+        and get_last_part(leads) in ("accuracy", "accuracies")
+        and run.kind != "sft"
+    ):
+        yield from _check_chance(run, leads)
+    yield from _check_overfitting(run, loss)
 
 
-def _chance(run: Judged, name: str) -> Iterator[Finding]:
-    values = run.values(evaluation_of(name, run.columns)) or run.values(name)
-    reached = trend.end(values)
+def _check_chance(run: DiagnosedRun, name: str) -> Iterator[DiagnosisFinding]:
+    values = run.find_values(find_evaluation(name, run.columns)) or run.find_values(name)
+    reached = trend.compute_end_mean(values)
     if reached < CHANCE and len(run.lines) >= 3 * LEAST_STEPS:
-        fact = f"{title(name)} {number(reached)} (chance: 0.5)"
-        fixes = (run.rate(name, 3), "more epochs", "a look at the pairs")
-        yield Finding(
+        fact = f"{find_title(name)} {format_number(reached)} (chance: 0.5)"
+        fixes = (run.format_scaled_rate(name, 3), "more epochs", "a look at the pairs")
+        yield DiagnosisFinding(
             "accuracy",
             fact,
             "the model has learned too little, or chosen and rejected are swapped",
@@ -410,7 +437,9 @@ def _chance(run: Judged, name: str) -> Iterator[Finding]:
         )
 
 
-def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
+def _check_overfitting(
+    run: DiagnosedRun, training: trend.MetricChange | None
+) -> Iterator[DiagnosisFinding]:
     """Find a validation loss above its best value while the training loss falls."""
     name = next((n for n in (f"{EVAL}loss", f"{EVAL}nll") if n in run.columns), None)
     if name is None or training is None or training.delta >= 0:
@@ -423,8 +452,11 @@ def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
         and values.index(low) < len(values) - 1
     ):
         at = steps[values.index(low)]
-        fact = f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while training loss fell"
-        yield Finding(
+        fact = (
+            f"{find_title(name)} rose to {format_number(values[-1])} from {format_number(low)} at "
+            f"step {format_number(at)}, while training loss fell"
+        )
+        yield DiagnosisFinding(
             "memorizes",
             fact,
             "the model memorizes the training rows",
@@ -432,41 +464,41 @@ def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
         )
 
 
-def _policy(run: Judged) -> Iterator[Finding]:
+def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Find a reward that falls, and rewards that lose their spread."""
-    reward = run.named("reward")
-    spread = run.values(run.named("reward_std"))
-    moved = trend.change(run.values(reward)) if reward else None
+    reward = run.find_metric("reward")
+    spread = run.find_values(run.find_metric("reward_std"))
+    moved = trend.compute_change(run.find_values(reward)) if reward else None
     if moved is not None and moved.noise is not None and moved.delta < -moved.noise:
-        at = number(moved.first)
-        to = number(moved.last)
-        rate = run.rate(
+        at = format_number(moved.first)
+        to = format_number(moved.last)
+        rate = run.format_scaled_rate(
             next((n for n in run.columns if n.startswith("actor_train/")), "actor_train/")
         )
-        yield Finding(
+        yield DiagnosisFinding(
             "reward", f"reward fell from {at} to {to}", "the updates are too large", (rate,)
         )
     if spread and run.kind in (*GROUPED, "ppo", ""):
-        first = trend.mean(spread[: trend.num_first(len(spread))])
-        last = trend.end(spread)
-        level = abs(trend.end(run.values(reward))) if reward else 0.0
+        first = trend.compute_mean(spread[: trend.count_first(len(spread))])
+        last = trend.compute_end_mean(spread)
+        level = abs(trend.compute_end_mean(run.find_values(reward))) if reward else 0.0
         if last < SPREAD * first or 0 < last < 0.02 * level:
             means = "all answers get the same reward, so there is nothing left to learn"
-            before = f" ({number(first)} at first)" if last < SPREAD * first else ""
-            yield Finding(
+            before = f" ({format_number(first)} at first)" if last < SPREAD * first else ""
+            yield DiagnosisFinding(
                 "reward_std",
-                f"reward spread {number(last)}{before}",
+                f"reward spread {format_number(last)}{before}",
                 means,
                 ("a look at the completions",),
                 weak=True,
             )
 
 
-def _text(run: Judged) -> Iterator[Finding]:
+def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Find repetitive completions in the last step, if those of the first step were not."""
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = [row for row in answers if isinstance(row.get("completion"), str)]
-    steps = [float(row["step"]) for row in written if finite(row.get("step"))]
+    steps = [float(row["step"]) for row in written if is_finite(row.get("step"))]
     if not steps:
         return
     last = [str(row["completion"]) for row in written if row.get("step") == max(steps)]
@@ -474,10 +506,12 @@ def _text(run: Judged) -> Iterator[Finding]:
         first = [str(row["completion"]) for row in written if row.get("step") == min(steps)]
     else:
         first = []
-    shares = [sum(map(_repeats, texts)) / len(texts) if texts else 0.0 for texts in (first, last)]
+    shares = [
+        sum(map(_is_repetitive, texts)) / len(texts) if texts else 0.0 for texts in (first, last)
+    ]
     if shares[1] >= 0.5 and shares[0] < 0.5:
         means = "the text has collapsed"
-        yield Finding(
+        yield DiagnosisFinding(
             "text",
             f"{shares[1]:.0%} of the last answers repeat themselves",
             means,
@@ -485,12 +519,12 @@ def _text(run: Judged) -> Iterator[Finding]:
         )
 
 
-def _repeats(text: str) -> bool:
+def _is_repetitive(text: str) -> bool:
     raw = text.encode(errors="replace")
     return len(text) >= TEXT and len(raw) > REPEATS * len(zlib.compress(raw, 9))
 
 
-def _exploited(run: Judged, keys: Sequence[str]) -> Finding | None:
+def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding | None:
     """Return a finding if several signs together show that the reward is exploited; else None.
 
     `fact` is empty; the caller fills it in.
@@ -503,11 +537,11 @@ def _exploited(run: Judged, keys: Sequence[str]) -> Finding | None:
     ]
     if len(collapsed) + 2 * far < 3:
         return None
-    _, fixes, _ = _cause(run, run.named("kl") or "actor_train/kl", "kl")
-    if run.named("kl") is None and run.option(f"{run.kind}.kl_coef") == 0:
+    _, fixes, _ = _find_cause(run, run.find_metric("kl") or "actor_train/kl", "kl")
+    if run.find_metric("kl") is None and run.find_option(f"{run.kind}.kl_coef") == 0:
         fixes = (f"{run.kind}.kl_coef=0.01", *fixes[1:])
     means = "the policy exploits the reward instead of solving the task: read the completions"
-    return Finding("exploited", "", means, fixes)
+    return DiagnosisFinding("exploited", "", means, fixes)
 
 
-CHECKS = (_not_finite, _bounds, _policy, _supervised, _text)
+CHECKS = (_check_finite, _check_bounds, _check_policy, _check_supervised, _check_text)

@@ -8,7 +8,7 @@ from typing import Any
 from weft.observe import configuration
 from weft.observe.diagnosis import POLICIES
 from weft.observe.metric_help import CRITIC, PREFERENCES, REWARD, find
-from weft.observe.metrics import EVAL, last_part
+from weft.observe.metrics import EVAL, get_last_part
 from weft.observe.run_files import RunFiles
 
 ALGORITHM = "algorithm"
@@ -27,7 +27,7 @@ FREE_OF_SCALE = ("accuracies", "kendalltau")  # preference metrics that do not d
 FACTS = ("commit", "host", "hardware")
 
 
-def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return option -> its value in each run for options that differ; the algorithm comes first.
 
     An option in the algorithm's group is matched with that of another algorithm:
@@ -35,15 +35,15 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     algorithms, counts only if a user set it. Values that weft chose for unset options do not count.
     """
     # The algorithm itself.
-    algorithms = [configuration.algorithm(run) for run in runs]
+    algorithms = [configuration.find_algorithm(run) for run in runs]
     if len(set(algorithms)) > 1 and all(algorithms):
         found: dict[str, list[Any]] = {ALGORITHM: list(algorithms)}
     else:
         found = {}
     # Match options under names without the algorithm's group.
-    flat = [dict(configuration.flat(run.config)) for run in runs]
-    own = [{_matched(name, algorithms): name for name in values} for values in flat]
-    told = [configuration.changed(run) for run in runs]
+    flat = [dict(configuration.flatten_options(run.config)) for run in runs]
+    own = [{_match_option(name, algorithms): name for name in values} for values in flat]
+    told = [configuration.find_changed_options(run) for run in runs]
     for name in dict.fromkeys(name for names in own for name in names):
         real = [names.get(name) for names in own]
         values = [
@@ -53,12 +53,14 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
             continue
         # Skip options that no user set.
         left_open = [
-            configuration.left_open(value) or key in configuration.chosen(run)
+            configuration.is_left_open(value) or key in configuration.find_chosen_options(run)
             for value, key, run in zip(values, real, runs, strict=True)
         ]
         changed = any(
             key is not None
-            and (each is None or (key in each and key not in configuration.chosen(run)))
+            and (
+                each is None or (key in each and key not in configuration.find_chosen_options(run))
+            )
             for each, key, run in zip(told, real, runs, strict=True)
         )
         alike = (
@@ -66,17 +68,17 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
             and len(set(real)) == 1
         )
         if not all(left_open) and (changed or alike):
-            found[_called(name, real)] = values
+            found[_format_option_name(name, real)] = values
     return found
 
 
-def _matched(name: str, algorithms: Sequence[str | None]) -> str:
+def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
     """Return an option's name with the algorithm's group replaced by `algorithm`."""
     group, dot, rest = name.partition(".")
     return f"{ALGORITHM}.{rest}" if dot and group in algorithms else name
 
 
-def _called(name: str, real: Sequence[str | None]) -> str:
+def _format_option_name(name: str, real: Sequence[str | None]) -> str:
     """Return an option's name for the table, with the groups of all algorithms: `grpo|ppo.lr`."""
     groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
     if not name.startswith(f"{ALGORITHM}."):
@@ -84,7 +86,7 @@ def _called(name: str, real: Sequence[str | None]) -> str:
     return f"{'|'.join(sorted(groups))}.{name.partition('.')[2]}"
 
 
-def meaning(run: RunFiles, name: str) -> dict[str, str]:
+def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     """Return the options, with their values, that define what a metric measures.
 
     Numbers of two runs can be compared if these are equal. A loss depends on the algorithm and its
@@ -92,10 +94,10 @@ def meaning(run: RunFiles, name: str) -> dict[str, str]:
     lengths and the like depend on none of these.
     """
     about = find(name)
-    last = last_part(name)
+    last = get_last_part(name)
     group = about.group if about is not None else ""
-    options = dict(configuration.flat(run.config))
-    algorithm = configuration.algorithm(run) or ""
+    options = dict(configuration.flatten_options(run.config))
+    algorithm = configuration.find_algorithm(run) or ""
     told: list[str] = []
     loss = last.endswith("loss")
     if group in (REWARD, CRITIC):
@@ -120,22 +122,26 @@ def meaning(run: RunFiles, name: str) -> dict[str, str]:
     given = valid and not configuration.unset(options.get(valid[0]))
     told += valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
     kind = {ALGORITHM: algorithm} if group not in (REWARD, CRITIC) else {}
-    return kind | {option: configuration.written(options.get(option)) for option in told}
+    return kind | {option: configuration.format_value(options.get(option)) for option in told}
 
 
-def apart(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
+def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
     """Return the options whose difference makes the runs' numbers incomparable.
 
     `names` is the metric's name in each run. Runs whose configuration is not known are ignored.
     """
-    found = [meaning(run, name) for run, name in zip(runs, names, strict=True) if run.config]
+    found = [
+        find_defining_options(run, name)
+        for run, name in zip(runs, names, strict=True)
+        if run.config
+    ]
     options = dict.fromkeys(option for each in found for option in each)
     return [
         option for option in options if len({each[option] for each in found if option in each}) > 1
     ]
 
 
-def versions(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
+def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return (name, value in each run) of versions and hardware that differ."""
     starts = [run.record.get("starts") for run in runs]
     last = [

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from weft.observe.metrics import finite, number
-from weft.observe.page import shown
+from weft.observe.metrics import format_number, is_finite
+from weft.observe.page import escape_text
 from weft.observe.sample_rows import pick
 
 FILE = "eval_prompts.jsonl"
@@ -17,14 +17,14 @@ STRIPS = 20  # maximum prompts
 Rows = Sequence[Mapping[str, Any]]
 
 
-def filmstrip(rows: Rows) -> str:
+def render_filmstrip(rows: Rows) -> str:
     """Render one strip for each prompt, with the model's answers at several steps in a row.
 
     Returns "" without answers.
     """
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in rows:
-        if finite(row.get("step")):
+        if is_finite(row.get("step")):
             found.setdefault(str(row.get("id")), {})[float(row["step"])] = row
     if not found:
         return ""
@@ -43,27 +43,27 @@ def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -
     there = [answers[step] for step in steps if step in answers]
     before = [None, *(row.get("completion") for row in there)]
     frames = "".join(
-        _frame(row, same=row.get("completion") == last)
+        _render_frame(row, same=row.get("completion") == last)
         for row, last in zip(there, before, strict=False)
     )
-    prompt = shown(str(there[0].get("prompt") or "")) if there else ""
+    prompt = escape_text(str(there[0].get("prompt") or "")) if there else ""
     return (
         f'<article class="strip"><div class="prompt" tabindex="0" aria-label="prompt">{prompt}</div>'
         f'<ol class="frames" tabindex="0" role="list" aria-label="answers by step, scrolls sideways">{frames}</ol></article>'
     )
 
 
-def _frame(row: Mapping[str, Any], *, same: bool) -> str:
-    said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+def _render_frame(row: Mapping[str, Any], *, same: bool) -> str:
+    said = escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     if row.get("finish_reason") == "length":
         cut = ' <span class="warn">cut by length</span>'
     else:
         cut = ""
-    if finite(row.get("tokens")):
-        tokens = f"{escape(number(float(row['tokens'])))} tokens"
+    if is_finite(row.get("tokens")):
+        tokens = f"{escape(format_number(float(row['tokens'])))} tokens"
     else:
         tokens = ""
     return (
-        f'<li class="frame{" same" if same else ""}"><b>Step {escape(number(float(row["step"])))}</b>'
+        f'<li class="frame{" same" if same else ""}"><b>Step {escape(format_number(float(row["step"])))}</b>'
         f'<div class="completion">{said}</div><footer><span>{tokens}</span>{cut}</footer></li>'
     )

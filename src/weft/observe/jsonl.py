@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.observe.lenient import cleaned
+from weft.observe.lenient import clean_value
 from weft.observe.metrics import is_step
 from weft.reading import MOST_DEPTH
-from weft.writing import opened, replacing
+from weft.writing import open_file, replace_file
 
 
-def plain(value: Any) -> Any:
+def convert_to_json(value: Any) -> Any:
     """Convert `value` to JSON types.
 
     Numbers of numpy and zero-dimensional arrays become Python numbers; values that are not finite
@@ -27,9 +27,9 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): convert_to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [convert_to_json(each) for each in value]
     if isinstance(value, numbers.Integral):
         return int(value)
     number = float(value)
@@ -58,13 +58,13 @@ def read_row(line: str) -> dict[str, Any] | None:
         if not isinstance(row, dict) or not is_step(row.get("step")):
             return None
         if line.count("[") + line.count("{") > MOST_DEPTH:
-            cleaned(row)  # raises ValueError if the row nests too deep
+            clean_value(row)  # raises ValueError if the row nests too deep
         return row
     except (ValueError, RecursionError):
         return None
 
 
-def listed(steps: Sequence[int], most: int = 8) -> str:
+def format_ranges(steps: Sequence[int], most: int = 8) -> str:
     """Format rising whole numbers with ranges: `1-3, 7, 9-20`; at most `most` ranges are named."""
     ranges: list[list[int]] = []
     for step in steps:
@@ -94,50 +94,51 @@ class StepFile:
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write objects as lines, in a single write."""
         lines = "".join(
-            json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows
+            json.dumps(convert_to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+            for row in rows
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with opened(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        with open_file(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(lines)
 
     def truncate(self, step: int) -> None:
         """Drop the lines of steps after `step`, and a half-written last line."""
         if self.path.is_file():
             self._rewrite(
-                lambda line: line if line.endswith(b"\n") and _step_of(line) <= step else b""
+                lambda line: line if line.endswith(b"\n") and _read_step(line) <= step else b""
             )
 
-    def missing(self, first: int, last: int) -> list[int]:
+    def find_missing(self, first: int, last: int) -> list[int]:
         """Return the steps from `first` to `last` without a readable line, in order."""
-        there = {int(row["step"]) for row in self.rows()}
+        there = {int(row["step"]) for row in self.read_rows()}
         return [step for step in range(first, last + 1) if step not in there]
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Merge `more` into the object of `step`, atomically."""
 
-        def mended(line: bytes) -> bytes:
-            row = json.loads(line) | plain(more) if _step_of(line) == step else None
+        def amend_line(line: bytes) -> bytes:
+            row = json.loads(line) | convert_to_json(more) if _read_step(line) == step else None
             if row is None:
                 return line
             return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
-        self._rewrite(mended)
+        self._rewrite(amend_line)
 
     def _rewrite(self, change: Callable[[bytes], bytes]) -> None:
         """Replace the file atomically, with `change` applied to every line."""
         with (
             self.path.open("rb") as old,
-            replacing(self.path) as partial,
+            replace_file(self.path) as partial,
             partial.open("wb") as new,
         ):
             new.writelines(change(line) for line in old)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def read_rows(self) -> Iterator[dict[str, Any]]:
         """Iterate over the objects of the file, oldest first."""
         return read_rows(self.path)
 
 
-def _step_of(line: bytes) -> float:
+def _read_step(line: bytes) -> float:
     """Return the step of a line; infinity for an unreadable line, so that it is dropped."""
     row = read_row(line.decode("utf-8", errors="replace"))
     return math.inf if row is None else row["step"]

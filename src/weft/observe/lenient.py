@@ -12,7 +12,7 @@ from weft.errors import ConfigError
 from weft.reading import MOST_DEPTH, read_object, read_yaml
 
 
-def cleaned(value: Any, depth: int = 0) -> Any:
+def clean_value(value: Any, depth: int = 0) -> Any:
     """Return nested plain values in a form that any output can write.
 
     Keys become strings, lone surrogates in strings are replaced, and values that are neither
@@ -24,16 +24,18 @@ def cleaned(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, dict):
-        return {cleaned(str(name)): cleaned(each, depth + 1) for name, each in value.items()}
+        return {
+            clean_value(str(name)): clean_value(each, depth + 1) for name, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [cleaned(each, depth + 1) for each in value]
+        return [clean_value(each, depth + 1) for each in value]
     return str(value).encode("utf-8", errors="replace").decode()
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if it is missing, damaged or not an object."""
     try:
-        return dict(cleaned(read_object(path, str(path))))
+        return dict(clean_value(read_object(path, str(path))))
     except ValueError:  # includes `UserError`
         return {}
 
@@ -46,4 +48,4 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     found = read_yaml(path, str(path), ConfigError)
-    return dict(cleaned(found)) if isinstance(found, dict) else {}
+    return dict(clean_value(found)) if isinstance(found, dict) else {}

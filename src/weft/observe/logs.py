@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import TRANSPORTS
-from weft.writing import opened
+from weft.writing import open_file
 
 RUN_LOG = "log.txt"
 WORKERS = "logs"
@@ -40,13 +40,13 @@ class LogFile:
     path: Path
     worker: int | None = None
 
-    def lines(self) -> list[str]:
+    def read_lines(self) -> list[str]:
         """Return the file's lines; invalid UTF-8 is replaced."""
         return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 @dataclass(frozen=True)
-class Failure:
+class LoggedFailure:
     """The failure that one log file reports.
 
     `line` counts from 1, `when` is in seconds since the epoch, `text` holds the lines to show.
@@ -63,7 +63,7 @@ class Failure:
         return next((line for line in reversed(self.text) if line.strip()), "")
 
     @property
-    def is_of_others(self) -> bool:
+    def is_consequence(self) -> bool:
         """Return whether it only reports a lost peer, and so follows from another failure."""
         return any(sign in self.summary for sign in TRANSPORTS)
 
@@ -71,11 +71,11 @@ class Failure:
 def append(run: Path, line: str) -> None:
     """Append `line` to the run's own log, with the time."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    with opened(run / RUN_LOG, "a", encoding="utf-8") as file:
+    with open_file(run / RUN_LOG, "a", encoding="utf-8") as file:
         file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
 
 
-def log_files(run: Path) -> list[LogFile]:
+def find_log_files(run: Path) -> list[LogFile]:
     """Return the run's own log, its workers' logs, and those of its Slurm jobs, oldest first."""
     found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
@@ -88,9 +88,9 @@ def log_files(run: Path) -> list[LogFile]:
     return found + [LogFile(f"slurm/{path.stem}", path) for path in jobs]
 
 
-def failure(file: LogFile) -> Failure | None:
+def find_failure(file: LogFile) -> LoggedFailure | None:
     """Return the first failure in a file; None if there is none."""
-    lines = file.lines()
+    lines = file.read_lines()
     told = (
         n
         for n, line in enumerate(lines)
@@ -102,35 +102,35 @@ def failure(file: LogFile) -> Failure | None:
     # A traceback ends at the line that names the exception.
     end = start + 1
     if TRACEBACK in lines[start]:
-        while end < len(lines) and not _ends_traceback(lines[end]):
+        while end < len(lines) and not _is_traceback_end(lines[end]):
             end += 1
         end = min(end + 1, len(lines))
     text = lines[start:end]
     if len(text) > BLOCK_LINES:
         text = [*text[: BLOCK_LINES // 2], "  ...", *text[-BLOCK_LINES // 2 :]]
-    return Failure(
-        file, start + 1, _when(lines[start::-1]) or file.path.stat().st_mtime, tuple(text)
+    return LoggedFailure(
+        file, start + 1, _find_time(lines[start::-1]) or file.path.stat().st_mtime, tuple(text)
     )
 
 
-def failures(files: Iterable[LogFile]) -> list[Failure]:
+def find_failures(files: Iterable[LogFile]) -> list[LoggedFailure]:
     """Return the failure of each file that has one, earliest first.
 
     Failures that only report a lost peer come last. In a file without times the failure has the
     time of the last write: a process that fails first is the first to stop writing.
     """
-    found = [each for file in files if (each := failure(file)) is not None]
-    return sorted(found, key=lambda each: (each.is_of_others, each.when))
+    found = [each for file in files if (each := find_failure(file)) is not None]
+    return sorted(found, key=lambda each: (each.is_consequence, each.when))
 
 
-def _ends_traceback(line: str) -> bool:
+def _is_traceback_end(line: str) -> bool:
     """Return whether a line within a traceback names the exception, that is, is not indented."""
     # Remove a prefix in () or [], which other programs put before each line.
     bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
     return bool(bare) and not bare[0].isspace()
 
 
-def _when(lines: Iterable[str]) -> float | None:
+def _find_time(lines: Iterable[str]) -> float | None:
     """Return the time in the first line that has one, in seconds since the epoch; else None."""
     for line in lines:
         stamp = STAMP.search(line)
@@ -139,7 +139,7 @@ def _when(lines: Iterable[str]) -> float | None:
     return None
 
 
-class Follower:
+class LogFollower:
     """Follows log files and yields the lines added to them.
 
     Files that appear later are read from their beginning.
@@ -148,7 +148,7 @@ class Follower:
     def __init__(self, files: Iterable[LogFile]) -> None:
         self._read = {file.path: file.path.stat().st_size for file in files}
 
-    def new(self, files: Iterable[LogFile]) -> Iterator[tuple[LogFile, str]]:
+    def read_new_lines(self, files: Iterable[LogFile]) -> Iterator[tuple[LogFile, str]]:
         """Yield (file, line) for every line completed since the last call."""
         for file in files:
             start = self._read.get(file.path, 0)

@@ -20,7 +20,7 @@ HEAP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_MMAP_THRESHOLD: 1 << 25, M_ARENA_MAX:
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+def build_segment_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make torch use expandable segments on GPUs.
 
     They must be set before a process imports torch. Freed memory can then serve tensors of any
@@ -32,7 +32,7 @@ def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
     return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
-def peak_memory_gb() -> float:
+def measure_peak_memory_gb() -> float:
     """Return the largest resident size of this process so far, in GiB."""
     # On Linux ru_maxrss starts at the parent's resident size at the fork, so it can be too large.
     if sys.platform == "linux" and STATUS.exists():
@@ -41,7 +41,7 @@ def peak_memory_gb() -> float:
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
-def file_pages_gb() -> float:
+def measure_file_pages_gb() -> float:
     """Return the GiB of this process's memory that are pages of files, mostly library code.
 
     Returns 0 if the system does not report it.

@@ -677,12 +677,12 @@ def find(name: str) -> MetricHelp | None:
     return None
 
 
-def undescribed(names: Iterable[str]) -> list[str]:
+def find_undescribed(names: Iterable[str]) -> list[str]:
     """Return the names that have no description."""
     return [name for name in names if find(name) is None]
 
 
-def markdown() -> str:
+def render_markdown() -> str:
     """Return all descriptions as Markdown, a table for each group."""
     groups = list(dict.fromkeys(one.group for one in HELP))
     parts = []
@@ -695,4 +695,4 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(render_markdown(), end="")

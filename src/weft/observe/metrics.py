@@ -77,12 +77,12 @@ TITLES = {
 Line = Mapping[str, float | None]
 
 
-def last_part(name: str) -> str:
+def get_last_part(name: str) -> str:
     """Return the last part of a metric's name: `actor_train/kl` -> `kl`."""
     return name.rsplit("/", 1)[-1]
 
 
-def finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Return whether a value can be shown as a number; NaN and infinities are stored as null."""
     return (
         isinstance(value, int | float)
@@ -93,12 +93,12 @@ def finite(value: object) -> bool:
 
 def is_step(value: object) -> bool:
     """Return whether a value can be the number of a step."""
-    return finite(value) and 0 <= value <= LAST_STEP and value == int(value)  # type: ignore[operator,call-overload]
+    return is_finite(value) and 0 <= value <= LAST_STEP and value == int(value)  # type: ignore[operator,call-overload]
 
 
-def direction(name: str) -> int:
+def get_direction(name: str) -> int:
     """Return 1 if higher values are better, -1 if lower ones are, 0 if neither."""
-    last = last_part(name)
+    last = get_last_part(name)
     if name.startswith(TIME):
         return 0
     if any(last == word or last.endswith(f"_{word}") for word in RISING):
@@ -108,13 +108,13 @@ def direction(name: str) -> int:
     return 0
 
 
-def headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
+def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
     """Return the training metric that best shows how a run is doing; None if there is none.
 
     This is the reward; for reward models and DPO the accuracy; else the loss, else the accuracy.
     """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
-    lasts = [last_part(name) for name in known]
+    lasts = [get_last_part(name) for name in known]
     judged = JUDGED.get(algorithm or "")
     if algorithm is None:
         judged = next((MARKS_OF_JUDGES[last] for last in lasts if last in MARKS_OF_JUDGES), None)
@@ -125,14 +125,14 @@ def headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
     return next((known[lasts.index(word)] for word in wanted if word in lasts), None)
 
 
-def evaluation_of(name: str | None, names: Iterable[str]) -> str | None:
+def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     """Return the validation metric, over all sources, that matches the training metric `name`.
 
     If there is none, returns that of the reward, accuracy or loss; None if the run is not
     evaluated.
     """
     known = set(names)
-    own = () if name is None else (name.partition("/")[2], last_part(name))
+    own = () if name is None else (name.partition("/")[2], get_last_part(name))
     return next(
         (
             f"{EVAL}{word}"
@@ -143,19 +143,19 @@ def evaluation_of(name: str | None, names: Iterable[str]) -> str | None:
     )
 
 
-def leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
+def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
     """Return the one metric to show if there is room for one; None if there is none.
 
     This is the validation metric if the run has one, else the headline.
     """
     known = list(names)
-    name = headline(known, algorithm)
-    return evaluation_of(name, known) or name
+    name = find_headline(known, algorithm)
+    return find_evaluation(name, known) or name
 
 
-def rank(name: str) -> tuple[int, int]:
+def compute_rank(name: str) -> tuple[int, int]:
     """Sort key for metric names: most informative first, evaluation before training."""
-    last = last_part(name)
+    last = get_last_part(name)
     if last in TELLING and not name.startswith(TIME):
         place = TELLING.index(last)
     else:
@@ -163,17 +163,17 @@ def rank(name: str) -> tuple[int, int]:
     return place, 0 if name.startswith(EVAL) else 1
 
 
-def title(name: str) -> str:
+def find_title(name: str) -> str:
     """Return a metric's name for headings: `rew_inf/reward` -> `reward`.
 
     Other examples are `actor_train/clip_ratio` -> `clip ratio` and `eval/reward` -> `eval reward`.
     """
-    last = last_part(name)
+    last = get_last_part(name)
     told = TITLES.get(last) or last.replace("_", " ")
     return f"eval {told}" if name.startswith(EVAL) else told
 
 
-def tokens_per_second(line: Line) -> float | None:
+def compute_tokens_per_second(line: Line) -> float | None:
     """Return tokens trained per second of the whole step; None if unknown.
 
     If no node counted tokens, returns the largest rate that a node reports.
@@ -182,19 +182,19 @@ def tokens_per_second(line: Line) -> float | None:
     counts = [
         value
         for name, value in line.items()
-        if last_part(name) == "num_tokens" and value is not None
+        if get_last_part(name) == "num_tokens" and value is not None
     ]
     if counts and seconds:
         return max(counts) / seconds
     rates = [
         value
         for name, value in line.items()
-        if last_part(name) == "tokens_per_second" and value is not None
+        if get_last_part(name) == "tokens_per_second" and value is not None
     ]
     return max(rates) if rates else None
 
 
-def call_seconds(line: Line) -> dict[str, float]:
+def read_call_seconds(line: Line) -> dict[str, float]:
     """Return the seconds of each call in one step, in the order of the line."""
     return {
         name.removeprefix(TIME): value
@@ -203,7 +203,7 @@ def call_seconds(line: Line) -> dict[str, float]:
     }
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Format a number with four significant digits: `0.0213`, `1,234`, `3.1e-05`."""
     if value is None or not math.isfinite(value):
         return "–"
@@ -219,10 +219,10 @@ def number(value: float | None) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration: `12.3 s`, `4:05`, `1:02:03`, `2 d 3 h`."""
     if seconds < 60 or seconds >= 1e12:
-        return f"{seconds:.1f} s" if seconds < 1e12 else f"{number(seconds)} s"
+        return f"{seconds:.1f} s" if seconds < 1e12 else f"{format_number(seconds)} s"
     whole = round(seconds)
     minutes = whole // 60
     hours = whole // 3600

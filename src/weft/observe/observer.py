@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunError, UserError
-from weft.observe.completions import of_dataset
-from weft.observe.jsonl import StepFile, listed, read_rows
+from weft.observe.completions import is_dataset_row
+from weft.observe.jsonl import StepFile, format_ranges, read_rows
 from weft.observe.lenient import read_json
 from weft.observe.logs import RUN_LOG, append
-from weft.observe.memory import peak_memory_gb
-from weft.observe.metrics import finite
-from weft.observe.plan import Plan
-from weft.observe.progress import OUTCOMES, View, make_view
-from weft.observe.renewal import Renewal
+from weft.observe.memory import measure_peak_memory_gb
+from weft.observe.metrics import is_finite
+from weft.observe.plan import RunPlan
+from weft.observe.progress import OUTCOMES, ProgressView, make_view
+from weft.observe.renewal import ReportRenewal
 from weft.observe.run_files import RECORD
 from weft.observe.run_list import diagnose
 from weft.observe.run_record import RunRecord
-from weft.observe.sinks import RunInfo, Sink, make_sinks
+from weft.observe.sinks import LoggerSink, RunInfo, make_sinks
 from weft.observe.timeline import RUN, Timeline
-from weft.redaction import redacted
-from weft.writing import destination
+from weft.redaction import redact
+from weft.writing import resolve_destination
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -32,21 +32,21 @@ TIMELINE = "timeline.json"
 LOG = RUN_LOG
 
 
-class Observer:
+class RunObserver:
     """Observer of one run; nothing it does affects the computation.
 
     All methods can be called from the thread that drives the run. `memory` returns the peak memory
-    of the run in GiB, used for `peak_memory_gb` in lines that lack it.
+    of the run in GiB, used for `measure_peak_memory_gb` in lines that lack it.
     """
 
     def __init__(
         self,
         directory: Path,
-        sinks: Sequence[Sink] = (),
-        view: View | None = None,
+        sinks: Sequence[LoggerSink] = (),
+        view: ProgressView | None = None,
         *,
         log_freq_steps: int = 1,
-        memory: Callable[[], float] = peak_memory_gb,
+        memory: Callable[[], float] = measure_peak_memory_gb,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -57,7 +57,7 @@ class Observer:
         self._metrics = StepFile(directory / METRICS)
         self._samples = StepFile(directory / SAMPLES)
         self.timeline = Timeline(directory / TIMELINE)
-        self._renewal = Renewal(directory, self.note)
+        self._renewal = ReportRenewal(directory, self.note)
         self._closed = False
 
     @classmethod
@@ -68,9 +68,9 @@ class Observer:
         *,
         progress: bool = True,
         log_freq_steps: int = 1,
-        memory: Callable[[], float] = peak_memory_gb,
-        view: View | None = None,
-    ) -> Observer:
+        memory: Callable[[], float] = measure_peak_memory_gb,
+        view: ProgressView | None = None,
+    ) -> RunObserver:
         """Return the observer of a run whose directory exists, with loggers and view started.
 
         Cuts the run's files to `run.resumed_step` steps. Without `view`, uses the live view if the
@@ -82,7 +82,7 @@ class Observer:
             default=0,
         )
         for name in (METRICS, SAMPLES):
-            destination(run.directory / name)  # raises now instead of at the first step
+            resolve_destination(run.directory / name)  # raises now instead of at the first step
         run = replace(run, logged=earlier)
         view = view or make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
         observer = cls(
@@ -102,10 +102,10 @@ class Observer:
         starts = RunRecord.read(run.directory).starts
         # A run that started from another run's recovery point has no lines of the earlier steps.
         before = starts[0].step if starts else 0
-        lost = self._metrics.missing(before + 1, run.resumed_step)
+        lost = self._metrics.find_missing(before + 1, run.resumed_step)
         if lost:
             self.note(
-                f"warning: {METRICS} is damaged: no readable line for step {listed(lost)} "
+                f"warning: {METRICS} is damaged: no readable line for step {format_ranges(lost)} "
                 f"({len(lost)} of "
                 f"{run.resumed_step - before} steps). Training is not affected; reports lack "
                 f"these steps"
@@ -115,35 +115,35 @@ class Observer:
         """Set the total steps, None if unknown, and the number `done` by earlier processes."""
         if done:
             earlier = [
-                row for row in read_rows(self.directory / METRICS) if finite(row.get("step"))
+                row for row in read_rows(self.directory / METRICS) if is_finite(row.get("step"))
             ]
         else:
             earlier = []
         self._view.expect(
             total_steps,
             done,
-            [{name: value for name, value in row.items() if finite(value)} for row in earlier],
+            [{name: value for name, value in row.items() if is_finite(value)} for row in earlier],
         )
 
     @property
-    def view(self) -> View:
+    def view(self) -> ProgressView:
         return self._view
 
-    def log_plan(self, plan: Plan) -> None:
+    def log_plan(self, plan: RunPlan) -> None:
         """Write the complete plan of the run to log.txt."""
-        for line in plan.whole():
+        for line in plan.format_whole():
             self._log(line)
 
-    def step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Record one completed step and return the line as written; `metrics` must have `step`."""
+    def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Record one completed step and return the line as written; `metrics` must have `record_step`."""
         line = dict(metrics)
         line.setdefault("peak_memory_gb", round(self._memory(), 4))
-        with self._told(METRICS):
+        with self._explain_write_errors(METRICS):
             self._metrics.append(line)
-        numbers = {name: float(value) for name, value in line.items() if finite(value)}
+        numbers = {name: float(value) for name, value in line.items() if is_finite(value)}
         step = int(line["step"])
         shown = step % self._every == 0
-        for text in self._view.step(numbers, shown=shown):
+        for text in self._view.record_step(numbers, shown=shown):
             self._log(text)
         if shown:
             for sink in self._sinks:
@@ -151,63 +151,66 @@ class Observer:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add late metrics to the line of `step`, which is already written, and to the loggers."""
-        with self._told(METRICS):
+        """Add late metrics to the line of `record_step`, which is already written, and to the loggers."""
+        with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
-        numbers = {name: float(value) for name, value in metrics.items() if finite(value)}
+        numbers = {name: float(value) for name, value in metrics.items() if is_finite(value)}
         for sink in self._sinks:
             sink.log(step, numbers)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def record_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record samples of a step.
 
         Each sample has a `prompt`, a `completion` and other known keys (`id`, `reward`,
         `finished`). Rows of the dataset, which have a `rank` or a `loss`, are written to the file
         but not sent to the terminal and the loggers.
         """
-        with self._told(SAMPLES):
+        with self._explain_write_errors(SAMPLES):
             self._samples.extend({"step": step, **row} for row in rows)
-        written = [row for row in rows if not of_dataset(row)]
+        written = [row for row in rows if not is_dataset_row(row)]
         if written:
-            self._view.sample(step, written[0])
+            self._view.show_sample(step, written[0])
         if written and step % self._every == 0:
             for sink in self._sinks:
-                sink.text(step, written)
+                sink.log_samples(step, written)
 
     @contextmanager
-    def span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
+    def time_span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
         """Time a phase on a track of the timeline.
 
         Tracks are `roles/actor` or `host/reward`; the default is `run/{name}`.
         """
-        with self._view.doing(name), self.timeline.span(name, track or f"{RUN}/{name}", **args):
+        with (
+            self._view.show_activity(name),
+            self.timeline.time_span(name, track or f"{RUN}/{name}", **args),
+        ):
             yield
 
-    def ran(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
+    def add_span(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
         """Add a completed span measured elsewhere; `began` is in seconds since the epoch."""
         self.timeline.add(name, track, began, seconds, **args)
 
     def note(self, line: str) -> None:
         """Write a line to log.txt and the terminal, with secrets redacted."""
-        line = redacted(line)
+        line = redact(line)
         self._log(line)
-        self._view.note(line)
+        self._view.print_note(line)
 
     def log(self, line: str) -> None:
         """Write a line to log.txt only, with secrets redacted."""
         self._log(line)
 
-    def asked(self, line: str) -> None:
+    def show_stop_request(self, line: str) -> None:
         """Show that the run was asked to stop. Called from a signal handler."""
-        self._view.asked(line)
+        self._view.show_stop_request(line)
 
     def renew_report(self) -> None:
         """Rebuild report.html if it is due; called after each step."""
-        self._renewal.step()
+        self._renewal.renew_if_due()
 
     def truncate(self, step: int) -> None:
         """Drop the lines of steps after the recovery point that a restart resumes from."""
-        with self._told(METRICS):
+        with self._explain_write_errors(METRICS):
             self._metrics.truncate(step)
             self._samples.truncate(step)
 
@@ -223,23 +226,23 @@ class Observer:
         self._renewal.stop()
         algorithm = str(read_json(self.directory / RECORD).get("algorithm") or "") or None
         found = diagnose(self.directory, algorithm) if status in OUTCOMES else None
-        for line in self._view.close(status, flagged=found is not None and not found.sound):
+        for line in self._view.close(status, flagged=found is not None and not found.is_sound):
             self._log(line)
-        for line in [*([] if found is None else [f"check: {found.text}"]), *last]:
+        for line in [*([] if found is None else [f"check: {found.summary}"]), *last]:
             self.note(line)
         for sink in self._sinks:
             sink.close()
 
-    def last_report(self, status: str) -> None:
+    def build_last_report(self, status: str) -> None:
         """Build the final report.html, with the status the run ended with."""
         self._renewal.finish(status)
 
     def _log(self, line: str) -> None:
-        with self._told(LOG):
-            append(self.directory, redacted(line))
+        with self._explain_write_errors(LOG):
+            append(self.directory, redact(line))
 
     @contextmanager
-    def _told(self, file: str) -> Iterator[None]:
+    def _explain_write_errors(self, file: str) -> Iterator[None]:
         try:
             yield
         except UserError as error:  # the path is taken by something that is not a file

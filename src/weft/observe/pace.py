@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from weft.observe import trend
 from weft.observe.metrics import (
     ROWS,
-    duration,
-    evaluation_of,
-    headline,
-    last_part,
-    number,
-    title,
-    tokens_per_second,
+    compute_tokens_per_second,
+    find_evaluation,
+    find_headline,
+    find_title,
+    format_duration,
+    format_number,
+    get_last_part,
 )
 
 RECENT = 50  # number of last steps from which the remaining time is estimated
@@ -34,7 +34,7 @@ BESIDE = (
 
 
 @dataclass
-class Pace:
+class RunPace:
     """Progress and headline metric of a run; times are of this process only.
 
     `clock` returns monotonic seconds.
@@ -68,10 +68,10 @@ class Pace:
         self.total, self.done, self._since = total, done, done
         self._whole = bool(earlier) or done == 0
         for line in earlier:
-            self._note(line)
+            self._record_values(line)
         self._last = self.clock()
 
-    def step(self, numbers: Mapping[str, float]) -> None:
+    def record_step(self, numbers: Mapping[str, float]) -> None:
         """Record the finite numbers of one line."""
         now = self.clock()
         self._seconds.append(now - self._last)  # includes evaluation and saving between steps
@@ -79,14 +79,14 @@ class Pace:
         self.done = int(numbers["step"])
         self.epoch = numbers.get("epoch", self.epoch)
         self.latest = numbers
-        self._note(numbers)
+        self._record_values(numbers)
 
-    def _note(self, numbers: Mapping[str, float]) -> None:
-        self.name = self.name or headline(numbers)
+    def _record_values(self, numbers: Mapping[str, float]) -> None:
+        self.name = self.name or find_headline(numbers)
         if self.name is not None and self.name in numbers:
             self.values.append(numbers[self.name])
         self._rows = numbers.get(ROWS, self._rows)
-        evaluated = evaluation_of(self.name, numbers)
+        evaluated = find_evaluation(self.name, numbers)
         if evaluated is not None:
             self.evaluations.setdefault(evaluated, []).append(numbers[evaluated])
 
@@ -107,9 +107,9 @@ class Pace:
         """Best value of the headline so far, as a mean over several steps; None if unknown."""
         if not self.values or self.name is None:
             return None
-        return trend.best(self.name, self.values)[0]
+        return trend.find_best(self.name, self.values)[0]
 
-    def beside(self, count: int = 3) -> list[tuple[str, float]]:
+    def list_other_metrics(self, count: int = 3) -> list[tuple[str, float]]:
         """Return (title, value) of the latest line's other metrics, most informative first.
 
         Metrics with the same title are given once.
@@ -117,67 +117,76 @@ class Pace:
         found: dict[str, float] = {}
         for word in BESIDE:
             for name, value in self.latest.items():
-                if last_part(name) == word and name != self.name and not name.startswith("eval/"):
-                    found.setdefault(title(name), value)
+                if (
+                    get_last_part(name) == word
+                    and name != self.name
+                    and not name.startswith("eval/")
+                ):
+                    found.setdefault(find_title(name), value)
         return list(found.items())[:count]
 
-    def counted(self) -> str:
-        """Return `step 12/60`, or `step 12` if the total is not known."""
+    def format_step(self) -> str:
+        """Return `record_step 12/60`, or `record_step 12` if the total is not known."""
         if self.total is not None:
             return f"step {self.done:>{len(str(self.total))}}/{self.total}"
         return f"step {self.done}"
 
-    def text(self) -> str:
+    def format_line(self) -> str:
         """Format the latest step as one plain line."""
-        parts = [self.counted(), f"epoch {self.epoch:.2f}"]
-        parts += [f"{title(name)} {number(value)}" for name, value in self.evaluated()]
+        parts = [self.format_step(), f"epoch {self.epoch:.2f}"]
+        parts += [
+            f"{find_title(name)} {format_number(value)}" for name, value in self.list_evaluations()
+        ]
         if self.name is not None and self.name in self.latest:
-            parts.append(f"{title(self.name)} {number(self.latest[self.name])}")
-        parts += [f"{name} {number(value)}" for name, value in self.beside(2)]
-        rate = tokens_per_second(self.latest)
-        parts += [f"{number(round(rate))} tokens/s"] if rate else []
-        parts += [duration(self.latest["step_seconds"])] if "step_seconds" in self.latest else []
-        parts += [f"ETA {duration(self.remaining)}"] if self.remaining else []
+            parts.append(f"{find_title(self.name)} {format_number(self.latest[self.name])}")
+        parts += [f"{name} {format_number(value)}" for name, value in self.list_other_metrics(2)]
+        rate = compute_tokens_per_second(self.latest)
+        parts += [f"{format_number(round(rate))} tokens/s"] if rate else []
+        parts += (
+            [format_duration(self.latest["step_seconds"])] if "step_seconds" in self.latest else []
+        )
+        parts += [f"ETA {format_duration(self.remaining)}"] if self.remaining else []
         return "  ".join(parts)
 
-    def evaluated(self) -> list[tuple[str, float]]:
+    def list_evaluations(self) -> list[tuple[str, float]]:
         """Return [(metric, value)] of the latest line's evaluation over all sources, or [].
 
         The metric matches the headline if possible, else it is the reward, accuracy or loss.
         """
-        name = evaluation_of(self.name, self.latest)
+        name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
 
-    def summary(self, status: str) -> str:
+    def format_summary(self, status: str) -> str:
         """Summarize the finished run in one line."""
-        return ", ".join(self.summary_parts(status))
+        return ", ".join(self.format_summary_parts(status))
 
-    def summary_parts(self, status: str) -> list[str]:
+    def format_summary_parts(self, status: str) -> list[str]:
         """Return the outcome of the run, then the course of each evaluation and of the headline."""
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
-        parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
+        parts = [f"{status} after step {self.done}{of} in {format_duration(self.elapsed)}{since}"]
         courses = list(self.evaluations.items())
         if self.name is not None and self.values:
             courses.append((self.name, self.values))
         return parts + [
-            f"{title(name)} {course(values, name, self._rows)}" + ("" if self._whole else since)
+            f"{find_title(name)} {format_course(values, name, self._rows)}"
+            + ("" if self._whole else since)
             for name, values in courses
         ]
 
 
-def course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
+def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
     """Format the first and last value of a metric: `0.33 -> 0.3375 (+0.0075, within noise)`.
 
-    `name` and `rows` are those of an evaluation, as for `trend.change`.
+    `name` and `rows` are those of an evaluation, as for `trend.compute_change`.
     """
     if len(values) == 1:
-        return number(values[0])
-    moved = trend.change(values, name, rows)
-    return f"{number(moved.first)} -> {number(moved.last)} ({moved.text()})"
+        return format_number(values[0])
+    moved = trend.compute_change(values, name, rows)
+    return f"{format_number(moved.first)} -> {format_number(moved.last)} ({moved.format_text()})"
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """Draw `values` in at most `width` characters, each the mean of an equal share of them."""
     if not values or width < 1:
         return ""

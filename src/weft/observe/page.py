@@ -25,7 +25,7 @@ SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of a page, linked from the bar at the top."""
 
     name: str
@@ -43,24 +43,24 @@ class Page:
 
     title: str
     top: str
-    sections: Iterable[Section]
+    sections: Iterable[PageSection]
     footer: str
     data: Any = field(default_factory=dict)
     live: str = ""
     home: str = "#top"
 
-    def html(self) -> str:
+    def render(self) -> str:
         """Render the whole page."""
         there = [section for section in self.sections if section.content]
-        code = script()
+        code = read_script()
         return Template(_read("report.html")).substitute(
             title=escape(self.title),
             css=_read("report.css"),
             home=escape(self.home),
             nav="".join(f'<a href="#{one.name}">{escape(one.heading)}</a>' for one in there),
-            body=self.top + "".join(_section(one) for one in there),
+            body=self.top + "".join(_render_section(one) for one in there),
             footer=self.footer,
-            data=embedded(self.data),
+            data=embed_json(self.data),
             live=f' data-live="{escape(self.live)}"' if self.live else "",
             js=code,
             connect="'self'" if self.live else "'none'",
@@ -69,12 +69,12 @@ class Page:
         )
 
 
-def script() -> str:
+def read_script() -> str:
     """Return the page's script."""
     return "(() => {\n" + '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS) + "\n})();"
 
 
-def _section(one: Section) -> str:
+def _render_section(one: PageSection) -> str:
     return (
         f'<section id="{one.name}" aria-labelledby="{one.name}-heading"><h2 id="{one.name}-heading">'
         f"{escape(one.heading)}</h2>{one.content}</section>"
@@ -86,22 +86,22 @@ def write(path: Path, text: str) -> Path:
     return writing.write(path, text, errors="replace")
 
 
-def folded(summary: str, content: str, key: str) -> str:
+def render_folded(summary: str, content: str, key: str) -> str:
     """Render content behind a click; `key` identifies it when a live page renews itself."""
     return f'<details data-key="{escape(key)}"><summary>{summary}</summary>{content}</details>'
 
 
-def embedded(value: Any) -> str:
+def embed_json(value: Any) -> str:
     """Return JSON that is safe inside a script element: no text in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def shown(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape untrusted text for HTML and make control characters visible."""
-    return escape(visible(text))
+    return escape(replace_control_characters(text))
 
 
-def visible(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Replace control characters by visible symbols."""
     return text.translate(CONTROL)
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Hue:
+class ColourPair:
     """One colour of a line or a fill, for light and for dark backgrounds."""
 
     light: str
     dark: str
 
 
-INDIGO = Hue("#4a5bd4", "#93a0ff")
-ORANGE = Hue("#c05d0c", "#f2a65e")
-TEAL = Hue("#0b8074", "#52c7b8")
-MAGENTA = Hue("#b0357f", "#ec8fc8")
-SKY = Hue("#1f77b0", "#72b9ea")
-OLIVE = Hue("#6f7212", "#c8c65c")
-GREY = Hue("#646b78", "#a0a7b4")
+INDIGO = ColourPair("#4a5bd4", "#93a0ff")
+ORANGE = ColourPair("#c05d0c", "#f2a65e")
+TEAL = ColourPair("#0b8074", "#52c7b8")
+MAGENTA = ColourPair("#b0357f", "#ec8fc8")
+SKY = ColourPair("#1f77b0", "#72b9ea")
+OLIVE = ColourPair("#6f7212", "#c8c65c")
+GREY = ColourPair("#646b78", "#a0a7b4")
 HUES = (INDIGO, ORANGE, TEAL, MAGENTA, SKY, OLIVE)
 # Media query in the graph's SVG that selects the colours for dark backgrounds.
 DARK = "@media (prefers-color-scheme:dark)"
@@ -38,7 +38,7 @@ KNOWN = {
 }
 
 
-def role_hues(roles: Iterable[str]) -> dict[str, Hue]:
+def assign_role_hues(roles: Iterable[str]) -> dict[str, ColourPair]:
     """Return role -> colour; roles without a fixed colour get the unused ones in order."""
     names = list(dict.fromkeys(roles))
     taken = [KNOWN[name] for name in names if name in KNOWN]

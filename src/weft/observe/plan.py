@@ -14,7 +14,7 @@ GLUED = " ->\N{NO-BREAK SPACE}"  # keeps an arrow on the line of the text after 
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Plan of a run as text.
 
     `rows` are (label, text) of the table, `notes` are lines below it, `details` are shown only in
@@ -26,32 +26,32 @@ class Plan:
     details: Sequence[str] = ()
     hidden: Sequence[str] = ()
 
-    def short(self, width: int | None = None) -> list[str]:
+    def format_short(self, width: int | None = None) -> list[str]:
         """Return the lines of the table and the notes.
 
         `width` is the terminal's number of columns; with None nothing is cut or wrapped.
         """
-        return [*self._table(width, short=True), *self.notes]
+        return [*self._format_table(width, short=True), *self.notes]
 
-    def whole(self, width: int | None = None) -> list[str]:
-        """Return the lines of the table, the notes and the details; `width` as for `short`."""
-        return [*self._table(width), *self.notes, *self.details]
+    def format_whole(self, width: int | None = None) -> list[str]:
+        """Return the lines of the table, the notes and the details; `width` as for `format_short`."""
+        return [*self._format_table(width), *self.notes, *self.details]
 
-    def _table(self, width: int | None, *, short: bool = False) -> Iterator[str]:
+    def _format_table(self, width: int | None, *, short: bool = False) -> Iterator[str]:
         column = min(LABEL, max((len(label) for label, _ in self.rows), default=0))
         rows = [row for row in self.rows if row[0] not in self.hidden]
         begins = [f"{label:<{column}}  " for label, _ in rows]
         texts = [text for _, text in rows]
         cells = [
-            [text] if width is None else _wrapped(text, width, len(begin), column + 2)
+            [text] if width is None else _wrap_text(text, width, len(begin), column + 2)
             for begin, text in zip(begins, texts, strict=True)
         ]
         if short and width is not None:
-            rooms = _rooms([len(lines) for lines in cells])
+            rooms = _allot_lines([len(lines) for lines in cells])
             cells = [
                 lines
                 if len(lines) <= room
-                else _cut(lines, room, width - (len(begin) if room == 1 else column + 2))
+                else _cut_lines(lines, room, width - (len(begin) if room == 1 else column + 2))
                 for begin, lines, room in zip(begins, cells, rooms, strict=True)
             ]
         for begin, lines in zip(begins, cells, strict=True):
@@ -60,7 +60,7 @@ class Plan:
             )
 
 
-def _rooms(needed: Sequence[int]) -> list[int]:
+def _allot_lines(needed: Sequence[int]) -> list[int]:
     """Return the number of lines for each row: as many as needed, at most `ROW_LINES`.
 
     If the table exceeds `LINES`, rows are cut to one line, the last rows first.
@@ -73,13 +73,13 @@ def _rooms(needed: Sequence[int]) -> list[int]:
     return rooms
 
 
-def _cut(lines: Sequence[str], room: int, width: int) -> list[str]:
+def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
     """Return the first `room` lines, the last of them ending in an ellipsis."""
     *kept, last = lines[:room]
     return [*kept, f"{last[: max(0, width - 2)].rstrip()} …"]
 
 
-def _wrapped(text: str, width: int, first: int, others: int) -> list[str]:
+def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:
     """Wrap text for a terminal of `width` columns.
 
     `first` columns of the first line and `others` columns of the others are already taken.

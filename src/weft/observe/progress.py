@@ -27,9 +27,15 @@ from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
-from weft.observe.metrics import call_seconds, duration, number, title, tokens_per_second
-from weft.observe.pace import Pace, sparkline
-from weft.observe.plan import Plan
+from weft.observe.metrics import (
+    compute_tokens_per_second,
+    find_title,
+    format_duration,
+    format_number,
+    read_call_seconds,
+)
+from weft.observe.pace import RunPace, draw_sparkline
+from weft.observe.plan import RunPlan
 
 ACCENT = "cyan"
 QUIET = "bright_black"
@@ -45,8 +51,8 @@ FLAGGED = ("!", "yellow")  # replaces the tick if a metric is out of range
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
 
-class View(Protocol):
-    """Shows a run. `step` and `close` return lines for log.txt."""
+class ProgressView(Protocol):
+    """Shows a run. `record_step` and `close` return lines for log.txt."""
 
     @property
     def width(self) -> int | None:
@@ -63,23 +69,23 @@ class View(Protocol):
         """Set the total steps, and the steps and metric lines of earlier processes."""
         ...
 
-    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
         """Record the finite metrics of a step; `shown` selects steps that get a line."""
         ...
 
-    def sample(self, step: int, row: Mapping[str, Any]) -> None:
+    def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         """Show a completion of a step."""
         ...
 
-    def doing(self, what: str) -> AbstractContextManager[None]:
+    def show_activity(self, what: str) -> AbstractContextManager[None]:
         """Show `what` as the current activity inside a `with` statement."""
         ...
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         """Print a line."""
         ...
 
-    def asked(self, line: str) -> None:
+    def show_stop_request(self, line: str) -> None:
         """Show that the run was asked to stop.
 
         Called from a signal handler, possibly in the middle of any other method.
@@ -95,28 +101,30 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Show:
+class DisplayOptions:
     """Options of the terminal output.
 
     `verbose` prints the whole plan; `view` replaces the terminal's own view.
     """
 
     verbose: bool = False
-    view: View | None = None
+    view: ProgressView | None = None
 
-    def plan(self, plan: Plan, view: View) -> None:
+    def print_plan(self, plan: RunPlan, view: ProgressView) -> None:
         """Print the plan: a short table, or everything if `verbose` is on."""
-        for line in plan.whole(view.width) if self.verbose else plan.short(view.width):
-            view.note(line)
+        for line in (
+            plan.format_whole(view.width) if self.verbose else plan.format_short(view.width)
+        ):
+            view.print_note(line)
 
-    def announce(self, plan: Plan, line: str) -> None:
+    def announce(self, plan: RunPlan, line: str) -> None:
         """Print the plan and `line` before the run has its own view."""
         view = self.view or make_view("", progress=False)
-        self.plan(plan, view)
-        view.note(line)
+        self.print_plan(plan, view)
+        view.print_note(line)
 
 
-class _Output(Console):
+class _PipeSafeConsole(Console):
     """Console that stops printing when its reader exits (`weft ... | head`); the run continues.
 
     All lines are still written to log.txt.
@@ -134,15 +142,15 @@ class _Output(Console):
                 os.write(2, f"{UNREAD}\n".encode())
 
 
-def terminal_width() -> int | None:
+def find_terminal_width() -> int | None:
     """Return the columns of the terminal; None if the standard output is not a terminal."""
     console = Console()
     return console.width if console.is_terminal else None
 
 
-def make_view(run: str, *, progress: bool = True, console: Console | None = None) -> View:
+def make_view(run: str, *, progress: bool = True, console: Console | None = None) -> ProgressView:
     """Return the live view if the output is a terminal and `progress` is on, else plain lines."""
-    console = console or _Output(highlight=False)
+    console = console or _PipeSafeConsole(highlight=False)
     if progress and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(run, console)
     return PlainView(console)
@@ -153,7 +161,7 @@ class PlainView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pace = Pace()
+        self._pace = RunPace()
 
     @property
     def width(self) -> int | None:
@@ -167,31 +175,31 @@ class PlainView:
     ) -> None:
         self._pace.expect(total, done, earlier)
 
-    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
-        self._pace.step(numbers)
-        lines = [self._pace.text()] if shown else []
+    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+        self._pace.record_step(numbers)
+        lines = [self._pace.format_line()] if shown else []
         for line in lines:
-            self.note(line)
+            self.print_note(line)
         return lines
 
-    def sample(self, step: int, row: Mapping[str, Any]) -> None:
+    def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         """Ignore the sample; completions are in samples.jsonl."""
 
-    def doing(self, what: str) -> AbstractContextManager[None]:
+    def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def asked(self, line: str) -> None:
-        if isinstance(self._console, _Output):
+    def show_stop_request(self, line: str) -> None:
+        if isinstance(self._console, _PipeSafeConsole):
             self._console.ends = True
         with suppress(OSError):  # bypasses the console, which can be in the middle of a line
             os.write(2, f"\n{line}\n".encode())
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
-        line = self._pace.summary(status)
-        self.note(line)
+        line = self._pace.format_summary(status)
+        self.print_note(line)
         return [line]
 
 
@@ -201,12 +209,12 @@ class LiveView:
     def __init__(self, run: str, console: Console) -> None:
         self._run = run
         self._console = console
-        self._pace = Pace()
+        self._pace = RunPace()
         self._sample: tuple[int, Mapping[str, Any]] | None = None
-        self._doing: list[tuple[str, float]] = []
-        self._asked: str | None = None
+        self._activities: list[tuple[str, float]] = []
+        self._stop_note: str | None = None
         self._live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
-        self._reflow = _Reflow(console)
+        self._reflow = _ReflowHook(console)
 
     @property
     def width(self) -> int | None:
@@ -221,30 +229,30 @@ class LiveView:
     ) -> None:
         self._pace.expect(total, done, earlier)
 
-    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
-        self._pace.step(numbers)
-        return [self._pace.text()] if shown else []
+    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+        self._pace.record_step(numbers)
+        return [self._pace.format_line()] if shown else []
 
-    def sample(self, step: int, row: Mapping[str, Any]) -> None:
+    def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         self._sample = (step, row)
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def show_activity(self, what: str) -> Iterator[None]:
         entry = (what, time.monotonic())
-        self._doing.append(entry)
+        self._activities.append(entry)
         try:
             yield
         finally:
-            self._doing.remove(entry)
+            self._activities.remove(entry)
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         # Without a live view lines are not wrapped, so that commands can be copied.
         whole = not self._live.is_started
         self._console.print(line, markup=False, highlight=False, soft_wrap=whole)
 
-    def asked(self, line: str) -> None:
+    def show_stop_request(self, line: str) -> None:
         # Shown at the next refresh: a signal handler must not write while the view is being drawn.
-        self._asked = line
+        self._stop_note = line
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
         if self._live.is_started:
@@ -254,13 +262,13 @@ class LiveView:
             FLAGGED if flagged and status == "finished" else OUTCOMES.get(status, ("·", QUIET))
         )
         parts = [Text.assemble((f"{sign} ", colour), (self._run, STRONG))]
-        told = self._pace.summary_parts(status)
+        told = self._pace.format_summary_parts(status)
         *first, last = told
         parts += [Text(f"{part},") for part in first] + [Text(last)]
-        lines = packed(parts, self._console.width, " ", indent=2)
+        lines = pack_lines(parts, self._console.width, " ", indent=2)
         left = self._console.width - lines[-1].cell_len - 2
         if left >= LEAST_SPARKS:
-            lines[-1].append(f"  {sparkline(self._pace.values, min(24, left))}", ACCENT)
+            lines[-1].append(f"  {draw_sparkline(self._pace.values, min(24, left))}", ACCENT)
         for line in lines:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
         return [", ".join(told)]
@@ -268,29 +276,31 @@ class LiveView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         options = options.update(height=None)
-        first = [self._head(width), self._numbers(width)]
-        last = self._now(width)
-        taken = console.render_lines(_group(*first, last), options)
+        first = [self._render_head(width), self._render_numbers(width)]
+        last = self._render_activity(width)
+        taken = console.render_lines(_group_renderables(*first, last), options)
         room = console.size.height - len(taken) - SPARE_LINES
-        calls = self._calls(width, min(8, room - 1))
+        calls = self._render_calls(width, min(8, room - 1))
         room -= calls.row_count if calls is not None else 0
-        picture = _group(*first, calls, last, self._completion(width, min(6, room - 1)))
+        picture = _group_renderables(
+            *first, calls, last, self._render_completion(width, min(6, room - 1))
+        )
         drawn = console.render_lines(picture, options, pad=False)
-        self._reflow.drew([Segment.get_line_length(line) for line in drawn])
+        self._reflow.record_drawn([Segment.get_line_length(line) for line in drawn])
         for line in drawn:
             yield from line
             yield Segment.line()
         # Room for the cursor and for the echo of typed characters, such as ^C.
         yield Segment(" ")
 
-    def _head(self, width: int) -> RenderableType:
+    def _render_head(self, width: int) -> RenderableType:
         pace = self._pace
         left = Text.assemble(("weft ", f"{STRONG} {ACCENT}"), (self._run, STRONG))
-        where = [pace.counted()] if pace.latest or pace.done else ["starting"]
+        where = [pace.format_step()] if pace.latest or pace.done else ["starting"]
         where += [f"epoch {pace.epoch:.2f}"] if pace.latest else []
-        times = [f"{duration(pace.elapsed)} elapsed"]
+        times = [f"{format_duration(pace.elapsed)} elapsed"]
         if pace.remaining is not None:
-            times.append(f"{duration(pace.remaining)} left")
+            times.append(f"{format_duration(pace.remaining)} left")
         bar = ProgressBar(
             pace.total or 1,
             pace.done if pace.total else 0,
@@ -302,7 +312,9 @@ class LiveView:
         if width < NARROW:
             grid.add_row(left)
             grid.add_row(bar)
-            for line in packed([Text(part, QUIET) for part in (*where, *times)], width, "  ·  "):
+            for line in pack_lines(
+                [Text(part, QUIET) for part in (*where, *times)], width, "  ·  "
+            ):
                 grid.add_row(line)
             return grid
         grid.add_column(justify="right", no_wrap=True)
@@ -310,42 +322,46 @@ class LiveView:
         grid.add_row(bar, Text("  ·  ".join(times), QUIET))
         return grid
 
-    def _numbers(self, width: int) -> RenderableType | None:
+    def _render_numbers(self, width: int) -> RenderableType | None:
         pace = self._pace
         if not pace.done or not pace.latest:
             return None
         lines = [Text()]
         if pace.name is not None and pace.values:
-            name = elided(title(pace.name), width // 3)
+            name = elide_middle(find_title(pace.name), width // 3)
             line = Text.assemble(
-                (f"{name} ", QUIET), (number(pace.values[-1]), f"{STRONG} {ACCENT}"), "  "
+                (f"{name} ", QUIET), (format_number(pace.values[-1]), f"{STRONG} {ACCENT}"), "  "
             )
-            best = f"  best {number(pace.best)}"
+            best = f"  best {format_number(pace.best)}"
             line.append(
-                sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT
+                draw_sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT
             )
             line.append(best, QUIET)
-            lines.append(_line(line))
-        facts = [(title(name), number(values[-1])) for name, values in pace.evaluations.items()]
-        facts += [(name, number(value)) for name, value in pace.beside()]
-        rate = tokens_per_second(pace.latest)
+            lines.append(_set_ellipsis(line))
+        facts = [
+            (find_title(name), format_number(values[-1]))
+            for name, values in pace.evaluations.items()
+        ]
+        facts += [(name, format_number(value)) for name, value in pace.list_other_metrics()]
+        rate = compute_tokens_per_second(pace.latest)
         seconds = pace.latest.get("step_seconds")
-        facts += [("tokens/s", number(round(rate)))] if rate else []
-        facts += [("s per step", number(seconds))] if seconds else []
+        facts += [("tokens/s", format_number(round(rate)))] if rate else []
+        facts += [("s per step", format_number(seconds))] if seconds else []
         memory = pace.latest.get("peak_memory_gb")
         facts += [("peak", f"{memory:.2f} GB")] if memory else []
         shown = [
-            Text.assemble((f"{elided(name, width // 3)} ", QUIET), value) for name, value in facts
+            Text.assemble((f"{elide_middle(name, width // 3)} ", QUIET), value)
+            for name, value in facts
         ]
-        return Group(*lines, *packed(shown, width, "   "))
+        return Group(*lines, *pack_lines(shown, width, "   "))
 
-    def _calls(self, width: int, count: int) -> Table | None:
+    def _render_calls(self, width: int, count: int) -> Table | None:
         """Render the longest calls of the latest step, at most `count`, with their seconds."""
-        seconds = call_seconds(self._pace.latest)
+        seconds = read_call_seconds(self._pace.latest)
         if not seconds or count < 1:
             return None
         longest = sorted(seconds, key=lambda name: -seconds[name])[:count]
-        names = {name: elided(name, width // 3) for name in seconds if name in longest}
+        names = {name: elide_middle(name, width // 3) for name in seconds if name in longest}
         table = Table.grid(padding=(0, 2))
         table.add_column(style=QUIET, no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
@@ -363,21 +379,21 @@ class LiveView:
             table.add_row(shown, times[name], f"{seconds[name] / whole:.0%}", bar)
         return table
 
-    def _now(self, width: int) -> RenderableType | None:
-        if self._asked is not None:
-            lines = [Text.assemble(("■ ", "yellow"), self._asked)]
+    def _render_activity(self, width: int) -> RenderableType | None:
+        if self._stop_note is not None:
+            lines = [Text.assemble(("■ ", "yellow"), self._stop_note)]
         else:
             lines = []
-        if self._doing:
-            what, began = self._doing[-1]
+        if self._activities:
+            what, began = self._activities[-1]
             lines.append(
                 Text.assemble(
-                    ("▸ ", ACCENT), what, (f"  {duration(time.monotonic() - began)}", QUIET)
+                    ("▸ ", ACCENT), what, (f"  {format_duration(time.monotonic() - began)}", QUIET)
                 )
             )
-        return Group(Text(), *map(_line, lines)) if lines else None
+        return Group(Text(), *map(_set_ellipsis, lines)) if lines else None
 
-    def _completion(self, width: int, lines: int) -> RenderableType | None:
+    def _render_completion(self, width: int, lines: int) -> RenderableType | None:
         """Render one completion after its prompt, cut to the space available."""
         if self._sample is None or lines < 2:
             return None
@@ -385,7 +401,7 @@ class LiveView:
         told = f"step {step}"
         reward = row.get("reward")
         if isinstance(reward, int | float):
-            told += f" · reward {number(float(reward))}"
+            told += f" · reward {format_number(float(reward))}"
         room = (lines - 1) * max(20, width - 1)
         completion = " ".join(str(row.get("completion", "")).split())
         prompt = " ".join(str(row.get("prompt", "")).split())
@@ -401,7 +417,7 @@ class LiveView:
         )
 
 
-class _Reflow(RenderHook):
+class _ReflowHook(RenderHook):
     """Render hook that wipes the extra rows of a terminal that has become narrower.
 
     Such a terminal wraps the lines it shows, but rich erases only as many rows as it wrote lines.
@@ -411,7 +427,7 @@ class _Reflow(RenderHook):
         self._console = console
         self._lengths: list[int] = []  # widths in columns of the lines on the screen
 
-    def drew(self, lengths: list[int]) -> None:
+    def record_drawn(self, lengths: list[int]) -> None:
         self._lengths = lengths
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
@@ -422,7 +438,7 @@ class _Reflow(RenderHook):
         return [Control(*wipe), *renderables] if more else renderables
 
 
-def elided(text: str, width: int) -> str:
+def elide_middle(text: str, width: int) -> str:
     """Cut `text` to at most `width` characters, in the middle, since both ends identify a name."""
     if len(text) <= width:
         return text
@@ -430,7 +446,7 @@ def elided(text: str, width: int) -> str:
     return f"{text[: max(0, width - 1 - end)]}…{text[len(text) - end :]}"
 
 
-def packed(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
+def pack_lines(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
     """Place the parts on as few lines as possible, without breaking a part.
 
     Lines after the first are indented by `indent`.
@@ -441,14 +457,14 @@ def packed(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) 
             lines[-1] = Text.assemble(lines[-1], between, part)
         else:
             lines.append(Text.assemble(" " * indent if lines else "", part))
-    return [_line(line) for line in lines]
+    return [_set_ellipsis(line) for line in lines]
 
 
-def _group(*parts: RenderableType | None) -> Group:
+def _group_renderables(*parts: RenderableType | None) -> Group:
     return Group(*(part for part in parts if part is not None))
 
 
-def _line(text: Text) -> Text:
+def _set_ellipsis(text: Text) -> Text:
     """Set the text to be cut with an ellipsis at the terminal's edge."""
     text.no_wrap = True
     text.overflow = "ellipsis"

@@ -21,7 +21,7 @@ LARGE = 1_000_000
 NICE = 10  # niceness of the process that builds the report
 
 
-class Process(Protocol):
+class ReportProcess(Protocol):
     """A build in another process."""
 
     def poll(self) -> int | None: ...
@@ -29,14 +29,14 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-def start(directory: Path) -> Process:
+def start(directory: Path) -> ReportProcess:
     """Build the report in another process, which the terminal's Ctrl-C does not reach."""
     command = [sys.executable, "-m", "weft.observe.renewal", str(directory)]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
 
 
-class Renewal:
+class ReportRenewal:
     """Rebuilds the report of one run.
 
     `tell` is called once with a message if a build fails; the run continues.
@@ -49,19 +49,19 @@ class Renewal:
         *,
         clock: Callable[[], float] = time.monotonic,
         build: Callable[[Path, str | None], Any] = build_report,
-        start: Callable[[Path], Process] = start,
+        start: Callable[[Path], ReportProcess] = start,
     ) -> None:
         self._directory = directory
         self._tell = tell
         self._clock = clock
         self._build = build
         self._start = start
-        self._process: Process | None = None
+        self._process: ReportProcess | None = None
         self._began: float | None = None
         self._cost = 0.0  # seconds the last build took
-        self._told = False
+        self._failure_reported = False
 
-    def step(self) -> None:
+    def renew_if_due(self) -> None:
         """Build the report if it is due; called after each step. Never waits for a long build."""
         # Check a build in progress.
         if self._process is not None:
@@ -72,18 +72,18 @@ class Renewal:
                 return
             self._process = None
             if code:
-                self._failed(f"the process that builds it ended with exit code {code}")
+                self._report_failure(f"the process that builds it ended with exit code {code}")
         # Wait if the last build was too recent.
         if self._began is not None and self._clock() - self._began < max(
             SECONDS, SHARE * self._cost
         ):
             return
         self._began = self._clock()
-        if self._size() > LARGE:
+        if self._measure_size() > LARGE:
             self._process = self._start(self._directory)
             self._cost = 0.0
         else:
-            self._here(None)
+            self._build_here(None)
             self._cost = self._clock() - self._began
 
     def stop(self) -> None:
@@ -96,20 +96,20 @@ class Renewal:
     def finish(self, status: str) -> None:
         """Build the last report, with the status the run ended with."""
         self.stop()
-        self._here(status)
+        self._build_here(status)
 
-    def _here(self, status: str | None) -> None:
+    def _build_here(self, status: str | None) -> None:
         with ThreadPoolExecutor(1) as pool:  # the future catches every exception
             trouble = pool.submit(self._build, self._directory, status).exception()
         if trouble is not None:
-            self._failed(f"{type(trouble).__name__}: {trouble}")
+            self._report_failure(f"{type(trouble).__name__}: {trouble}")
 
-    def _failed(self, why: str) -> None:
-        if not self._told:
-            self._told = True
+    def _report_failure(self, why: str) -> None:
+        if not self._failure_reported:
+            self._failure_reported = True
             self._tell(f"report.html could not be built ({why}); the run is not affected")
 
-    def _size(self) -> int:
+    def _measure_size(self) -> int:
         paths = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
         return sum(path.stat().st_size for path in paths if path.is_file())
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from weft.observe import charts, completions, configuration, sections, timing
 from weft.observe.charts import Chart
-from weft.observe.filmstrip import filmstrip
-from weft.observe.page import Page, Section, folded, write
+from weft.observe.filmstrip import render_filmstrip
+from weft.observe.page import Page, PageSection, render_folded, write
 from weft.observe.palette import DARK
 from weft.observe.run_files import RunFiles
 
@@ -31,68 +31,72 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
     """
     run = RunFiles.read(Path(run_dir))
     run = run if status is None else replace(run, status=status)
-    return write(run.directory / NAME, page(run).html())
+    return write(run.directory / NAME, build_page(run).render())
 
 
-def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
+def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
     """Build the page of a run; with a `live` tag it updates itself."""
-    found = charts.all_charts(run)
-    main = sections.shown_metrics(run)[:1]
+    found = charts.build_charts(run)
+    main = sections.choose_headlines(run)[:1]
     hero = next((chart for chart in found if any(line.name in main for line in chart.lines)), None)
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
-    said, tokens = completions.completions(run) if run.samples else ("", [])
-    spans = timing.Spans.of(run.spans)
+    said, tokens = completions.render_completions(run) if run.samples else ("", [])
+    spans = timing.SpansByStep.from_spans(run.spans)
     experiment, trial = run.title
     return Page(
         title=f"{experiment}/{trial}",
-        top=_hero(run, hero),
+        top=_render_hero(run, hero),
         sections=[
-            Section("curves", "Curves", curves(drawn, 1 if hero else 0)),
-            Section("filmstrip", "Fixed prompts", filmstrip(run.answers)),
-            Section("completions", completions.heading(run), said),
-            Section("time", "Time", _time(run, spans)),
-            Section("machine", "Machine", _machine(run)),
-            Section("graph", "Graph", _graph(run.graph) if run.graph else ""),
-            Section("configuration", "Configuration", configuration.configuration(run)),
-            Section("log", "Log", _log(run) if run.log else ""),
+            PageSection("curves", "Curves", render_curves(drawn, 1 if hero else 0)),
+            PageSection("filmstrip", "Fixed prompts", render_filmstrip(run.answers)),
+            PageSection("completions", completions.choose_heading(run), said),
+            PageSection("time", "Time", _render_time(run, spans)),
+            PageSection("machine", "Machine", _render_machine(run)),
+            PageSection("graph", "Graph", _embed_graph(run.graph) if run.graph else ""),
+            PageSection("configuration", "Configuration", configuration.render_configuration(run)),
+            PageSection("log", "Log", _render_log(run) if run.log else ""),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from <code>{escape(str(run.directory))}</code>",
-        data={**charts.data(drawn, [run]), "tokens": tokens, "timeline": spans.data()},
+        data={
+            **charts.build_page_data(drawn, [run]),
+            "tokens": tokens,
+            "timeline": spans.build_data(),
+        },
         live=live,
         home=home,
     )
 
 
-def _hero(run: RunFiles, chart: Chart | None) -> str:
+def _render_hero(run: RunFiles, chart: Chart | None) -> str:
     experiment, trial = run.title
-    curve = charts.html(chart, 0, large=True) if chart else ""
-    tiles = sections.tiles(run)
+    curve = charts.render_chart(chart, 0, large=True) if chart else ""
+    tiles = sections.render_tiles(run)
     found = run.diagnosis
-    mark = sections.status(run.status, flagged=found is not None and not found.sound)
+    mark = sections.render_status(run.status, flagged=found is not None and not found.is_sound)
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'
         f'<p class="eyebrow">{escape(experiment)}{mark}</p>'
-        f'<h1>{escape(trial)}</h1><p class="lede">{sections.lede(run)}</p>{sections.verdict(found)}</div>{curve}'
+        f'<h1>{escape(trial)}</h1><p class="lede">{sections.render_lede(run)}</p>{sections.render_verdict(found)}</div>{curve}'
         f"{f'<dl class=tiles>{tiles}</dl>' if tiles else ''}</section>"
     )
 
 
-def curves(drawn: Sequence[Chart], skip: int) -> str:
+def render_curves(drawn: Sequence[Chart], skip: int) -> str:
     """Render all charts except the first `skip`; less informative ones are behind a click."""
     place = {id(chart): index for index, chart in enumerate(drawn)}
-    telling, rest = charts.split(drawn[skip:])
+    telling, rest = charts.split_charts(drawn[skip:])
     if not drawn:
         return ""
     many = any(len(line.x) >= 20 for chart in drawn for line in chart.lines)
-    more = f'<div class="charts">{"".join(charts.html(chart, place[id(chart)]) for chart in rest)}</div>'
+    more = f'<div class="charts">{"".join(charts.render_chart(chart, place[id(chart)]) for chart in rest)}</div>'
     return (
-        _axes(many)
-        + f'<div class="charts">{"".join(charts.html(chart, place[id(chart)]) for chart in telling)}</div>'
-        + (folded(f"<b>{len(rest)}</b> more", more, "more curves") if rest else "")
+        _render_controls(many)
+        + f'<div class="charts">{"".join(charts.render_chart(chart, place[id(chart)]) for chart in telling)}</div>'
+        + (render_folded(f"<b>{len(rest)}</b> more", more, "more curves") if rest else "")
     )
 
 
-def _axes(many: bool) -> str:
+def _render_controls(many: bool) -> str:
     """Render the controls that apply to all curves: smoothing, x axis, log scale and reset."""
     slider = (
         '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.95" step="0.05" value="0.6">'
@@ -108,15 +112,15 @@ def _axes(many: bool) -> str:
     )
 
 
-def _time(run: RunFiles, spans: timing.Spans) -> str:
-    share = timing.share_html(run) if timing.shares(run) else ""
-    gantt = timing.gantt_html(spans) if spans.listed else ""
+def _render_time(run: RunFiles, spans: timing.SpansByStep) -> str:
+    share = timing.render_shares(run) if timing.compute_shares(run) else ""
+    gantt = timing.render_gantt(spans) if spans.listed else ""
     parts = [f'<div class="card"><h3>Seconds of a step</h3>{share}</div>' if share else ""]
     parts.append(f'<div class="card wide"><h3>What ran when</h3>{gantt}</div>' if gantt else "")
     return f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
 
 
-def _machine(run: RunFiles) -> str:
+def _render_machine(run: RunFiles) -> str:
     """Render the hardware of the run and the list of profiler traces."""
     parts = [f"<p>{escape(run.hardware)}</p>"] if run.hardware else []
     if run.traces:
@@ -125,14 +129,16 @@ def _machine(run: RunFiles) -> str:
     return f'<div class="card">{"".join(parts)}</div>' if parts else ""
 
 
-def _graph(svg: str) -> str:
+def _embed_graph(svg: str) -> str:
     """Embed the graph as images, so that no script in it can run and its style stays separate.
 
     There are two images, for light and dark backgrounds, since not every browser passes the page's
     colour scheme to an image. Their background is transparent.
     """
     bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
-    light, dark = (_image(bare.replace(DARK, f"@media {kind}")) for kind in ("not all", "all"))
+    light, dark = (
+        _embed_image(bare.replace(DARK, f"@media {kind}")) for kind in ("not all", "all")
+    )
     return (
         '<p class="note sideways">The graph is wider than this screen: scroll it sideways.</p>'
         '<div class="card graph" tabindex="0" role="region" aria-label="Dataflow graph, scrolls sideways">'
@@ -141,9 +147,13 @@ def _graph(svg: str) -> str:
     )
 
 
-def _image(svg: str) -> str:
+def _embed_image(svg: str) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', errors='replace')).decode()}"
 
 
-def _log(run: RunFiles) -> str:
-    return folded(f"The last {sections.count(len(run.log), 'line')}", sections.log(run.log), "log")
+def _render_log(run: RunFiles) -> str:
+    return render_folded(
+        f"The last {sections.format_count(len(run.log), 'line')}",
+        sections.render_log(run.log),
+        "log",
+    )

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from weft.errors import ConfigError
-from weft.observe.diagnosis import Diagnosis, judge
+from weft.observe.diagnosis import RunDiagnosis, diagnose_run
 from weft.observe.filmstrip import FILE as FILMSTRIP
 from weft.observe.jsonl import read_rows
-from weft.observe.lenient import cleaned, read_config, read_json
+from weft.observe.lenient import clean_value, read_config, read_json
 from weft.observe.metrics import LARGEST
 from weft.observe.sample_rows import SAMPLES, read_samples
-from weft.observe.timeline import Span, read_spans
-from weft.redaction import masked, redacted
+from weft.observe.timeline import TimelineSpan, read_spans
+from weft.redaction import mask_values, redact
 
 CONFIG = "config.yaml"
 STATUS = "status.json"
@@ -54,7 +54,7 @@ class RunFiles:
     directory: Path
     lines: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
-    spans: Sequence[Span] = ()
+    spans: Sequence[TimelineSpan] = ()
     graph: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     log: Sequence[str] = ()
@@ -85,22 +85,23 @@ class RunFiles:
             lines=list(read_rows(directory / METRICS)),
             samples=read_samples(directory / SAMPLES),
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
-            graph=_text(directory / GRAPH),
-            config=_options(directory / CONFIG),
+            graph=_read_text(directory / GRAPH),
+            config=_read_options(directory / CONFIG),
             log=[
-                redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]
+                redact(line)
+                for line in (_read_text(directory / LOG) or "").splitlines()[-LOG_LINES:]
             ],
-            status=_status(directory),
-            hardware=(_text(directory / HARDWARE) or "").strip(),
+            status=_read_status(directory),
+            hardware=(_read_text(directory / HARDWARE) or "").strip(),
             traces=sorted(
                 f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")
             ),
-            record=masked(read_json(directory / RECORD)),
+            record=mask_values(read_json(directory / RECORD)),
             answers=list(read_rows(directory / FILMSTRIP)),
         )
 
     @property
-    def names(self) -> list[str]:
+    def metric_names(self) -> list[str]:
         """Every metric with a finite value, in the order of first appearance."""
         return list(self._columns)
 
@@ -118,7 +119,7 @@ class RunFiles:
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
         gaps = Counter[str]()
-        for (names, is_plain), group in itertools.groupby(self.lines, key=_shape):
+        for (names, is_plain), group in itertools.groupby(self.lines, key=_find_shape):
             lines = list(group)
             steps = [float(line["step"]) for line in lines]
             # Lines with nulls, other types or huge integers are read value by value.
@@ -139,7 +140,7 @@ class RunFiles:
                 else:
                     _extend(columns, name, itertools.compress(steps, at), values[at].tolist())
                     gaps[name] += len(lines) - int(at.sum())
-        return {cleaned(name): column for name, column in columns.items()}, gaps
+        return {clean_value(name): column for name, column in columns.items()}, gaps
 
     @property
     def title(self) -> tuple[str, str]:
@@ -148,38 +149,38 @@ class RunFiles:
         trial = self.config.get("trial_name") or folder.name
         return str(self.config.get("experiment_name") or folder.parent.name), str(trial)
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
+    def get_series(self, name: str) -> tuple[list[float], list[float]]:
         """Return (steps, values) of a metric where it is finite; empty lists if unknown."""
         return self._columns.get(name, ([], []))
 
     @cached_property
-    def diagnosis(self) -> Diagnosis | None:
+    def diagnosis(self) -> RunDiagnosis | None:
         """Diagnosis of the run; None if it has too few steps."""
         algorithm = self.record.get("algorithm")
-        return judge(
+        return diagnose_run(
             self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples
         )
 
-    def not_finite(self, name: str) -> int:
+    def count_not_finite(self, name: str) -> int:
         """Return the number of steps at which a metric was not finite."""
         return self._table[1][name]
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     return None
 
 
-def _options(path: Path) -> dict[str, Any]:
+def _read_options(path: Path) -> dict[str, Any]:
     """Return the options of a run with secrets masked; empty if they cannot be read."""
     try:
-        return dict(masked(read_config(path)))
+        return dict(mask_values(read_config(path)))
     except ConfigError:
         return {}  # an incomplete report is better than none
 
 
-def _status(directory: Path) -> str:
+def _read_status(directory: Path) -> str:
     """Return the run's status; `unfinished` if it ended without writing one."""
     status = str(read_json(directory / STATUS).get("status"))
     if status not in STATUSES:
@@ -195,7 +196,7 @@ def is_quiet(directory: Path) -> bool:
     return time.time() - max((path.stat().st_mtime for path in files), default=0.0) > QUIET_SECONDS
 
 
-def _shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Return the metrics of a line, and whether all values are floats or small whole numbers."""
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(

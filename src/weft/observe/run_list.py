@@ -15,10 +15,10 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.observe import trend
-from weft.observe.diagnosis import ALGORITHMS, FINE, Diagnosis, judge
+from weft.observe.diagnosis import ALGORITHMS, FINE, RunDiagnosis, diagnose_run
 from weft.observe.jsonl import read_row
-from weft.observe.lenient import cleaned, read_json
-from weft.observe.metrics import EVAL, finite, is_step, last_part, leading
+from weft.observe.lenient import clean_value, read_json
+from weft.observe.metrics import EVAL, find_leading, get_last_part, is_finite, is_step
 from weft.observe.run_files import CONFIG, LOG, METRICS, RECORD, STATUS, STATUSES, is_quiet
 from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
@@ -56,7 +56,7 @@ class RunSummary:
     diagnosis: str | None = None
 
     @property
-    def flagged(self) -> bool:
+    def is_flagged(self) -> bool:
         """Return whether a metric is out of range."""
         return self.diagnosis not in (None, FINE)
 
@@ -71,12 +71,12 @@ def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[R
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
 
 
-def newest_first(root: Path) -> list[Path]:
+def list_newest_first(root: Path) -> list[Path]:
     """Return the directories of the runs in `root` in the order of `list_runs`.
 
     Reads only file times, not the runs' contents.
     """
-    return sorted(find_runs(root), key=lambda run: (-(_changed(run) or 0.0), str(run)))
+    return sorted(find_runs(root), key=lambda run: (-(_find_change_time(run) or 0.0), str(run)))
 
 
 def find_runs(root: Path) -> Iterator[Path]:
@@ -88,7 +88,7 @@ def find_runs(root: Path) -> Iterator[Path]:
             if is_run(folder):
                 yield folder
             else:
-                below += _folders(folder)
+                below += _list_folders(folder)
         level = below
 
 
@@ -100,7 +100,7 @@ def is_run(folder: Path) -> bool:
         return False
 
 
-def _folders(folder: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     try:
         return sorted(
             p
@@ -115,21 +115,21 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     """Summarize one run from those of its files that can be read."""
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
-    top = _top_keys(run / CONFIG)
+    top = _read_top_keys(run / CONFIG)
     lines = end_lines(run / METRICS)
     named = record.get("algorithm")
     algorithm = (named if isinstance(named, str) else "") or next(
         (name for name in ALGORITHMS if name in top), None
     )
     # The headline metric and the diagnosis.
-    metric = leading(dict.fromkeys(name for line in lines for name in line), algorithm)
-    value = _value(metric, lines)
+    metric = find_leading(dict.fromkeys(name for line in lines for name in line), algorithm)
+    value = _compute_value(metric, lines)
     found = diagnose(run, algorithm, lines)
     # Progress and status.
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
     step = max((int(each) for each in steps if is_step(each)), default=None)
-    said = _status(run, status, alive)
-    total = _whole(record.get("total_steps")) or _whole(top.get("max_steps"))
+    said = _find_status(run, status, alive)
+    total = _parse_whole(record.get("total_steps")) or _parse_whole(top.get("max_steps"))
     folder = run.absolute()
     return RunSummary(
         path=run,
@@ -141,38 +141,40 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
         total_steps=step if said == "finished" and step is not None else total,
         metric=metric,
         value=value,
-        num_bytes=tree_bytes(run),
-        changed=_changed(run),
-        diagnosis=None if found is None else found.text,
+        num_bytes=count_tree_bytes(run),
+        changed=_find_change_time(run),
+        diagnosis=None if found is None else found.summary,
     )
 
 
 def diagnose(
     run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None
-) -> Diagnosis | None:
+) -> RunDiagnosis | None:
     """Diagnose a run from the ends of its files; None if it has too few steps.
 
     `lines` are the lines of its metrics, if they are already read.
     """
     metrics = end_lines(run / METRICS) if lines is None else lines
-    rewarded = any(last_part(name) == REWARD for line in metrics[-1:] for name in line)
+    rewarded = any(get_last_part(name) == REWARD for line in metrics[-1:] for name in line)
     samples = end_lines(run / SAMPLES, SAMPLE_BYTES) if rewarded else []
-    return judge(metrics, algorithm, cache(lambda: _scalars(run / CONFIG)), samples)
+    return diagnose_run(metrics, algorithm, cache(lambda: _read_scalars(run / CONFIG)), samples)
 
 
-def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
+def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the last value of an evaluation metric; the mean of a training metric's last steps."""
     if (
         metric is None
         or not (there := [line[metric] for line in lines if metric in line])
-        or not finite(there[-1])
+        or not is_finite(there[-1])
     ):
         return None
-    values = [float(each) for each in there if finite(each)]
-    return values[-1] if metric.startswith(EVAL) else trend.end(values)
+    values = [float(each) for each in there if is_finite(each)]
+    return values[-1] if metric.startswith(EVAL) else trend.compute_end_mean(values)
 
 
-def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None) -> str:
+def _find_status(
+    run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None
+) -> str:
     said = str(written.get("status"))
     if said not in STATUSES:
         return "unfinished"
@@ -182,7 +184,7 @@ def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool]
     return said if works else "unfinished"
 
 
-def _top_keys(config: Path) -> dict[str, str]:
+def _read_top_keys(config: Path) -> dict[str, str]:
     """Return the top-level keys of a config.yaml with the text after them.
 
     Uses a regular expression: parsing a hundred such files would take seconds.
@@ -193,7 +195,7 @@ def _top_keys(config: Path) -> dict[str, str]:
         return {}
 
 
-def _scalars(config: Path) -> dict[str, Any]:
+def _read_scalars(config: Path) -> dict[str, Any]:
     """Return the nested options of a config.yaml that are single values.
 
     Reads only the layout in which weft writes the file.
@@ -211,14 +213,14 @@ def _scalars(config: Path) -> dict[str, Any]:
         while len(inside) > 1 and inside[-1][0] >= len(indent):
             inside.pop()
         if value.strip():
-            inside[-1][1][name] = _scalar(value.strip())
+            inside[-1][1][name] = _parse_scalar(value.strip())
         else:
             group = inside[-1][1][name] = {}
             inside.append((len(indent), group))
     return found
 
 
-def _scalar(text: str) -> Any:
+def _parse_scalar(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
@@ -227,9 +229,9 @@ def _scalar(text: str) -> Any:
     return {"null": None, "true": True, "false": False}.get(text, text.strip("'\""))
 
 
-def last_lines(metrics: Path) -> list[dict[str, Any]]:
+def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
     """Return the last lines of metrics.jsonl that have a step, oldest first."""
-    return _lines(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
+    return _read_ranges(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 
 def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
@@ -238,12 +240,14 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
     From a file of more than `most` bytes only the lines at its two ends are read.
     """
     half = most // 2
-    return _lines(
+    return _read_ranges(
         path, lambda size: [(0, size)] if size <= most else [(0, half), (size - half, size)]
     )
 
 
-def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> list[dict[str, Any]]:
+def _read_ranges(
+    path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
+) -> list[dict[str, Any]]:
     """Return the lines in the given byte ranges of a file, without those that are incomplete."""
     rows: list[str] = []
     if not path.is_file():
@@ -256,10 +260,10 @@ def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> lis
     except OSError:
         return []
     read = map(read_row, rows)  # None for incomplete lines
-    return [cleaned(line) for line in read if line is not None]
+    return [clean_value(line) for line in read if line is not None]
 
 
-def tree_bytes(folder: Path) -> int:
+def count_tree_bytes(folder: Path) -> int:
     """Return the total bytes of the files below a folder.
 
     A file with several hard links counts once. Symbolic links are counted, not followed.
@@ -275,7 +279,7 @@ def tree_bytes(folder: Path) -> int:
     return sum(seen.values())
 
 
-def _changed(run: Path) -> float | None:
+def _find_change_time(run: Path) -> float | None:
     times = []
     for name in (*MARKS, LOG):
         try:
@@ -285,7 +289,7 @@ def _changed(run: Path) -> float | None:
     return max(times, default=None)
 
 
-def _whole(value: Any) -> int | None:
+def _parse_whole(value: Any) -> int | None:
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

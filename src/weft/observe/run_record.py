@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.observe.lenient import read_json
-from weft.observe.metrics import LAST_TIME, finite, is_step
+from weft.observe.metrics import LAST_TIME, is_finite, is_step
 from weft.observe.run_files import RECORD
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """One process that worked on the run.
 
     `step` is the number of steps done before it started; `commit` is that of weft's checkout, if
@@ -42,7 +42,7 @@ class RunRecord:
 
     algorithm: str | None = None
     total_steps: int | None = None
-    starts: list[Start] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
     chosen: list[str] = field(default_factory=list)
 
     @classmethod
@@ -65,21 +65,21 @@ class RunRecord:
             [str(name) for name in chosen] if isinstance(chosen, list) else [],
         )
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """Return the record as the mapping that is written to `run.json`."""
         return asdict(self)
 
 
-def _start(value: Any) -> Start | None:
+def _start(value: Any) -> RunStart | None:
     if not isinstance(value, Mapping):
         return None
     time: Any = value.get("time")
     step: Any = value.get("step", 0)
-    if not finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
+    if not is_finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
         return None
     command = value.get("command")
     versions = value.get("versions")
-    return Start(
+    return RunStart(
         time=float(time),
         step=int(step),
         command=[str(word) for word in command] if isinstance(command, list) else [],

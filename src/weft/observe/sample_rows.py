@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.observe.jsonl import read_row
-from weft.observe.lenient import cleaned
-from weft.observe.metrics import finite
+from weft.observe.lenient import clean_value
+from weft.observe.metrics import is_finite
 
 SAMPLES = "samples.jsonl"
 STEPS = 12  # maximum steps that a report shows
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """One prompt of a step with its completions, in order."""
 
     step: float
@@ -39,17 +39,17 @@ class Group:
         return str(found) if isinstance(found, str | int | float) else None
 
     @property
-    def pair(self) -> bool:
+    def is_ranked(self) -> bool:
         """Return whether the dataset ranks the answers."""
-        return len(self.rows) > 1 and all(finite(row.get("rank")) for row in self.rows)
+        return len(self.rows) > 1 and all(is_finite(row.get("rank")) for row in self.rows)
 
-    def values(self, name: str) -> list[float]:
+    def read_values(self, name: str) -> list[float]:
         """Return the finite values of the key `name` in the rows."""
-        return [float(row[name]) for row in self.rows if finite(row.get(name))]
+        return [float(row[name]) for row in self.rows if is_finite(row.get(name))]
 
 
 def pick(values: Sequence[T], count: int) -> list[T]:
-    """Return at most `count` of `values`, evenly spaced, including the first and the last."""
+    """Return at most `count` of `read_values`, evenly spaced, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
@@ -67,7 +67,7 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
         return []
     with path.open("rb") as file:
         for line in file:
-            step = _step(line)
+            step = _read_step(line)
             if step is not None:
                 lines.setdefault(step, []).append(line)
                 if DETAILED in line:
@@ -77,10 +77,10 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
         chosen = pick(sorted(told | {last} if told else lines), steps)
     else:
         chosen = []
-    return [row for step in chosen for line in lines[step] if (row := _row(line)) is not None]
+    return [row for step in chosen for line in lines[step] if (row := _parse_row(line)) is not None]
 
 
-def _step(line: bytes) -> int | None:
+def _read_step(line: bytes) -> int | None:
     """Return the step of a line; None if the line cannot be read.
 
     Lines in the layout that weft writes are not parsed.
@@ -88,16 +88,18 @@ def _step(line: bytes) -> int | None:
     known = STEP.match(line)
     if known is not None:
         return int(known[1])  # at most 15 digits
-    row = _row(line)
+    row = _parse_row(line)
     return None if row is None else int(row["step"])
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     row = read_row(line.decode("utf-8", errors="replace"))
-    return None if row is None else dict(cleaned(row))
+    return None if row is None else dict(clean_value(row))
 
 
-def groups(rows: Iterable[Mapping[str, Any]], most: int = GROUPS) -> dict[float, list[Group]]:
+def group_rows(
+    rows: Iterable[Mapping[str, Any]], most: int = GROUPS
+) -> dict[float, list[SampleGroup]]:
     """Group rows into step -> groups, at most `most` for each step.
 
     Rows with the same `id` are one group; a row without an `id` is a group by itself.
@@ -110,17 +112,18 @@ def groups(rows: Iterable[Mapping[str, Any]], most: int = GROUPS) -> dict[float,
         of_step.setdefault(key, []).append(row)
     return {
         step: [
-            Group(step, _id(listed[0]), _ordered(listed)) for listed in list(by_id.values())[:most]
+            SampleGroup(step, _read_id(listed[0]), _sort_ranked(listed))
+            for listed in list(by_id.values())[:most]
         ]
         for step, by_id in sorted(found.items())
     }
 
 
-def _id(row: Mapping[str, Any]) -> str | None:
+def _read_id(row: Mapping[str, Any]) -> str | None:
     return None if row.get("id") is None else str(row["id"])
 
 
-def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _sort_ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Sort ranked answers best first; keep the order of others."""
-    ranked = all(finite(row.get("rank")) for row in rows)
+    ranked = all(is_finite(row.get("rank")) for row in rows)
     return sorted(rows, key=lambda row: row["rank"]) if ranked else list(rows)

@@ -13,7 +13,7 @@ CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step(\d+)")
 
 
-def short(path: str) -> str:
+def shorten_path(path: str) -> str:
     """Return the short name of a run's checkpoint; `path` itself for any other path.
 
     It is `runs/E/T@step40` for a policy, `runs/E/T@step40:critic` for another role.
@@ -25,7 +25,7 @@ def short(path: str) -> str:
     return named if parts[-2] in POLICIES else f"{named}:{parts[-2]}"
 
 
-def served_name(path: str) -> str:
+def build_served_name(path: str) -> str:
     """Return the name by which clients of a server refer to a model, safe in URLs.
 
     It is the trial if `path` is a run's checkpoint, else the last part of the path that is not a

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.errors import ConfigError, UserError, unknown_name
+from weft.errors import ConfigError, UserError, build_unknown_name_error
 from weft.extras import install
 
 NAMES = ("tensorboard", "wandb", "trackio")
 
 
-class Sink(Protocol):
+class LoggerSink(Protocol):
     """A logger.
 
     `step` counts completed steps from 1 and never decreases within one process.
@@ -28,7 +28,7 @@ class Sink(Protocol):
         """Log the finite metrics of one step, by name."""
         ...
 
-    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log completions of one step: mappings with `prompt`, `completion` and maybe `reward`."""
         ...
 
@@ -42,7 +42,7 @@ class RunInfo:
     """Information on the run for loggers.
 
     For a resumed run, `resumed_step` is the step it resumes from, and `logged` the last step in its
-    metrics.jsonl, set by `Observer.open`. Both are 0 for a new run.
+    metrics.jsonl, set by `RunObserver.open`. Both are 0 for a new run.
     """
 
     directory: Path
@@ -61,34 +61,34 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
     """
     for name, options in loggers.items():
         if name not in NAMES:
-            raise unknown_name("logger", name, NAMES)
+            raise build_unknown_name_error("logger", name, NAMES)
         if importlib.util.find_spec(name) is None:
-            raise missing(name)
-        _module(name).check(options)
+            raise build_missing_error(name)
+        _import_sink(name).check(options)
 
 
-def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[Sink]:
+def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[LoggerSink]:
     """Check and start every logger in `loggers`, for a run whose directory exists.
 
     Raises `UserError` like `check_sinks`.
     """
     check_sinks(loggers)
-    return [_module(name).start(options, run) for name, options in loggers.items()]
+    return [_import_sink(name).start(options, run) for name, options in loggers.items()]
 
 
-def missing(name: str) -> UserError:
+def build_missing_error(name: str) -> UserError:
     """Return the error for a logger whose package is not installed."""
     return ConfigError(
         f"logger.{name}: the package {name!r} is not installed; run: {install(name)}"
     )
 
 
-def _module(name: str) -> Any:
-    """Import the module of a logger, with `check(options)` and `start(options, run) -> Sink`."""
+def _import_sink(name: str) -> Any:
+    """Import the module of a logger, with `check(options)` and `start(options, run) -> LoggerSink`."""
     return importlib.import_module(f"weft.observe.sinks_{name}")
 
 
-def table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
+def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
     """Return rows of strings for loggers that show tables; missing values are empty strings."""
     return [
         ["" if row.get(column) is None else str(row[column]) for column in columns]

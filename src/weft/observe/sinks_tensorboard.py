@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.observe.sinks import RunInfo, Sink, table
+from weft.observe.sinks import LoggerSink, RunInfo, build_table
 
 FOLDER = "tensorboard"
 COLUMNS = ("prompt", "completion", "reward")
@@ -18,7 +18,7 @@ def check(options: Mapping[str, Any]) -> None:
     """Do nothing; there is no login and there are no options."""
 
 
-def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
     """Start a TensorBoard logger in the run's directory."""
     return TensorBoard(run.directory / FOLDER, run.resumed_step)
 
@@ -51,8 +51,10 @@ class TensorBoard:
         self._add(step, summary=self._summary(value=values))
         self._writer.flush()
 
-    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._add(step, summary=self._text("samples", _markdown(table(samples, COLUMNS))))
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._add(
+            step, summary=self._text("samples", _render_markdown(build_table(samples, COLUMNS)))
+        )
         self._writer.flush()
 
     def close(self) -> None:
@@ -62,7 +64,7 @@ class TensorBoard:
         self._writer.add_event(self._event(step=step, wall_time=time.time(), **content))
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+def _render_markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with the text of the cells escaped."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.observe.sinks import RunInfo, Sink, table
+from weft.observe.sinks import LoggerSink, RunInfo, build_table
 
 COLUMNS = ["step", "id", "prompt", "completion", "reward"]
 
@@ -26,7 +26,7 @@ def check(options: Mapping[str, Any]) -> None:
         )
 
 
-def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
     """Start the run in Trackio, or resume the run of the same name."""
     import trackio
 
@@ -55,11 +55,11 @@ class Trackio:
         if step > self._logged:
             self._session.log(dict(metrics), step=step)
 
-    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import trackio
 
         if step > self._logged:
-            rows = table([{**sample, "step": step} for sample in samples], COLUMNS)
+            rows = build_table([{**sample, "step": step} for sample in samples], COLUMNS)
             self._session.log({"samples": trackio.Table(columns=COLUMNS, data=rows)}, step=step)
 
     def close(self) -> None:

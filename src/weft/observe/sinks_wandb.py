@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, UserError
-from weft.observe.sinks import RunInfo, Sink, table
+from weft.observe.sinks import LoggerSink, RunInfo, build_table
 from weft.writing import write
 
 ID_FILE = "wandb-id.txt"
@@ -21,7 +21,7 @@ ONLINE = "online"
 MODES = ("online", "offline", "disabled")
 
 
-def mode_of(options: Mapping[str, Any]) -> str:
+def find_mode(options: Mapping[str, Any]) -> str:
     """Return the option `mode`, else the environment variable WANDB_MODE, else online.
 
     Raises `UserError` for an invalid value of the variable.
@@ -39,27 +39,27 @@ def check(options: Mapping[str, Any]) -> None:
 
     Raises `UserError` if there is no key or the server rejects it.
     """
-    if mode_of(options) != ONLINE:
+    if find_mode(options) != ONLINE:
         return
     import wandb
 
     try:
         known = wandb.login(verify=True, timeout=60)
     except wandb.Error as error:
-        raise _failed("the login failed", error) from error
+        raise _build_error("the login failed", error) from error
     if not known:
-        raise _failed("not logged in", "no key was found")
+        raise _build_error("not logged in", "no key was found")
 
 
-def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
     """Start the run, or resume the one whose id is in the run's directory.
 
     Raises `UserError` if that fails.
     """
     import wandb
 
-    mode = mode_of(options)
-    identity = options.get("id") or _own_id(run.directory / ID_FILE)
+    mode = find_mode(options)
+    identity = options.get("id") or _get_run_id(run.directory / ID_FILE)
     try:
         session = wandb.init(
             entity=options.get("entity"),
@@ -72,7 +72,7 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
             resume="allow",
         )
     except wandb.Error as error:
-        raise _failed("the run could not be started", error) from error
+        raise _build_error("the run could not be started", error) from error
     known = session.step if mode == ONLINE else run.logged + 1
     return Wandb(session, options.get("prefix") or "", known)
 
@@ -95,11 +95,11 @@ class Wandb:
                 {f"{self._prefix}{name}": value for name, value in metrics.items()}, step=step
             )
 
-    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb
 
         if step >= self._first:
-            rows = table([{**sample, "step": step} for sample in samples], COLUMNS)
+            rows = build_table([{**sample, "step": step} for sample in samples], COLUMNS)
             self._session.log(
                 {f"{self._prefix}samples": wandb.Table(columns=COLUMNS, data=rows)}, step=step
             )
@@ -108,7 +108,7 @@ class Wandb:
         self._session.finish()
 
 
-def _own_id(path: Path) -> str:
+def _get_run_id(path: Path) -> str:
     """Return the run's id; created at its first start and stored in `path`."""
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
@@ -117,7 +117,7 @@ def _own_id(path: Path) -> str:
     return made
 
 
-def _failed(what: str, why: object) -> UserError:
+def _build_error(what: str, why: object) -> UserError:
     return ConfigError(
         f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, "
         f"or write "

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.observe.jsonl import plain
-from weft.observe.metrics import finite, is_step
-from weft.writing import opened, write
+from weft.observe.jsonl import convert_to_json
+from weft.observe.metrics import is_finite, is_step
+from weft.writing import open_file, write
 
 HEAD = b"[\n"
 TAIL = b"\n]\n"
@@ -32,7 +32,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One span of time: `start` in seconds since the run first began, `seconds` its length."""
 
     name: str
@@ -52,8 +52,8 @@ class Timeline:
         self._processes: dict[str, int] = {}
         self._size = 0
         self._origin = time.time()
-        self._take_up(read_events(path))
-        self._event(
+        self._resume_file(read_events(path))
+        self._write_event(
             {
                 "name": STARTED,
                 "ph": "i",
@@ -66,7 +66,7 @@ class Timeline:
         )
 
     @contextmanager
-    def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
+    def time_span(self, name: str, track: str, **args: Any) -> Iterator[None]:
         """Time the body of a `with` statement; written when it ends, even by an exception."""
         began = time.time()
         clock = time.perf_counter()
@@ -89,7 +89,7 @@ class Timeline:
             "pid": process,
             "tid": thread,
         }
-        self._event({**fields, "args": plain(args)}, began)
+        self._write_event({**fields, "args": convert_to_json(args)}, began)
 
     def _track(self, track: str) -> tuple[int, int]:
         """Return (process, thread) of a track; names of a new track are written first."""
@@ -99,7 +99,7 @@ class Timeline:
         if key not in self._threads:
             if group not in self._processes:
                 self._processes[group] = len(self._processes) + 1
-                self._metadata(
+                self._write_metadata(
                     "process_name",
                     self._processes[group],
                     0,
@@ -107,26 +107,28 @@ class Timeline:
                 )
             process = self._processes[group]
             thread = 1 + sum(1 for known, _ in self._threads if known == group)
-            self._metadata("thread_name", process, thread, {"name": lane})
+            self._write_metadata("thread_name", process, thread, {"name": lane})
             self._threads[key] = (process, thread)
         return self._threads[key]
 
-    def _metadata(self, name: str, process: int, thread: int, args: Mapping[str, Any]) -> None:
-        self._event(
+    def _write_metadata(
+        self, name: str, process: int, thread: int, args: Mapping[str, Any]
+    ) -> None:
+        self._write_event(
             {"name": name, "ph": "M", "pid": process, "tid": thread, "args": dict(args)},
             self._origin,
         )
 
-    def _event(self, event: Mapping[str, Any], when: float) -> None:
+    def _write_event(self, event: Mapping[str, Any], when: float) -> None:
         stamped = {**event, "ts": round((when - self._origin) * MICROSECONDS)}
         line = json.dumps(stamped, allow_nan=False).encode()
         new = self._size == 0
-        with opened(self._path, "wb" if new else "r+b") as file:
+        with open_file(self._path, "wb" if new else "r+b") as file:
             file.seek(self._size)
             file.write((HEAD if new else b",\n") + line + TAIL)
         self._size += len(line) + 2
 
-    def _take_up(self, events: list[dict[str, Any]]) -> None:
+    def _resume_file(self, events: list[dict[str, Any]]) -> None:
         """Continue the timeline of an earlier process: its tracks and its clock.
 
         Rewrites the file without a half-written end.
@@ -156,7 +158,7 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
     """
     if not path.is_file():
         return []
-    content = path.read_bytes() if head is None else _ends(path, head, tail)
+    content = path.read_bytes() if head is None else _read_ends(path, head, tail)
     events = []
     for line in content.decode("utf-8", errors="replace").split("\n"):
         text = line.strip().rstrip(",")
@@ -176,17 +178,17 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
     args = event.get("args", {})
     if not isinstance(event.get("name"), str) or not isinstance(args, dict):
         return False
-    if not all(finite(event.get(name)) for name in ("pid", "tid", "ts")):
+    if not all(is_finite(event.get(name)) for name in ("pid", "tid", "ts")):
         return False
     if event.get("ph") == "X":
-        return finite(event.get("dur")) and (args.get("step") is None or is_step(args["step"]))
+        return is_finite(event.get("dur")) and (args.get("step") is None or is_step(args["step"]))
     needed = {"process_name": "group", "thread_name": "name"}.get(event["name"])
     if needed is not None:
         return isinstance(args.get(needed), str)
-    return event.get("name") != STARTED or finite(args.get("epoch_s"))
+    return event.get("name") != STARTED or is_finite(args.get("epoch_s"))
 
 
-def _ends(path: Path, head: int, tail: int) -> bytes:
+def _read_ends(path: Path, head: int, tail: int) -> bytes:
     """Return the first `head` and the last `tail` bytes of a file, or all of it."""
     with path.open("rb") as file:
         first = file.read(head + tail)
@@ -197,7 +199,7 @@ def _ends(path: Path, head: int, tail: int) -> bytes:
         return first[:head] + b"\n" + file.read(tail)
 
 
-def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]:
+def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[TimelineSpan]:
     """Return the spans of a file, sorted by start.
 
     If a resumed process repeated steps, the spans of the earlier process for these steps are left
@@ -206,7 +208,7 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]
     events = read_events(path, head, tail)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans: list[Span] = []
+    spans: list[TimelineSpan] = []
     # Backwards, so that the steps of later processes are known before those of earlier ones.
     again = math.inf  # the first step repeated by a later process
     own = math.inf  # the first step of the processes read so far
@@ -221,7 +223,7 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]
                 continue
             own = own if step is None else min(own, step)
             spans.append(
-                Span(
+                TimelineSpan(
                     name=event["name"],
                     group=groups.get(event["pid"], RUN),
                     lane=lanes.get((event["pid"], event["tid"]), event["name"]),

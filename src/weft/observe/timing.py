@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from weft.observe.charts import css, hue_of, ticks
-from weft.observe.metrics import TIME, duration, number
-from weft.observe.palette import GREY, Hue, role_hues
+from weft.observe.charts import choose_hue, choose_ticks, format_hue
+from weft.observe.metrics import TIME, format_duration, format_number
+from weft.observe.palette import GREY, ColourPair, assign_role_hues
 from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import pick
-from weft.observe.timeline import HOST, ROLES, RUN, Span
+from weft.observe.timeline import HOST, ROLES, RUN, TimelineSpan
 
 LAST_STEPS = 3
 LAST_SPANS = 60
@@ -21,44 +21,44 @@ OTHER = "between the calls"
 GROUPS = (ROLES, HOST, RUN)
 
 
-def node_hues(spans: Sequence[Span]) -> dict[str, Hue]:
+def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
     """Return node -> colour of its role, grey for host functions, from the timeline."""
-    roles = role_hues(span.lane for span in spans if span.group == ROLES)
+    roles = assign_role_hues(span.lane for span in spans if span.group == ROLES)
     return {span.name: roles.get(span.lane, GREY) for span in spans if span.group in (ROLES, HOST)}
 
 
-def shares(run: RunFiles) -> list[tuple[str, float, float]]:
+def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
     """Return (call, mean seconds per step, share) for each call, then the rest of the step.
 
     Concurrent calls can add up to more than the step; shares are then of their sum.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
-        for name in run.names
-        if name.startswith(TIME) and (values := run.series(name)[1])
+        for name in run.metric_names
+        if name.startswith(TIME) and (values := run.get_series(name)[1])
     }
     if not means:
         return []
-    whole = sum(run.series("step_seconds")[1]) / len(run.lines)
+    whole = sum(run.get_series("step_seconds")[1]) / len(run.lines)
     if whole > sum(means.values()) * 1.005:
         means[OTHER] = whole - sum(means.values())
     total = sum(means.values()) or 1.0
     return [(name, seconds, seconds / total) for name, seconds in means.items()]
 
 
-def share_html(run: RunFiles) -> str:
+def render_shares(run: RunFiles) -> str:
     """Render one bar with all calls, and the same numbers as a table."""
-    rows = shares(run)
-    hues = node_hues(run.spans)
-    found = {name: GREY if name == OTHER else hue_of(name, hues) for name, _, _ in rows}
-    tones = _tones([(name, found[name]) for name, _, _ in rows])
+    rows = compute_shares(run)
+    hues = find_node_hues(run.spans)
+    found = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
+    tones = _assign_tones([(name, found[name]) for name, _, _ in rows])
     bar = "".join(
-        f'<i style="flex:{share:.5f};{css(found[name])};--tone:{tones[name]}%" title="{escape(name)} {share:.1%}"></i>'
+        f'<i style="flex:{share:.5f};{format_hue(found[name])};--tone:{tones[name]}%" title="{escape(name)} {share:.1%}"></i>'
         for name, _, share in rows
     )
     body = "".join(
-        f'<tr><th scope="row"><i class="swatch" style="{css(found[name])};--tone:{tones[name]}%"></i>{escape(name)}</th>'
-        f"<td>{escape(number(seconds))} s</td><td>{share:.1%}</td></tr>"
+        f'<tr><th scope="row"><i class="swatch" style="{format_hue(found[name])};--tone:{tones[name]}%"></i>{escape(name)}</th>'
+        f"<td>{escape(format_number(seconds))} s</td><td>{share:.1%}</td></tr>"
         for name, seconds, share in rows
     )
     return (
@@ -68,34 +68,34 @@ def share_html(run: RunFiles) -> str:
 
 
 @dataclass(frozen=True)
-class Spans:
+class SpansByStep:
     """Spans of the run by step.
 
     `listed` holds the steps that the page can show: all, unless the run is very long.
     """
 
-    listed: Mapping[int | None, Sequence[Span]]
+    listed: Mapping[int | None, Sequence[TimelineSpan]]
     left_out: int = 0  # steps
-    hues: Mapping[str, Hue] = field(default_factory=dict)
+    hues: Mapping[str, ColourPair] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spans: Sequence[Span]) -> Spans:
+    def from_spans(cls, spans: Sequence[TimelineSpan]) -> SpansByStep:
         """Group spans by step; spans without a step belong to the step before them."""
-        by_step: dict[int | None, list[Span]] = {}
+        by_step: dict[int | None, list[TimelineSpan]] = {}
         now: int | None = None
         for span in spans:
             now = now if span.step is None else span.step
             by_step.setdefault(now, []).append(span)
         if len(by_step) > 1:
             by_step.pop(None, None)
-        kept = _kept(by_step)
-        return cls(kept, len(by_step) - len(kept), node_hues(spans))
+        kept = _choose_steps(by_step)
+        return cls(kept, len(by_step) - len(kept), find_node_hues(spans))
 
     @property
     def steps(self) -> list[int]:
         return sorted(step for step in self.listed if step is not None)
 
-    def last(self) -> list[Span]:
+    def get_last(self) -> list[TimelineSpan]:
         """Return the spans of the last steps; without steps, the last few dozen spans."""
         if not self.steps:
             return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
@@ -104,7 +104,7 @@ class Spans:
             key=lambda span: span.start,
         )
 
-    def data(self) -> dict[str, Any]:
+    def build_data(self) -> dict[str, Any]:
         """Return the JSON data for the page's script.
 
         It has names, their colours and lanes, and for each step its spans as `[name, lane, start,
@@ -115,7 +115,7 @@ class Spans:
             dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans)
         )
         lanes.sort(key=lambda lane: GROUPS.index(lane[0]) if lane[0] in GROUPS else len(GROUPS))
-        tones = _tones([(name, self.hues.get(name, GREY)) for name in names])
+        tones = _assign_tones([(name, self.hues.get(name, GREY)) for name in names])
         name_at, lane_at = (
             {value: at for at, value in enumerate(listed)} for listed in (names, lanes)
         )
@@ -133,7 +133,9 @@ class Spans:
                 for s in spans
             ]
             steps.append({"step": step, "spans": rows})
-        styles = [f"{css(self.hues.get(name, GREY))};--tone:{tones[name]}%" for name in names]
+        styles = [
+            f"{format_hue(self.hues.get(name, GREY))};--tone:{tones[name]}%" for name in names
+        ]
         return {
             "names": names,
             "styles": styles,
@@ -142,7 +144,9 @@ class Spans:
         }
 
 
-def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]:
+def _choose_steps(
+    by_step: dict[int | None, list[TimelineSpan]],
+) -> dict[int | None, list[TimelineSpan]]:
     """Return all steps; of a long run, the first, the last, the longest and some others."""
     total = sum(len(spans) for spans in by_step.values())
     if total <= MOST_SPANS:
@@ -156,28 +160,29 @@ def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]
     return {step: by_step[step] for step in steps if step in chosen}
 
 
-def gantt_html(spans: Spans) -> str:
+def render_gantt(spans: SpansByStep) -> str:
     """Render the tracks of the last steps with a bar for each span, and a text for screen readers.
 
     The page's script shows other steps.
     """
-    recent = spans.last()
+    recent = spans.get_last()
     begin = min(span.start for span in recent)
     end = max(span.start + span.seconds for span in recent)
     length = max(end - begin, 1e-6)
     # One row per track, in the order of `GROUPS`, with its bars.
-    lanes: dict[tuple[str, str], list[Span]] = {}
+    lanes: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in sorted(
         recent, key=lambda span: GROUPS.index(span.group) if span.group in GROUPS else len(GROUPS)
     ):
         lanes.setdefault((span.group, span.lane), []).append(span)
     rows = "".join(
-        _lane(lane, members, begin, length, spans.hues) for (_, lane), members in lanes.items()
+        _render_track(lane, members, begin, length, spans.hues)
+        for (_, lane), members in lanes.items()
     )
     # Time axis and title.
     marks = "".join(
-        f'<span style="left:{100 * at / length:.2f}%">{escape(number(at))} s</span>'
-        for at in ticks(0.0, length, 5)
+        f'<span style="left:{100 * at / length:.2f}%">{escape(format_number(at))} s</span>'
+        for at in choose_ticks(0.0, length, 5)
         if at <= length
     )
     steps = sorted({span.step for span in recent if span.step is not None})
@@ -188,16 +193,16 @@ def gantt_html(spans: Spans) -> str:
     else:
         which = f"steps {steps[0]} to {steps[-1]}"
     return (
-        f"{_chooser(spans)}"
-        f'<p class="note"><span id="which">{which[0].upper()}{which[1:]}, {escape(duration(length))}.</span> '
+        f"{_render_step_chooser(spans)}"
+        f'<p class="note"><span id="which">{which[0].upper()}{which[1:]}, {escape(format_duration(length))}.</span> '
         "The whole run is in <code>timeline.json</code>; "
         '<a href="https://ui.perfetto.dev" rel="noreferrer">Perfetto</a> opens it.</p>'
-        f'<div class="gantt" id="gantt" role="img" aria-label="{escape(_spoken(lanes, length))}">{rows}'
+        f'<div class="gantt" id="gantt" role="img" aria-label="{escape(_describe_tracks(lanes, length))}">{rows}'
         f'<div class="axis">{marks}</div></div>'
     )
 
 
-def _chooser(spans: Spans) -> str:
+def _render_step_chooser(spans: SpansByStep) -> str:
     """Render buttons and a slider to select a step; "" if there is only one."""
     if len(spans.steps) < 2:
         return ""
@@ -215,19 +220,23 @@ def _chooser(spans: Spans) -> str:
     )
 
 
-def _lane(
-    lane: str, spans: Sequence[Span], begin: float, length: float, hues: Mapping[str, Hue]
+def _render_track(
+    lane: str,
+    spans: Sequence[TimelineSpan],
+    begin: float,
+    length: float,
+    hues: Mapping[str, ColourPair],
 ) -> str:
     names = list(dict.fromkeys(span.name for span in spans))
-    tones = _tones([(name, hues.get(name, GREY)) for name in names])
+    tones = _assign_tones([(name, hues.get(name, GREY)) for name in names])
     bars = []
     for span in spans:
         left = 100 * (span.start - begin) / length
         width = 100 * span.seconds / length
-        told = f"{span.name}, {duration(span.seconds)}" + (
+        told = f"{span.name}, {format_duration(span.seconds)}" + (
             f", step {span.step}" if span.step is not None else ""
         )
-        style = f"left:{left:.3f}%;width:{width:.3f}%;{css(hues.get(span.name, GREY))};--tone:{tones[span.name]}%"
+        style = f"left:{left:.3f}%;width:{width:.3f}%;{format_hue(hues.get(span.name, GREY))};--tone:{tones[span.name]}%"
         if width > 4 + 1.5 * len(span.name):
             label = f"<b>{escape(span.name)}</b>"
         else:
@@ -236,9 +245,9 @@ def _lane(
     return f'<div class="lane"><span class="lane-name">{escape(lane)}</span><div class="track">{"".join(bars)}</div></div>'
 
 
-def _tones(names: Sequence[tuple[str, Hue]]) -> dict[str, int]:
+def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
     """Return a colour strength for each name, so that calls of the same role look different."""
-    seen: dict[Hue, int] = {}
+    seen: dict[ColourPair, int] = {}
     tones = {}
     for name, hue in names:
         tones[name] = (100, 62, 38)[seen.get(hue, 0) % 3]
@@ -246,9 +255,9 @@ def _tones(names: Sequence[tuple[str, Hue]]) -> dict[str, int]:
     return tones
 
 
-def _spoken(lanes: Mapping[tuple[str, str], Sequence[Span]], length: float) -> str:
+def _describe_tracks(lanes: Mapping[tuple[str, str], Sequence[TimelineSpan]], length: float) -> str:
     busy = [
         f"{lane} {sum(span.seconds for span in spans) / length:.0%}"
         for (_, lane), spans in lanes.items()
     ]
-    return f"Timeline of {duration(length)}. Busy: {', '.join(busy)}."
+    return f"Timeline of {format_duration(length)}. Busy: {', '.join(busy)}."

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.observe.metrics import EVAL, direction, last_part, number
+from weft.observe.metrics import EVAL, format_number, get_direction, get_last_part
 
 TENTH = 10  # the end of a curve is its last 1 / TENTH
 EDGE = 5  # minimum steps of an end, in a curve of at least three times as many
@@ -30,7 +30,7 @@ SHARES = ("accuracy", "accuracies")  # evaluation metrics that are shares of the
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """Change from the mean of the first steps to the mean of the last.
 
     `noise` is the half-width of the change's 95% interval; None if there are too few values to
@@ -47,31 +47,31 @@ class Change:
         return self.last - self.first
 
     @property
-    def within_noise(self) -> bool:
+    def is_within_noise(self) -> bool:
         """Return whether the 95% interval of the change includes 0."""
         return self.noise is not None and abs(self.delta) <= self.noise
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """Format the change: `+0.0075, within noise`, `+0.21 ± 0.04`, or `+0.21` without noise."""
-        signed = f"{'+' if self.delta >= 0 else '-'}{number(abs(self.delta))}"
+        signed = f"{'+' if self.delta >= 0 else '-'}{format_number(abs(self.delta))}"
         if self.noise is None or self.noise <= ROUNDING * max(abs(self.first), abs(self.last)):
             return signed
-        if self.within_noise:
+        if self.is_within_noise:
             return f"{signed}, within noise"
-        return f"{signed} ± {rough(self.noise)}"
+        return f"{signed} ± {format_noise(self.noise)}"
 
 
-def rough(noise: float) -> str:
+def format_noise(noise: float) -> str:
     """Format the width of a noise with two digits, since it is itself an estimate."""
-    return number(float(f"{noise:.2g}"))
+    return format_number(float(f"{noise:.2g}"))
 
 
-def num_last(count: int) -> int:
+def count_last(count: int) -> int:
     """Return the number of last values, of `count`, that are averaged for the end of a curve."""
     return max(1, count // TENTH, min(EDGE, count // 3))
 
 
-def num_first(count: int) -> int:
+def count_first(count: int) -> int:
     """Return the number of first values, of `count`, that are averaged for the start of a curve.
 
     It is small, since curves are steep there.
@@ -79,63 +79,65 @@ def num_first(count: int) -> int:
     return max(1, min(EDGE, count // 3))
 
 
-def mean(values: Sequence[float]) -> float:
+def compute_mean(values: Sequence[float]) -> float:
     """Return the mean of the values, which must not be empty."""
     return sum(values) / len(values)
 
 
-def end(values: Sequence[float]) -> float:
+def compute_end_mean(values: Sequence[float]) -> float:
     """Return the mean of the last values; `values` must not be empty."""
-    return mean(values[-num_last(len(values)) :])
+    return compute_mean(values[-count_last(len(values)) :])
 
 
-def best(name: str, values: Sequence[float]) -> tuple[float, int]:
-    """Return (the best mean of `num_last` neighbouring values, index of the last of them).
+def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
+    """Return (the best mean of `count_last` neighbouring values, index of the last of them).
 
     `name` decides if higher or lower is better; higher if the metric has no direction.
     """
-    width = num_last(len(values))
+    width = count_last(len(values))
     total = sum(values[:width])
     means = [total / width]
     for place in range(width, len(values)):
         total += values[place] - values[place - width]
         means.append(total / width)
-    chosen = min(means) if direction(name) < 0 else max(means)
+    chosen = min(means) if get_direction(name) < 0 else max(means)
     place = means.index(chosen)
-    return mean(values[place : place + width]), place + width - 1
+    return compute_mean(values[place : place + width]), place + width - 1
 
 
-def change(values: Sequence[float], name: str = "", rows: float | None = None) -> Change:
+def compute_change(
+    values: Sequence[float], name: str = "", rows: float | None = None
+) -> MetricChange:
     """Return the change of a metric over its steps; `values` must not be empty.
 
     If `name` and the number of evaluated `rows` are given, the noise is at least the sampling noise
     of so few rows, which repeated evaluations of the same rows do not reduce.
     """
-    few = num_first(len(values))
-    many = num_last(len(values))
-    first = mean(values[:few])
-    last = mean(values[-many:])
-    ends = [sampling_noise(name, value, rows or 0) for value in (first, last)]
-    sampled = difference_noise(ends)
+    few = count_first(len(values))
+    many = count_last(len(values))
+    first = compute_mean(values[:few])
+    last = compute_mean(values[-many:])
+    ends = [compute_sampling_noise(name, value, rows or 0) for value in (first, last)]
+    sampled = compute_difference_noise(ends)
     if len(values) < LEAST:
-        return Change(first, last, sampled)
-    noise = _noise(values)
-    estimated = max(noise.of_means(few, many), noise.of_end * math.sqrt(1 + many / few))
-    return Change(first, last, max(estimated, sampled or 0.0))
+        return MetricChange(first, last, sampled)
+    noise = _estimate_noise(values)
+    estimated = max(noise.compute_for_means(few, many), noise.of_end * math.sqrt(1 + many / few))
+    return MetricChange(first, last, max(estimated, sampled or 0.0))
 
 
-def end_noise(values: Sequence[float]) -> float | None:
-    """Return the half-width of the 95% interval of `end`; None for fewer than `LEAST` values.
+def compute_end_noise(values: Sequence[float]) -> float | None:
+    """Return the half-width of the 95% interval of `compute_end_mean`; None for fewer than `LEAST` values.
 
     The steep beginning of the curve is left out.
     """
     if len(values) < LEAST:
         return None
-    late = _noise(values[-max(LEAST, len(values) // 2) :])
-    return max(late.of_means(num_last(len(values))), _noise(values).of_end)
+    late = _estimate_noise(values[-max(LEAST, len(values) // 2) :])
+    return max(late.compute_for_means(count_last(len(values))), _estimate_noise(values).of_end)
 
 
-def sampling_noise(name: str, value: float, rows: float) -> float | None:
+def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
     """Return the half-width of the 95% interval of an evaluated share: sqrt(p (1 - p) / n).
 
     None for metrics that are not shares of the `rows` evaluated. Adding two rows of either kind
@@ -143,7 +145,7 @@ def sampling_noise(name: str, value: float, rows: float) -> float | None:
     """
     if (
         not name.startswith(EVAL)
-        or last_part(name) not in SHARES
+        or get_last_part(name) not in SHARES
         or not 0 <= value <= 1
         or rows < 1
     ):
@@ -152,14 +154,14 @@ def sampling_noise(name: str, value: float, rows: float) -> float | None:
     return 1.96 * math.sqrt(share * (1 - share) / (rows + 4))
 
 
-def difference_noise(noises: Sequence[float | None]) -> float | None:
+def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
     """Return the half-width for the difference of the two noisiest; None if one is unknown."""
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
 
 
 @dataclass(frozen=True)
-class Noise:
+class CurveNoise:
     """Noise of a curve, as half-widths of 95% intervals.
 
     `single` is that of one value, and `dependence` the correlation of its noise with that of the
@@ -171,18 +173,18 @@ class Noise:
     dependence: float
     of_end: float
 
-    def of_means(self, *counts: int) -> float:
+    def compute_for_means(self, *counts: int) -> float:
         """Return the half-width of a difference of means over `counts` values, or of one mean."""
-        return self.single * math.sqrt(sum(map(self._of_mean, counts)))
+        return self.single * math.sqrt(sum(map(self._compute_mean_variance, counts)))
 
-    def _of_mean(self, count: int) -> float:
+    def _compute_mean_variance(self, count: int) -> float:
         """Return the variance of a mean of AR(1) noise, relative to that of one value."""
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
         ) / count
 
 
-def _noise(values: Sequence[float]) -> Noise:
+def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     """Estimate the noise of a curve.
 
     The variance of a single value is the mean of the squared third differences (a - 3 b + 3 c -
@@ -193,34 +195,36 @@ def _noise(values: Sequence[float]) -> Noise:
     less steep. Both use Student's t.
     """
     count = len(values)
-    many = num_last(len(values))
+    many = count_last(len(values))
     bent = [
         a - 3 * b + 3 * c - d
         for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False)
     ]
-    variance = mean([each * each for each in bent]) / 20
+    variance = compute_mean([each * each for each in bent]) / 20
     freedom = max(1.0, (count - 3) * 2 // 5)  # fewer, since neighbouring differences overlap
     # A long curve: the scatter of blocks includes noise that lasts several steps.
-    blocks = [mean(values[at : at + many]) for at in range(count % many, count, many)]
+    blocks = [compute_mean(values[at : at + many]) for at in range(count % many, count, many)]
     if many > 1 and len(blocks) >= BLOCKS:
-        of_end = _student(LATER - 2) * math.sqrt(_around_line(blocks[-LATER:]))
-        return Noise(_student(freedom) * math.sqrt(variance), 0.0, of_end)
+        of_end = _approximate_student(LATER - 2) * math.sqrt(
+            _compute_line_variance(blocks[-LATER:])
+        )
+        return CurveNoise(_approximate_student(freedom) * math.sqrt(variance), 0.0, of_end)
     # A short curve: correct the variance for noise correlated between neighbouring steps.
     r = ASSUMED
     if count >= ESTIMATED:
-        r = _autocorrelation(values[-int(count * LATER_PART) :])
+        r = _compute_autocorrelation(values[-int(count * LATER_PART) :])
         freedom = max(1.0, freedom * (1 - r) / (1 + r))  # effective number if correlated
     # Divide by the share of AR(1) noise that third differences retain.
     variance /= (20 - 30 * r + 12 * r**2 - 2 * r**3) / 20
-    return Noise(_student(freedom) * math.sqrt(variance), r, 0.0)
+    return CurveNoise(_approximate_student(freedom) * math.sqrt(variance), r, 0.0)
 
 
-def _autocorrelation(values: Sequence[float]) -> float:
+def _compute_autocorrelation(values: Sequence[float]) -> float:
     """Return the correlation of neighbouring values around a line, 0 to `MOST_DEPENDENT`.
 
     Fitting the line removes a part of it, (2 + 4 r) / n, which is corrected.
     """
-    rest = _residuals(values)
+    rest = _compute_residuals(values)
     spread = sum(each * each for each in rest)
     if spread == 0:
         return 0.0
@@ -229,23 +233,23 @@ def _autocorrelation(values: Sequence[float]) -> float:
     return min(MOST_DEPENDENT, max(0.0, (raw + 2 / count) / (1 - 4 / count)))
 
 
-def _around_line(values: Sequence[float]) -> float:
+def _compute_line_variance(values: Sequence[float]) -> float:
     """Return the variance of values around the straight line that fits them best."""
-    return sum(each * each for each in _residuals(values)) / (len(values) - 2)
+    return sum(each * each for each in _compute_residuals(values)) / (len(values) - 2)
 
 
-def _residuals(values: Sequence[float]) -> list[float]:
+def _compute_residuals(values: Sequence[float]) -> list[float]:
     """Return the differences of the values from the straight line that fits them best."""
     count = len(values)
     middle = (count - 1) / 2
-    level = mean(values)
+    level = compute_mean(values)
     slope = sum((x - middle) * y for x, y in enumerate(values)) / sum(
         (x - middle) ** 2 for x in range(count)
     )
     return [y - level - slope * (x - middle) for x, y in enumerate(values)]
 
 
-def _student(freedom: float) -> float:
+def _approximate_student(freedom: float) -> float:
     """Approximate the 97.5% point of Student's t, to 1% for at least 3 degrees of freedom.
 
     Source: Cornish-Fisher expansion.

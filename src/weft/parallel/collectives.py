@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 
 @_disable_dynamo
-def summed_forward(x: Tensor, group: ProcessGroup) -> Tensor:
+def sum_forward(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks; the gradient passes through unchanged.
 
     Used for the output of a layer whose input columns are split over the ranks.
@@ -28,7 +28,7 @@ def summed_forward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @_disable_dynamo
-def summed_backward(x: Tensor, group: ProcessGroup) -> Tensor:
+def sum_backward(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x, which is equal on all ranks; its gradient is summed over the ranks.
 
     Used for the input of a layer whose rows are split over the ranks.
@@ -37,15 +37,15 @@ def summed_backward(x: Tensor, group: ProcessGroup) -> Tensor:
     return y
 
 
-def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks; the gradient is summed over the ranks too.
 
     Used if each rank computes a different part of the result from the sum.
     """
-    return summed_backward(summed_forward(x, group), group)
+    return sum_backward(sum_forward(x, group), group)
 
 
-def total(x: Tensor, group: ProcessGroup) -> Tensor:
+def sum_without_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks, without a gradient; x is not changed."""
     y = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y, group=group)
@@ -53,23 +53,25 @@ def total(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowParts:
+class RowAssignment:
     """Assignment of a tensor's rows to the ranks of a group.
 
     Each row belongs to one rank, and a rank's rows are in rising order.
     """
 
     group: ProcessGroup
-    own: Tensor  # int64: this rank's rows
-    number: Tensor  # int64 [rows]: index of each row among the rows of its rank
+    own_rows: Tensor  # int64: this rank's rows
+    local_indices: Tensor  # int64 [rows]: index of each row among the rows of its rank
     # int64 [rows]: index of each row in the concatenation of all ranks' rows, each rank's padded to
-    # `most` rows
+    # `max_rows` rows
     places: Tensor
-    most: int  # largest number of rows of a rank
-    filled: bool = False  # True if `places` are 0, 1, 2, ...
+    max_rows: int  # largest number of rows of a rank
+    is_contiguous: bool = False  # True if `places` are 0, 1, 2, ...
 
     @classmethod
-    def stretches(cls, count: int, group: ProcessGroup, device: torch.device) -> RowParts:
+    def from_equal_runs(
+        cls, count: int, group: ProcessGroup, device: torch.device
+    ) -> RowAssignment:
         """Assign `count` rows to the ranks in consecutive runs of equal length.
 
         The last rank that gets any rows may get fewer, and the ranks after it get none.
@@ -77,10 +79,10 @@ class RowParts:
         most = -(-count // group.size())
         places = torch.arange(count, device=device)
         own = places[group.rank() * most : (group.rank() + 1) * most]
-        return cls(group, own, places % max(1, most), places, most, filled=True)
+        return cls(group, own, places % max(1, most), places, most, is_contiguous=True)
 
     @classmethod
-    def of(cls, owner: Tensor, group: ProcessGroup) -> RowParts:
+    def from_owners(cls, owner: Tensor, group: ProcessGroup) -> RowAssignment:
         """Assign each row to the rank `owner`, int64 [rows], a rank number within the group."""
         counts = owner.bincount(minlength=group.size())
         order = owner.argsort(stable=True)
@@ -94,108 +96,114 @@ class RowParts:
             group, (owner == group.rank()).nonzero().flatten(), number, owner * most + number, most
         )
 
-    def select(self, rows: Tensor) -> RowParts:
+    def select(self, rows: Tensor) -> RowAssignment:
         """Return the assignment of these rows, int64 [n]; they may repeat, and keep their ranks."""
-        return RowParts.of(self.places[rows] // max(1, self.most), self.group)
+        return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 
     def gather(self, x: Tensor) -> Tensor:
-        return gathered(x, self)
+        return gather_rows(x, self)
 
-    def gather_alike(self, x: Tensor) -> Tensor:
-        return gathered_alike(x, self)
+    def gather_replicated(self, x: Tensor) -> Tensor:
+        return gather_replicated_rows(x, self)
 
     def scatter(self, x: Tensor) -> Tensor:
-        return scattered(x, self)
+        return scatter_rows(x, self)
 
 
 @_disable_dynamo
-def gathered(x: Tensor, rows: RowParts) -> Tensor:
+def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:
     """Return all rows [rows, ...], given each rank's own rows x [n, ...]; gradients are summed.
 
     Used if each rank computes a different part of the result from the rows.
     """
-    y: Tensor = _Gather.apply(x, rows, True)
+    y: Tensor = _GatherRows.apply(x, rows, True)
     return y
 
 
 @_disable_dynamo
-def gathered_alike(x: Tensor, rows: RowParts) -> Tensor:
+def gather_replicated_rows(x: Tensor, rows: RowAssignment) -> Tensor:
     """Return all rows [rows, ...], given each rank's own rows x [n, ...]; gradients are not summed.
 
     Used if all ranks compute the same result from the rows, so that each rank already has the
     complete gradient of its own rows.
     """
-    y: Tensor = _Gather.apply(x, rows, False)
+    y: Tensor = _GatherRows.apply(x, rows, False)
     return y
 
 
 @_disable_dynamo
-def scattered(x: Tensor, rows: RowParts) -> Tensor:
+def scatter_rows(x: Tensor, rows: RowAssignment) -> Tensor:
     """Sum x [rows, ...] over the ranks and return this rank's own rows [n, ...] of the sum.
 
     In the backward pass, each rank gets the gradient of all rows.
     """
-    y: Tensor = _Scatter.apply(x, rows)
+    y: Tensor = _ScatterRows.apply(x, rows)
     return y
 
 
-def _all(own: Tensor, rows: RowParts) -> Tensor:
-    # Every rank's rows, each rank's padded to `most` rows.
-    every = own.new_empty(rows.group.size() * rows.most, *own.shape[1:])
-    if rows.most:
-        dist.all_gather(list(every.split(rows.most)), _to(rows.most, own), group=rows.group)
-    if rows.filled:
+def _all_gather(own: Tensor, rows: RowAssignment) -> Tensor:
+    # Every rank's rows, each rank's padded to `max_rows` rows.
+    every = own.new_empty(rows.group.size() * rows.max_rows, *own.shape[1:])
+    if rows.max_rows:
+        dist.all_gather(
+            list(every.split(rows.max_rows)), _pad_rows(rows.max_rows, own), group=rows.group
+        )
+    if rows.is_contiguous:
         return every[: len(rows.places)]
     return every.index_select(0, rows.places)
 
 
-def _own_sum(x: Tensor, rows: RowParts) -> Tensor:
-    own = x.new_empty(rows.most, *x.shape[1:])
-    count = rows.group.size() * rows.most
-    if rows.most:
-        if rows.filled:
-            every = _to(count, x)
+def _reduce_scatter(x: Tensor, rows: RowAssignment) -> Tensor:
+    own = x.new_empty(rows.max_rows, *x.shape[1:])
+    count = rows.group.size() * rows.max_rows
+    if rows.max_rows:
+        if rows.is_contiguous:
+            every = _pad_rows(count, x)
         else:
             every = x.new_zeros(count, *x.shape[1:]).index_copy(0, rows.places, x)
-        dist.reduce_scatter(own, list(every.split(rows.most)), group=rows.group)
-    return own[: len(rows.own)]
+        dist.reduce_scatter(own, list(every.split(rows.max_rows)), group=rows.group)
+    return own[: len(rows.own_rows)]
 
 
-def _to(count: int, x: Tensor) -> Tensor:
+def _pad_rows(count: int, x: Tensor) -> Tensor:
     """Return x [n, ...] padded with zeros to `count` rows."""
     if len(x) == count:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(count - len(x), *x.shape[1:])])
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowParts, sums: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: RowAssignment, sums: bool) -> Tensor:
         ctx.rows = rows
         ctx.sums = sums
-        return _all(x, rows)
+        return _all_gather(x, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         rows, (grad,) = ctx.rows, gradients
-        return _own_sum(grad, rows) if ctx.sums else grad.index_select(0, rows.own), None, None
+        return (
+            _reduce_scatter(grad, rows) if ctx.sums else grad.index_select(0, rows.own_rows),
+            None,
+            None,
+        )
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowParts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: RowAssignment) -> Tensor:
         ctx.rows = rows
-        return _own_sum(x, rows)
+        return _reduce_scatter(x, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all(gradients[0], ctx.rows), None
+        return _all_gather(gradients[0], ctx.rows), None
 
 
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return total(x, group)
+        return sum_without_gradient(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -210,4 +218,4 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return total(gradients[0], ctx.group), None
+        return sum_without_gradient(gradients[0], ctx.group), None

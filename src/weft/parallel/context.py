@@ -26,14 +26,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from weft.models.attention.contexts import Dense
-from weft.models.attention.portions import Portion
+from weft.models.attention.pack_shards import PackShard
 from weft.models.network.aux_loss import MoEAuxLoss
-from weft.models.network.head import score_rows
+from weft.models.network.head import find_score_rows
 from weft.models.network.packed import Packed
-from weft.models.network.support import Support
+from weft.models.network.support import SamplingSupport
 from weft.models.network.transformer import Transformer
-from weft.parallel.collectives import RowParts, gathered, gathered_alike, summed_forward
-from weft.parallel.pipeline_decoder import Drawn, num_ids, packed_tokens, unpacked_tokens
+from weft.parallel.collectives import (
+    RowAssignment,
+    gather_replicated_rows,
+    gather_rows,
+    sum_forward,
+)
+from weft.parallel.pipeline_decoder import DrawnTokens, count_ids, pack_tokens, unpack_tokens
 
 
 def join(network: Transformer, group: ProcessGroup) -> None:
@@ -43,18 +48,18 @@ def join(network: Transformer, group: ProcessGroup) -> None:
     and sends only the states of this rank's tokens. Generation does not call `forward` and is not
     affected.
     """
-    sharing = _Sharing(group)
+    sharing = _TokenSharing(group)
     network.register_forward_pre_hook(sharing.enter)
     network.register_forward_hook(sharing.leave)
     network.repeats_prefixes = True
 
 
-def runs_of(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
+def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
     """Return the tokens of a pack that a rank has, as at most two non-empty runs (first, stop).
 
     `length` is the number of tokens of the pack, `size` the number of ranks; stop is exclusive.
     """
-    bounds = _bounds(length, size)
+    bounds = _compute_bounds(length, size)
     first = (bounds[rank], bounds[rank + 1])
     second = (bounds[-rank - 2], bounds[-rank - 1])
     if first[1] == second[0]:
@@ -63,12 +68,12 @@ def runs_of(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple(run for run in (first, second) if run[0] < run[1])
 
 
-def count_of(length: int, group: ProcessGroup) -> int:
+def count_tokens(length: int, group: ProcessGroup) -> int:
     """Return the number of tokens that this rank has of a pack of `length` tokens."""
-    return sum(stop - start for start, stop in runs_of(length, group.size(), group.rank()))
+    return sum(stop - start for start, stop in find_token_runs(length, group.size(), group.rank()))
 
 
-def _bounds(length: int, size: int) -> list[int]:
+def _compute_bounds(length: int, size: int) -> list[int]:
     """Return the 2 `size` + 1 boundaries of the pieces of a pack.
 
     The first pieces get the remainder of the division, so ranks differ by a token or two.
@@ -76,14 +81,14 @@ def _bounds(length: int, size: int) -> list[int]:
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
 
-def _owners(length: int, size: int, device: torch.device) -> Tensor:
+def _assign_owners(length: int, size: int, device: torch.device) -> Tensor:
     """Return the rank of each token, int64 [length]."""
-    pieces = [stop - start for start, stop in pairwise(_bounds(length, size))]
+    pieces = [stop - start for start, stop in pairwise(_compute_bounds(length, size))]
     ranks = torch.tensor([min(piece, 2 * size - 1 - piece) for piece in range(2 * size)])
     return ranks.repeat_interleave(torch.tensor(pieces)).to(device)
 
 
-class _Sharing:
+class _TokenSharing:
     """Forward hooks of one network that split a pack and gather the outputs.
 
     Between the two hooks of a call, it stores which rank computes which outputs.
@@ -91,35 +96,35 @@ class _Sharing:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._outputs: RowParts | None = None  # None: every rank has a part of every output
+        self._outputs: RowAssignment | None = None  # None: every rank has a part of every output
 
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Reduce the pack in the arguments to the part that this rank computes."""
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
         # Assign tokens to ranks, and each output to the rank of the token where it is read.
-        owner = _owners(len(x.tokens), self._group.size(), x.tokens.device)
-        tokens = RowParts.of(owner, self._group)
+        owner = _assign_owners(len(x.tokens), self._group.size(), x.tokens.device)
+        tokens = RowAssignment.from_owners(owner, self._group)
         if network.kind == "score":
-            reads = score_rows(x, network.padding)
+            reads = find_score_rows(x, network.padding)
         else:
             reads = x.rows
-        outputs = RowParts.of(owner[reads], self._group)
+        outputs = RowAssignment.from_owners(owner[reads], self._group)
         if network.kind == "score" and network.pooling == "mean":
             self._outputs = None
         else:
             self._outputs = outputs
         # Select the rows, labels and supports of this rank's outputs.
-        part = x if network.kind == "score" else x.at(outputs.own)
-        own = tokens.number[reads[outputs.own]]
+        part = x if network.kind == "score" else x.select_rows(outputs.own_rows)
+        own = tokens.local_indices[reads[outputs.own_rows]]
         part = replace(
             part,
             rows=own,
             labels=part.labels[: len(own)] if network.kind == "score" else part.labels,
         )
-        if len(more) > 1 and isinstance(more[1], Support):
-            more[1] = more[1].select(outputs.own.cpu().numpy())
-        return (_portion(part, tokens, own), want, *more)
+        if len(more) > 1 and isinstance(more[1], SamplingSupport):
+            more[1] = more[1].select(outputs.own_rows.cpu().numpy())
+        return (_build_shard(part, tokens, own), want, *more)
 
     def leave(
         self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor] | Tensor
@@ -133,16 +138,16 @@ class _Sharing:
         if isinstance(outputs, Tensor):
             return outputs
         if own is None:
-            return {name: summed_forward(value, self._group) for name, value in outputs.items()}
-        return {name: gathered_alike(value, own) for name, value in outputs.items()}
+            return {name: sum_forward(value, self._group) for name, value in outputs.items()}
+        return {name: gather_replicated_rows(value, own) for name, value in outputs.items()}
 
 
-def _portion(x: Packed, tokens: RowParts, last: Tensor) -> Packed:
+def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
     """Return this rank's tokens of the pack; scores are read at the tokens `last`."""
     assert isinstance(x.attention, Dense), "packs whose sequences share no prefixes"
     group = tokens.group
-    runs = runs_of(len(x.tokens), group.size(), group.rank())
-    attention = Portion(x.attention, runs, partial(gathered, rows=tokens), last)
+    runs = find_token_runs(len(x.tokens), group.size(), group.rank())
+    attention = PackShard(x.attention, runs, partial(gather_rows, rows=tokens), last)
     aux_loss = x.aux_loss
     if aux_loss is not None:
         aux_loss = MoEAuxLoss(
@@ -150,39 +155,39 @@ def _portion(x: Packed, tokens: RowParts, last: Tensor) -> Packed:
             aux_loss.num_layers,
             aux_loss.layers,
             whole=aux_loss.lengths,
-            reduce=partial(summed_forward, group=group),
+            reduce=partial(sum_forward, group=group),
         )
     return replace(
         x,
-        tokens=x.tokens[tokens.own],
-        positions=x.positions[tokens.own],
+        tokens=x.tokens[tokens.own_rows],
+        positions=x.positions[tokens.own_rows],
         attention=attention,
         aux_loss=aux_loss,
     )
 
 
-def drawn_by_first(
-    draw: Callable[[], Drawn], rows: int, group: ProcessGroup
-) -> Callable[[], Drawn]:
+def draw_on_first_rank(
+    draw: Callable[[], DrawnTokens], rows: int, group: ProcessGroup
+) -> Callable[[], DrawnTokens]:
     """Draw tokens on the first rank of the group and broadcast them to the others.
 
-    For ranks that generate the same tokens (`weft.engine.generation.settings.Settle`): rounding
+    For ranks that generate the same tokens (`weft.engine.generation.settings.TokenAgreement`): rounding
     cannot make them diverge. `group` is a process group for host tensors.
     """
     if group.rank() > 0:
-        return lambda: _received(rows, group)
+        return lambda: _receive_drawn(rows, group)
     drawn = draw()
-    for tensor in packed_tokens(drawn):
+    for tensor in pack_tokens(drawn):
         if tensor.numel():
             dist.broadcast(tensor, group=group, group_src=0)
     return lambda: drawn
 
 
-def _received(rows: int, group: ProcessGroup) -> Drawn:
+def _receive_drawn(rows: int, group: ProcessGroup) -> DrawnTokens:
     first = torch.empty(3, rows, dtype=torch.float64)
     if rows:
         dist.broadcast(first, group=group, group_src=0)
-    ids = torch.empty(num_ids(first), dtype=torch.int64)
+    ids = torch.empty(count_ids(first), dtype=torch.int64)
     if len(ids):
         dist.broadcast(ids, group=group, group_src=0)
-    return unpacked_tokens(first, ids)
+    return unpack_tokens(first, ids)

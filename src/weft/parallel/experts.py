@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from weft.kernels import Groups
+from weft.kernels import RowGroups
 from weft.models.network.dropout import TokenDropout
-from weft.models.network.moe import Compute, ExpertStack, MoE
+from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
@@ -42,17 +42,17 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
                     module.experts[name] = ExpertStack(num // group.size(), inputs, outputs).to(
                         stack.weight.dtype
                     )
-            module.exchange = Exchange(group)
+            module.exchange = GroupExpertExchange(group)
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Implements `weft.models.network.moe.Exchange` over a process group."""
+class GroupExpertExchange:
+    """Implements `weft.models.network.moe.ExpertExchange` over a process group."""
 
     group: ProcessGroup
 
     def __call__(
-        self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
+        self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction
     ) -> Tensor:
         # Exchange the numbers of rows, which the host needs as split sizes.
         counts = groups.counts.view(self.group.size(), -1)  # [ranks, experts of a rank]
@@ -67,25 +67,27 @@ class Exchange:
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(
             stable=True
         )
-        rows = _exchanged(x, sent, taken, self.group).index_select(0, order)
+        rows = _exchange_rows(x, sent, taken, self.group).index_select(0, order)
         if dropout is None:
             keys = None
         else:
-            keys = self._dropout(dropout, sent, taken).select(order)
+            keys = self._exchange_dropout(dropout, sent, taken).select(order)
         # Compute this rank's experts, and send the results back in the order of arrival.
-        here = Groups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
+        here = RowGroups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
         made = compute(rows, here, keys).index_select(0, order.argsort())
-        return _exchanged(made, taken, sent, self.group)
+        return _exchange_rows(made, taken, sent, self.group)
 
-    def _dropout(self, own: TokenDropout, sent: list[int], taken: list[int]) -> TokenDropout:
+    def _exchange_dropout(
+        self, own: TokenDropout, sent: list[int], taken: list[int]
+    ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that arrive here."""
-        words = _moved(
+        words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
         )
         return replace(own, keys=words[:, :2], positions=words[:, 2])
 
 
-def _exchanged(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+def _exchange_rows(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Send `sent[r]` consecutive rows of x to each rank r and return the `taken[r]` rows from each.
 
     Gradients travel the opposite way.
@@ -94,7 +96,7 @@ def _exchanged(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup
     return y
 
 
-def _moved(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     y = x.new_empty(sum(taken), *x.shape[1:])
     dist.all_to_all_single(y, x.contiguous(), taken, sent, group=group)
     return y
@@ -106,9 +108,9 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup
     ) -> Tensor:
         ctx.given = sent, taken, group
-        return _moved(x, sent, taken, group)
+        return _all_to_all(x, sent, taken, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         sent, taken, group = ctx.given
-        return _moved(gradients[0], taken, sent, group), None, None, None
+        return _all_to_all(gradients[0], taken, sent, group), None, None, None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.topology import Coordinates, Layout, Mesh
+from weft.topology import Layout, Mesh, MeshCoordinates
 
 AXES = (
     ("tensor",),
@@ -33,7 +33,7 @@ AXES = (
 )
 
 
-def backend_of(device: torch.device) -> str:
+def choose_backend(device: torch.device) -> str:
     """Return the name of the communication backend for devices of this type."""
     return "nccl" if device.type == "cuda" else "gloo"
 
@@ -49,7 +49,7 @@ class ProcessGroups:
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
-    def of(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
+    def get_group(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
         """Return the group of these ranks; the first call creates it and waits for all ranks.
 
         With `host`, return a separate gloo group for host tensors, whose messages are ordered
@@ -57,7 +57,7 @@ class ProcessGroups:
         """
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
-            with _named_by_ranks(ranks, host=host):
+            with _name_by_ranks(ranks, host=host):
                 group = dist.new_group(
                     list(ranks), self._timeout, backend, use_local_synchronization=True
                 )
@@ -67,7 +67,7 @@ class ProcessGroups:
 
 
 @contextmanager
-def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
+def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
     """Name groups created in the context after their ranks and the number of earlier ones.
 
     torch derives the name from the ranks and the number of all groups of the process. Ranks that
@@ -98,121 +98,123 @@ class RankMesh:
         self.mesh = mesh
         self.rank = rank
         self._groups = groups
-        self.at: Coordinates = mesh.coordinates(rank)
+        self.coordinates: MeshCoordinates = mesh.get_coordinates(rank)
         for axes in AXES:
-            self._make(mesh.along(rank, *axes))
-        self._make(mesh.ranks)
-        line = mesh.along(rank, "pipeline")
+            self._create_group(mesh.list_ranks_along(rank, *axes))
+        self._create_group(mesh.ranks)
+        line = mesh.list_ranks_along(rank, "pipeline")
         self._ends = (line[0], line[-1])
-        for other in (line, mesh.along(rank, "context")):
+        for other in (line, mesh.list_ranks_along(rank, "context")):
             if len(other) > 1:
-                groups.of(other, host=True)
+                groups.get_group(other, host=True)
         if rank in self._ends:
-            self._make(tuple(dict.fromkeys(self._ends)))
+            self._create_group(tuple(dict.fromkeys(self._ends)))
         if self.layout.expert > 1:
-            self._make(self._expert_ranks())
-            self._make(self._expert_copies())
+            self._create_group(self._find_expert_ranks())
+            self._create_group(self._find_expert_copies())
         if self.layout.fsdp > 1:
-            for shares in (self._shared(1), self._shared(self.layout.expert)):
+            for shares in (self._find_shard_ranks(1), self._find_shard_ranks(self.layout.expert)):
                 for ranks in shares:
-                    self._make(ranks)
+                    self._create_group(ranks)
 
     @property
     def layout(self) -> Layout:
         return self.mesh.layout
 
     @property
-    def first(self) -> bool:
+    def is_first_rank(self) -> bool:
         """True on the mesh's first rank, which writes data that all ranks have in common."""
         return self.rank == self.mesh.ranks[0]
 
-    def size(self, *axes: str) -> int:
+    def count_ranks(self, *axes: str) -> int:
         """Return the number of ranks along these axes, this one included."""
-        return len(self.mesh.along(self.rank, *axes))
+        return len(self.mesh.list_ranks_along(self.rank, *axes))
 
-    def group(self, *axes: str) -> ProcessGroup:
+    def get_group(self, *axes: str) -> ProcessGroup:
         """Return the group of the ranks that differ from this one only in the given coordinates.
 
         `axes` is one of `AXES`; the group must have more than one rank.
         """
-        return self._groups.of(self.mesh.along(self.rank, *axes))
+        return self._groups.get_group(self.mesh.list_ranks_along(self.rank, *axes))
 
     @property
-    def ends(self) -> ProcessGroup | None:
+    def ends_group(self) -> ProcessGroup | None:
         """Group of the first and the last stage of this rank's pipeline.
 
         None if this rank has neither of the two, or if both are on one rank.
         """
         if self.rank in self._ends and len(set(self._ends)) == 2:
-            return self._groups.of(self._ends)
+            return self._groups.get_group(self._ends)
         return None
 
-    def host_group(self, axis: str) -> ProcessGroup:
+    def get_host_group(self, axis: str) -> ProcessGroup:
         """Return the group for host tensors of the ranks along `pipeline` or `context`."""
-        return self._groups.of(self.mesh.along(self.rank, axis), host=True)
+        return self._groups.get_group(self.mesh.list_ranks_along(self.rank, axis), host=True)
 
     @property
-    def experts(self) -> ProcessGroup:
+    def experts_group(self) -> ProcessGroup:
         """Group of the ranks among which the experts are split; only for layouts with e > 1."""
-        return self._groups.of(self._expert_ranks())
+        return self._groups.get_group(self._find_expert_ranks())
 
     @property
-    def expert_copies(self) -> ProcessGroup | None:
+    def expert_copies_group(self) -> ProcessGroup | None:
         """Group of the ranks with the same experts but other tokens; None if there are none."""
-        ranks = self._expert_copies()
-        return self._groups.of(ranks) if len(ranks) > 1 else None
+        ranks = self._find_expert_copies()
+        return self._groups.get_group(ranks) if len(ranks) > 1 else None
 
     @property
-    def everyone(self) -> ProcessGroup:
+    def all_ranks_group(self) -> ProcessGroup:
         """Group of all ranks of the mesh."""
-        return self._groups.of(self.mesh.ranks)
+        return self._groups.get_group(self.mesh.ranks)
 
-    def shards(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
+    def build_shard_mesh(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
         """Return FSDP2's device mesh, with dims `r` (replicas, if several) and `f` (shards of one).
 
-        Only for sharded layouts. With `experts`, return the mesh for the experts' parameters: the
+        Only for sharded layouts. With `experts_group`, return the mesh for the experts' parameters: the
         ranks that hold the same experts.
         """
         e = self.layout.expert if experts else 1
-        inner, outer = self._shared(e)
-        ranks = torch.tensor(self._line(e)).view(len(outer), len(inner))
+        inner, outer = self._find_shard_ranks(e)
+        ranks = torch.tensor(self._find_strided_ranks(e)).view(len(outer), len(inner))
         if len(outer) == 1:
             return DeviceMesh.from_group(
-                self._groups.of(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",)
+                self._groups.get_group(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",)
             )
-        both = [self._groups.of(outer), self._groups.of(inner)]
+        both = [self._groups.get_group(outer), self._groups.get_group(inner)]
         return DeviceMesh.from_group(both, device.type, mesh=ranks, mesh_dim_names=("r", "f"))
 
-    def _expert_ranks(self) -> tuple[int, ...]:
-        line = self.mesh.along(self.rank, "data")
+    def _find_expert_ranks(self) -> tuple[int, ...]:
+        line = self.mesh.list_ranks_along(self.rank, "data")
         e = self.layout.expert
-        start = self.at.data // e * e
+        start = self.coordinates.data // e * e
         return line[start : start + e]
 
-    def _expert_copies(self) -> tuple[int, ...]:
+    def _find_expert_copies(self) -> tuple[int, ...]:
         e = self.layout.expert
-        ranks = self.mesh.along(self.rank, "data", "context")
+        ranks = self.mesh.list_ranks_along(self.rank, "data", "context")
         return tuple(
-            rank for rank in ranks if self.mesh.coordinates(rank).data % e == self.at.data % e
+            rank
+            for rank in ranks
+            if self.mesh.get_coordinates(rank).data % e == self.coordinates.data % e
         )
 
-    def _line(self, e: int) -> tuple[int, ...]:
+    def _find_strided_ranks(self, e: int) -> tuple[int, ...]:
         """Return every e-th data-parallel rank, including this one.
 
         These ranks have the same share of what e consecutive ranks split.
         """
-        return self.mesh.along(self.rank, "data")[self.at.data % e :: e]
+        return self.mesh.list_ranks_along(self.rank, "data")[self.coordinates.data % e :: e]
 
-    def _shared(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _find_shard_ranks(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (the ranks of this rank's replica, the ranks that hold the same shard).
 
-        Both are taken from `_line(e)`. A replica is one sharded copy of the parameters.
+        Both are taken from `_find_strided_ranks(e)`. A replica is one sharded copy of the parameters.
         """
-        line = self._line(e)
+        line = self._find_strided_ranks(e)
         parts = max(self.layout.fsdp // e, 1)
         copy, part = divmod(line.index(self.rank), parts)
         return line[copy * parts : (copy + 1) * parts], line[part::parts]
 
-    def _make(self, ranks: tuple[int, ...]) -> None:
+    def _create_group(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1:
-            self._groups.of(ranks)
+            self._groups.get_group(ranks)

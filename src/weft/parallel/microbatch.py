@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.algorithms.base import Output
 from weft.models.network.packed import Packed
-from weft.models.network.support import Support
+from weft.models.network.support import SamplingSupport
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Microbatch:
     x: Packed
     want: frozenset[Output]
     temperature: float = 1.0
-    support: Support | None = None
+    support: SamplingSupport | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.x.tokens)
 
 
-def connected(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
+def connect_outputs(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
     """Return the loss, connected to `outputs` so that its backward pass visits the whole network.
 
     The added gradients are zero. Used if no output contributes to the loss.

@@ -26,10 +26,17 @@ from torch.distributed import ProcessGroup
 from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
 from weft.models.network.transformer import Transformer
-from weft.parallel.halves import Group, half_of_input, half_of_weights
-from weft.parallel.microbatch import Microbatch, connected
-from weft.parallel.schedule import Action, Compute, Kind, Message, placement_of, plan
-from weft.parallel.shard import is_sharded, make_whole, settle, sync_gradients
+from weft.parallel.backward_halves import Group, compute_input_half, compute_weight_half
+from weft.parallel.microbatch import Microbatch, connect_outputs
+from weft.parallel.schedule import (
+    Action,
+    ComputeAction,
+    Kind,
+    TransferAction,
+    build_placement,
+    plan_actions,
+)
+from weft.parallel.shard import finish_backward, is_sharded, sync_gradients, unshard
 
 T = TypeVar("T")
 MOST_SENDS = (
@@ -42,7 +49,7 @@ Loss = Callable[[int, Outputs], Tensor]  # (micro-batch number, its outputs) -> 
 # (stage, micro-batch), called after the forward pass -> scalar, or None if there is nothing to add
 StageLoss = Callable[[int, int], Tensor | None]
 # (source stage, target stage, micro-batch) of a tensor in transit
-Ends = tuple[int, int, int]
+TransferKey = tuple[int, int, int]
 
 
 class Pipeline:
@@ -61,7 +68,7 @@ class Pipeline:
         """Check that `networks` are the stages that the schedule `kind` puts on this rank.
 
         `group` has the ranks of the pipeline in order; None if this is the only rank. `dtype` is
-        that of the states, by default the parameters'. `count_of` maps a pack's number of tokens to
+        that of the states, by default the parameters'. `count_tokens` maps a pack's number of tokens to
         this rank's, under context parallelism. Sharded gradients are summed over the ranks after
         each backward pass, so a rank keeps only those of its rows; with `sums_once`, only after a
         stage's last backward pass, which communicates less but keeps whole gradients. Raises
@@ -71,8 +78,8 @@ class Pipeline:
         self.kind = kind
         self.group = group
         self.rank = 0 if group is None else group.rank()
-        self.placement = placement_of(kind, 1 if group is None else group.size(), len(networks))
-        wanted = self.placement.stages_of(self.rank)
+        self.placement = build_placement(kind, 1 if group is None else group.size(), len(networks))
+        wanted = self.placement.list_stages(self.rank)
         if tuple(sorted(networks)) != wanted:
             raise ConfigError(
                 f"pipeline schedule {kind}: rank {self.rank} of {self.placement.ranks} holds "
@@ -83,16 +90,18 @@ class Pipeline:
         self.dtype = dtype or parameter.dtype
         self.device = parameter.device
         self.width = self.networks[wanted[0]].config.hidden_size
-        self.lends = _lender(self.networks.get(0), self.networks.get(self.placement.num_stages - 1))
+        self.lending_stage = _find_lending_stage(
+            self.networks.get(0), self.networks.get(self.placement.num_stages - 1)
+        )
         self._count_of = count_of
         self.sums_once = sums_once
 
     @property
-    def ends(self) -> bool:
+    def has_last_stage(self) -> bool:
         """True if this rank holds the last stage."""
         return self.rank == self.placement.last_rank
 
-    def shape_of(self, microbatch: Microbatch) -> tuple[int, int]:
+    def compute_shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Return the shape (tokens, hidden) of the states that this rank receives and sends.
 
         `tokens` counts only this rank's tokens if ranks split them.
@@ -109,13 +118,13 @@ class Pipeline:
     ) -> None:
         """Run the forward and backward pass of every micro-batch.
 
-        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank for
+        `loss` is called on the rank of the last stage. `compute_stage_loss` is called on every rank for
         what a stage itself adds to the loss, such as the load-balancing loss of its experts. Raises
         `RunError` if another rank does not do its part within the group's timeout.
         """
-        actions = plan(self.kind, self.placement, len(microbatches))[self.rank]
+        actions = plan_actions(self.kind, self.placement, len(microbatches))[self.rank]
         with torch.enable_grad():
-            _Run(self, microbatches, loss, stage_loss).run(actions)
+            _PipelineRun(self, microbatches, loss, stage_loss).run(actions)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> list[Outputs] | None:
@@ -129,9 +138,11 @@ class Pipeline:
             outputs[microbatch] = found
             return torch.empty(0)
 
-        actions = plan(self.kind, self.placement, len(microbatches), forward_only=True)[self.rank]
-        _Run(self, microbatches, keep, None).run(actions)
-        if self.ends:
+        actions = plan_actions(self.kind, self.placement, len(microbatches), forward_only=True)[
+            self.rank
+        ]
+        _PipelineRun(self, microbatches, keep, None).run(actions)
+        if self.has_last_stage:
             return [outputs[number] for number in range(len(microbatches))]
         return None
 
@@ -153,7 +164,7 @@ class Pipeline:
             having = [number for number, form in enumerate(forms) if name in form]
             shapes = [forms[number][name][0] for number in having]
             sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-            if self.ends:
+            if self.has_last_stage:
                 flat = torch.cat([given[number][name].detach().flatten() for number in having])
             else:
                 flat = torch.empty(sum(sizes), dtype=forms[having[0]][name][1], device=self.device)
@@ -166,7 +177,7 @@ class Pipeline:
         """Return the last stage's `values`, small plain data such as statistics, on every rank."""
         if self.group is None:
             return values
-        box: list[Any] = [values if self.ends else None]
+        box: list[Any] = [values if self.has_last_stage else None]
         dist.broadcast_object_list(
             box, group=self.group, group_src=self.placement.last_rank, device=self.device
         )
@@ -175,7 +186,7 @@ class Pipeline:
 
 
 @dataclass
-class _Pass:
+class _StagePass:
     """Results of a stage's forward pass that its backward pass needs."""
 
     states: Tensor | None  # [T, hidden]: the stage's input, a leaf
@@ -184,7 +195,7 @@ class _Pass:
     groups: list[Group] = field(default_factory=list)  # groups of weights, set by the "I" half
 
 
-class _Run:
+class _PipelineRun:
     """One execution of a rank's actions.
 
     Tensors in transit are stored under the key (source stage, target stage, micro-batch).
@@ -201,48 +212,48 @@ class _Run:
         self._microbatches = microbatches
         self._loss = loss
         self._stage_loss = stage_loss
-        self._passes: dict[tuple[int, int], _Pass] = {}
-        self._made: dict[Ends, Tensor] = {}  # to send, or input of another local stage
-        self._coming: dict[Ends, tuple[Tensor, dist.Work]] = {}
-        self._going: dict[Ends, tuple[Tensor, dist.Work]] = {}
+        self._passes: dict[tuple[int, int], _StagePass] = {}
+        self._made: dict[TransferKey, Tensor] = {}  # to send, or input of another local stage
+        self._receives: dict[TransferKey, tuple[Tensor, dist.Work]] = {}
+        self._sends: dict[TransferKey, tuple[Tensor, dist.Work]] = {}
         # Number of backward passes left, by stage.
-        self._left = dict.fromkeys(pipeline.networks, len(microbatches))
+        self._backward_left = dict.fromkeys(pipeline.networks, len(microbatches))
 
     def run(self, actions: Sequence[Action]) -> None:
         if torch.is_grad_enabled():
             for network in self._pipeline.networks.values():
                 sync_gradients(network, not self._pipeline.sums_once)
         for action in actions:
-            if isinstance(action, Compute):
+            if isinstance(action, ComputeAction):
                 self._compute(action)
             else:
-                self._message(action)
-        lends = self._pipeline.lends
+                self._post_message(action)
+        lends = self._pipeline.lending_stage
         if lends is not None and torch.is_grad_enabled():
-            settle(lends, sums=True)
-        for ends in list(self._going):
-            self._sent(ends)
+            finish_backward(lends, sums=True)
+        for ends in list(self._sends):
+            self._wait_for_send(ends)
 
     # -- computing
 
-    def _compute(self, action: Compute) -> None:
+    def _compute(self, action: ComputeAction) -> None:
         if action.stage == self._pipeline.placement.num_stages - 1:
-            lends = self._pipeline.lends
+            lends = self._pipeline.lending_stage
         else:
             lends = None
         if lends is not None:
-            make_whole(lends)
+            unshard(lends)
         compute = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward_input,
-            "W": self._backward_weight,
+            "F": self._run_forward,
+            "B": self._run_backward,
+            "I": self._run_backward_input,
+            "W": self._run_backward_weight,
         }
         compute[action.half](action.stage, action.microbatch)
         if lends is not None and action.half != "F":
-            settle(lends, sums=not self._pipeline.sums_once)
+            finish_backward(lends, sums=not self._pipeline.sums_once)
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    def _run_forward(self, stage: int, microbatch: int) -> None:
         network = self._pipeline.networks[stage]
         given = self._microbatches[microbatch]
         states = None if stage == 0 else self._take((stage - 1, stage, microbatch))
@@ -258,7 +269,9 @@ class _Run:
         else:
             loss = self._loss(microbatch, found)
             if training and is_sharded(network) and not loss.requires_grad:
-                loss = connected(loss, found.values())  # other ranks wait for this rank's gradients
+                loss = connect_outputs(
+                    loss, found.values()
+                )  # other ranks wait for this rank's gradients
             losses.append(loss)
         if (
             self._stage_loss is not None
@@ -266,25 +279,25 @@ class _Run:
         ):
             losses.append(own)
         if training:
-            self._passes[stage, microbatch] = _Pass(states, made, losses)
+            self._passes[stage, microbatch] = _StagePass(states, made, losses)
 
-    def _backward(self, stage: int, microbatch: int) -> None:
+    def _run_backward(self, stage: int, microbatch: int) -> None:
         network = self._pipeline.networks[stage]
         passed = self._passes.pop((stage, microbatch))
-        roots, gradients = self._roots(stage, microbatch, passed)
-        sums = self._sums(stage)
+        roots, gradients = self._find_roots(stage, microbatch, passed)
+        sums = self._count_backward(stage)
         if sums:
             sync_gradients(network, True)
         if roots:
             torch.autograd.backward(roots, gradients)
         elif sums:  # no backward pass ran, so no hook did
-            settle(network, sums=True)
+            finish_backward(network, sums=True)
         self._pass_back(stage, microbatch, passed)
 
-    def _backward_input(self, stage: int, microbatch: int) -> None:
+    def _run_backward_input(self, stage: int, microbatch: int) -> None:
         """Compute the gradient of the stage's input, not those of the weights.
 
-        `_backward_weight` computes the others. The first stage has no input, so its whole backward
+        `_run_backward_weight` computes the others. The first stage has no input, so its whole backward
         pass runs later. With recomputation, the whole backward pass runs now: otherwise, the blocks
         would be recomputed once for each group of weights.
         """
@@ -293,33 +306,35 @@ class _Run:
         network = self._pipeline.networks[stage]
         passed = self._passes[stage, microbatch]
         if network.recompute_every:
-            self._backward(stage, microbatch)
+            self._run_backward(stage, microbatch)
             return
-        roots, gradients = self._roots(stage, microbatch, passed)
+        roots, gradients = self._find_roots(stage, microbatch, passed)
         assert passed.states is not None, "stages after the first are given states"
-        passed.groups = half_of_input(roots, gradients, passed.states)
+        passed.groups = compute_input_half(roots, gradients, passed.states)
         passed.made = None
         passed.losses = []
         self._pass_back(stage, microbatch, passed)
         passed.states = None
 
-    def _backward_weight(self, stage: int, microbatch: int) -> None:
+    def _run_backward_weight(self, stage: int, microbatch: int) -> None:
         if stage == 0:
-            self._backward(stage, microbatch)
+            self._run_backward(stage, microbatch)
         elif (stage, microbatch) in self._passes:
             groups = self._passes.pop((stage, microbatch)).groups
-            half_of_weights(self._pipeline.networks[stage], groups, sums=self._sums(stage))
+            compute_weight_half(
+                self._pipeline.networks[stage], groups, sums=self._count_backward(stage)
+            )
 
-    def _sums(self, stage: int) -> bool:
+    def _count_backward(self, stage: int) -> bool:
         """Count a backward pass; return True if it sums the stage's gradients over the ranks.
 
         A stage's last backward pass always does.
         """
-        self._left[stage] -= 1
-        return self._left[stage] == 0 or not self._pipeline.sums_once
+        self._backward_left[stage] -= 1
+        return self._backward_left[stage] == 0 or not self._pipeline.sums_once
 
-    def _roots(
-        self, stage: int, microbatch: int, passed: _Pass
+    def _find_roots(
+        self, stage: int, microbatch: int, passed: _StagePass
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors at which a backward pass starts, and their gradients."""
         roots: list[Tensor] = [loss for loss in passed.losses if loss.requires_grad]
@@ -327,13 +342,13 @@ class _Run:
         if passed.made is not None:
             gradient = self._take((stage + 1, stage, microbatch))
             # Its gradient is back, so the states were received.
-            self._sent((stage, stage + 1, microbatch))
+            self._wait_for_send((stage, stage + 1, microbatch))
             if passed.made.requires_grad:
                 roots.append(passed.made)
                 gradients.append(gradient)
         return roots, gradients
 
-    def _pass_back(self, stage: int, microbatch: int, passed: _Pass) -> None:
+    def _pass_back(self, stage: int, microbatch: int, passed: _StagePass) -> None:
         if passed.states is not None:
             gradient = passed.states.grad
             if gradient is None:  # no token of this micro-batch is trained
@@ -342,54 +357,54 @@ class _Run:
 
     # -- sending
 
-    def _message(self, message: Message) -> None:
+    def _post_message(self, message: TransferAction) -> None:
         pipeline = self._pipeline
         ends = (message.source, message.target, message.microbatch)
         # A tag per micro-batch, source stage and direction.
         tag = 2 * (message.microbatch * pipeline.placement.num_stages + message.source)
         tag += message.target > message.source
         try:
-            if message.way == "SEND":
-                if len(self._going) == MOST_SENDS:
-                    self._sent(next(iter(self._going)))
+            if message.direction == "SEND":
+                if len(self._sends) == MOST_SENDS:
+                    self._wait_for_send(next(iter(self._sends)))
                 tensor = self._made.pop(ends)
-                peer = pipeline.placement.rank_of(message.target)
+                peer = pipeline.placement.get_rank(message.target)
                 work = dist.isend(tensor, group=pipeline.group, group_dst=peer, tag=tag)
             else:
-                shape = pipeline.shape_of(self._microbatches[message.microbatch])
+                shape = pipeline.compute_shape(self._microbatches[message.microbatch])
                 tensor = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
-                peer = pipeline.placement.rank_of(message.source)
+                peer = pipeline.placement.get_rank(message.source)
                 work = dist.irecv(tensor, group=pipeline.group, group_src=peer, tag=tag)
         except RuntimeError as error:
-            raise self._lost(ends, sending=message.way == "SEND") from error
+            raise self._build_lost_error(ends, sending=message.direction == "SEND") from error
         assert work is not None
-        (self._going if message.way == "SEND" else self._coming)[ends] = tensor, work
+        (self._sends if message.direction == "SEND" else self._receives)[ends] = tensor, work
 
-    def _take(self, ends: Ends) -> Tensor:
+    def _take(self, ends: TransferKey) -> Tensor:
         """Wait for another stage's result and return it."""
-        if ends not in self._coming:
+        if ends not in self._receives:
             return self._made.pop(ends)
-        tensor, work = self._coming.pop(ends)
+        tensor, work = self._receives.pop(ends)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(ends, sending=False) from error
+            raise self._build_lost_error(ends, sending=False) from error
         return tensor
 
-    def _sent(self, ends: Ends) -> None:
+    def _wait_for_send(self, ends: TransferKey) -> None:
         """Wait until a sent tensor is received, then release it."""
-        if ends in self._going:
-            _, work = self._going.pop(ends)
+        if ends in self._sends:
+            _, work = self._sends.pop(ends)
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost(ends, sending=True) from error
+                raise self._build_lost_error(ends, sending=True) from error
 
-    def _lost(self, ends: Ends, *, sending: bool) -> RunError:
+    def _build_lost_error(self, ends: TransferKey, *, sending: bool) -> RunError:
         source, target, microbatch = ends
         what = "states" if target > source else "gradient"
         here, there = (source, target) if sending else (target, source)
-        peer = self._pipeline.placement.rank_of(there)
+        peer = self._pipeline.placement.get_rank(there)
         verb = "was not received by" if sending else "did not come from"
         return RunError(
             f"pipeline stage {here} (rank {self._pipeline.rank}), micro-batch {microbatch}: the "
@@ -399,7 +414,7 @@ class _Run:
         )
 
 
-def _lender(first: Transformer | None, last: Transformer | None) -> Transformer | None:
+def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> Transformer | None:
     """Return the first stage if the last stage, on the same rank, reads its embedding matrix.
 
     Returns None if the two stages are not both here or the embeddings are not tied.
@@ -409,12 +424,14 @@ def _lender(first: Transformer | None, last: Transformer | None) -> Transformer 
     return first if first.embed is last.embed else None
 
 
-def tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
+def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
     """Return the trained embeddings of the first and last stage that are copies of one matrix."""
     found = [
         network.embed.weight
         for network in networks.values()
-        if network.config.tied and network.kind == "lm" and network.begins != network.ends
+        if network.config.tied
+        and network.kind == "lm"
+        and network.is_first_stage != network.is_last_stage
     ]
     return [parameter for parameter in found if parameter.requires_grad]
 

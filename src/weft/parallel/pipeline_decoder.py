@@ -13,7 +13,7 @@ cross.
 
 Sends are not waited for. A single generator waits for the last rank at the end of each step, so
 only one rank works at a time. With as many generators taking turns as there are ranks
-(`weft.engine.generation.turns`), all ranks are busy: while the tokens of one generator are on their
+(`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one generator are on their
 way, the ranks compute the others. Prefills pass from rank to rank like decode steps. Decode steps
 are computed one at a time and are not captured as CUDA graphs.
 
@@ -43,11 +43,11 @@ from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
 from weft.placement import Placement
 
-Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
+DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
 
 
 @dataclass
-class _Step:
+class _DecoderPass:
     """A forward pass over `x` with stages left on this rank; the last stage fills `made`."""
 
     x: Packed
@@ -92,14 +92,16 @@ class StagedDecoder:
         self._last = placement.last_rank
         self._dtype = dtype or parameter.dtype
         # Unfinished sends: (target rank, tensor, work).
-        self._going: deque[tuple[int, Tensor, dist.Work]] = deque()
+        self._sends: deque[tuple[int, Tensor, dist.Work]] = deque()
         self._num_sent = 0
-        self._put_off: deque[_Step] = deque()  # in the order in which they began
-        self._newest: _Step | None = None  # the last pass, if it has deferred stages
-        assert tuple(self._stages) == placement.stages_of(self._rank), (
+        self._deferred_passes: deque[_DecoderPass] = deque()  # in the order in which they began
+        self._last_deferred: _DecoderPass | None = None  # the last pass, if it has deferred stages
+        assert tuple(self._stages) == placement.list_stages(self._rank), (
             "the placement's stages of this rank"
         )
-        assert network.begins == (self._rank == 0) and network.ends == (self._rank == self._last)
+        assert network.is_first_stage == (self._rank == 0) and network.is_last_stage == (
+            self._rank == self._last
+        )
 
     def __enter__(self) -> StagedDecoder:
         return self
@@ -111,7 +113,7 @@ class StagedDecoder:
         at: TracebackType | None,
     ) -> None:
         if error is None:
-            self._received(self._num_sent)
+            self._wait_for_sends(self._num_sent)
 
     @property
     def training(self) -> bool:
@@ -122,7 +124,7 @@ class StagedDecoder:
         self.network.train(mode)
 
     @property
-    def reads_pages(self) -> bool:
+    def can_read_pages(self) -> bool:
         """False: decoding over pages is captured as CUDA graphs, which cannot contain sends."""
         return False
 
@@ -130,8 +132,8 @@ class StagedDecoder:
     def prefix_tokens(self) -> int:
         return self.network.prefix_tokens
 
-    def shares_prefixes(self, longest: int) -> bool:
-        return self.network.shares_prefixes(longest)
+    def can_share_prefixes(self, longest: int) -> bool:
+        return self.network.can_share_prefixes(longest)
 
     def parameters(self) -> Iterator[Tensor]:
         return iter(self.network.parameters())
@@ -139,8 +141,8 @@ class StagedDecoder:
     def train(self, mode: bool = True) -> object:
         return self.network.train(mode)
 
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return `Transformer.hidden` on the last rank; on the others, a tensor [rows, 0].
+    def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """Return `Transformer.compute_hidden` on the last rank; on the others, a tensor [rows, 0].
 
         Without `rows` and with several stages on this rank, the result is filled only by
         `catch_up`.
@@ -149,11 +151,11 @@ class StagedDecoder:
         if at_once:
             self.catch_up()
         count = len(x.tokens) if rows is None else len(rows)
-        if self.network.ends:
+        if self.network.is_last_stage:
             width = self.config.embed_dim or self.config.hidden_size
         else:
             width = 0
-        step = _Step(
+        step = _DecoderPass(
             x,
             deque(self._stages),
             torch.empty(count, width, dtype=self._dtype, device=self._device),
@@ -161,23 +163,23 @@ class StagedDecoder:
         self._compute(step, rows)
         while at_once and step.left:
             self._compute(step, rows)
-        self._newest = step if step.left else None
+        self._last_deferred = step if step.left else None
         if step.left:
-            self._put_off.append(step)
+            self._deferred_passes.append(step)
         return step.made
 
     @torch.no_grad()
     def catch_up(self) -> None:
         """Compute the deferred stages."""
-        while self._put_off:
-            step = self._put_off.popleft()
+        while self._deferred_passes:
+            step = self._deferred_passes.popleft()
             self._compute(step)
             if step.left:
-                self._put_off.append(step)
+                self._deferred_passes.append(step)
             elif step.then is not None:
                 step.then()
 
-    def _compute(self, step: _Step, rows: Tensor | None = None) -> None:
+    def _compute(self, step: _DecoderPass, rows: Tensor | None = None) -> None:
         """Compute the next stage of a forward pass."""
         stage = step.left.popleft()
         network = self._stages[stage]
@@ -186,12 +188,12 @@ class StagedDecoder:
         if stage > 0 and states is None:
             shape = len(step.x.tokens), self.config.hidden_size
             states = torch.empty(shape, dtype=self._dtype, device=self._device)
-            self._receive(states, self._placement.rank_of(stage - 1), "states", self._group)
-        if network.ends:
-            step.made.copy_(network.hidden(step.x, rows, states))
+            self._receive(states, self._placement.get_rank(stage - 1), "states", self._group)
+        if network.is_last_stage:
+            step.made.copy_(network.compute_hidden(step.x, rows, states))
             return
-        made = network.hidden(step.x, states=states)
-        peer = self._placement.rank_of(stage + 1)
+        made = network.compute_hidden(step.x, states=states)
+        peer = self._placement.get_rank(stage + 1)
         if peer == self._rank:
             step.states = made
         else:
@@ -205,23 +207,23 @@ class StagedDecoder:
     def output_matrix(self) -> Tensor | None:
         return self.network.output_matrix
 
-    def settle(self, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
+    def settle(self, draw: Callable[[], DrawnTokens], rows: int) -> Callable[[], DrawnTokens]:
         """Return a function that returns the tokens drawn in this step, on every rank.
 
         The last rank draws as soon as its last stage is computed, and sends the tokens. The other
         ranks wait for them when the returned function is called.
         """
-        step = self._newest
-        self._newest = None
-        if not self.network.ends:
+        step = self._last_deferred
+        self._last_deferred = None
+        if not self.network.is_last_stage:
             sent = self._num_sent
-            return lambda: self._drawn(rows, sent, step)
-        drawn: list[Drawn] = []
+            return lambda: self._receive_drawn(rows, sent, step)
+        drawn: list[DrawnTokens] = []
         counts: list[int] = []
 
-        def tell() -> None:
+        def send_drawn() -> None:
             drawn.append(draw())
-            first, ids = packed_tokens(drawn[0])
+            first, ids = pack_tokens(drawn[0])
             for peer in (rank for rank in range(self._size) if rank != self._rank):
                 self._send(first, peer, self._host)
                 if len(ids):
@@ -229,29 +231,29 @@ class StagedDecoder:
             counts.append(self._num_sent)
 
         if step is None:
-            tell()
+            send_drawn()
         else:
-            step.then = tell
+            step.then = send_drawn
 
-        def taken() -> Drawn:
-            self._reach(step)
-            self._received(counts[0])  # the other ranks receive at the same point
+        def take_drawn() -> DrawnTokens:
+            self._compute_deferred(step)
+            self._wait_for_sends(counts[0])  # the other ranks receive at the same point
             return drawn[0]
 
-        return taken
+        return take_drawn
 
-    def _drawn(self, rows: int, sent: int, step: _Step | None) -> Drawn:
+    def _receive_drawn(self, rows: int, sent: int, step: _DecoderPass | None) -> DrawnTokens:
         """Receive the last rank's tokens, and release this rank's first `sent` tensors."""
-        self._reach(step)
+        self._compute_deferred(step)
         first = torch.empty(3, rows, dtype=torch.float64)
         self._receive(first, self._last, "tokens", self._host)
-        self._received(sent)
-        ids = torch.empty(num_ids(first), dtype=torch.int64)
+        self._wait_for_sends(sent)
+        ids = torch.empty(count_ids(first), dtype=torch.int64)
         if len(ids):
             self._receive(ids, self._last, "ids that a limit keeps", self._host)
-        return unpacked_tokens(first, ids)
+        return unpack_tokens(first, ids)
 
-    def _reach(self, step: _Step | None) -> None:
+    def _compute_deferred(self, step: _DecoderPass | None) -> None:
         """Compute all deferred stages if this step has any."""
         if step is not None and step.left:
             self.catch_up()
@@ -262,19 +264,19 @@ class StagedDecoder:
         try:
             work = dist.isend(tensor, group=group, group_dst=peer)
         except RuntimeError as error:
-            raise self._lost("a sent tensor was not received by", peer) from error
+            raise self._build_lost_error("a sent tensor was not received by", peer) from error
         assert work is not None
-        self._going.append((peer, tensor, work))
+        self._sends.append((peer, tensor, work))
         self._num_sent += 1
 
-    def _received(self, sent: int) -> None:
+    def _wait_for_sends(self, sent: int) -> None:
         """Wait until the first `sent` sent tensors are received, and release their memory."""
-        while len(self._going) > self._num_sent - sent:
-            peer, _, work = self._going.popleft()
+        while len(self._sends) > self._num_sent - sent:
+            peer, _, work = self._sends.popleft()
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost("a sent tensor was not received by", peer) from error
+                raise self._build_lost_error("a sent tensor was not received by", peer) from error
 
     def _receive(self, tensor: Tensor, peer: int, what: str, group: ProcessGroup) -> None:
         try:
@@ -282,9 +284,9 @@ class StagedDecoder:
             assert work is not None
             work.wait()
         except RuntimeError as error:
-            raise self._lost(f"the {what} did not come from", peer) from error
+            raise self._build_lost_error(f"the {what} did not come from", peer) from error
 
-    def _lost(self, what: str, peer: int) -> RunError:
+    def _build_lost_error(self, what: str, peer: int) -> RunError:
         return RunError(
             f"generation, rank {self._rank} of the pipeline: {what} rank {peer}; that rank "
             f"failed, or is later than the "
@@ -292,8 +294,8 @@ class StagedDecoder:
         )
 
 
-def packed_tokens(drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """Pack drawn tokens into two tensors for sending; the inverse of `unpacked_tokens`.
+def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
+    """Pack drawn tokens into two tensors for sending; the inverse of `unpack_tokens`.
 
     The first is float64 [3, rows]: token, log-prob, and the number of ids that a limit such as
     top-k keeps (-1 if they are not recorded). The second is int64 with those ids, row after row.
@@ -308,13 +310,13 @@ def packed_tokens(drawn: Drawn) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(first), torch.tensor(ids, dtype=torch.int64)
 
 
-def num_ids(first: Tensor) -> int:
-    """Return the size of the second tensor of `packed_tokens`, given the first."""
+def count_ids(first: Tensor) -> int:
+    """Return the size of the second tensor of `pack_tokens`, given the first."""
     return int(first[2].clip(0).sum())
 
 
-def unpacked_tokens(first: Tensor, ids: Tensor) -> Drawn:
-    """Return the drawn tokens that `packed_tokens` packed."""
+def unpack_tokens(first: Tensor, ids: Tensor) -> DrawnTokens:
+    """Return the drawn tokens that `pack_tokens` packed."""
     tokens, logprobs, counts = first.numpy()
     supports = None
     if len(tokens) and counts[0] >= 0:

@@ -4,7 +4,7 @@
     actions = plan("1f1b", placement, num_microbatches=8)        # [rank][...]: Compute and Message
 
 No process group is needed. A stage is a run of consecutive blocks of the network. There are S
-stages, and a rank holds one or several. `Compute("F", s, m)` is the forward pass of micro-batch m
+stages, and a rank holds one or several. `ComputeAction("F", s, m)` is the forward pass of micro-batch m
 through stage s, and "B" its backward pass. "I" and "W" are the two halves of a backward pass: "I"
 computes the gradient of the stage's input, "W" those of its weights.
 
@@ -31,7 +31,7 @@ Half = Literal["F", "B", "I", "W"]
 # number.
 STAGES_A_RANK: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zbv": 2}
 # Kinds whose backward passes are split into "I" and "W".
-HALVES: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")
+SPLIT_BACKWARD_KINDS: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")
 TABLES: dict[Kind, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
@@ -41,7 +41,7 @@ TABLES: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeAction:
     """Computation of one pass ("F", "B"), or half of a backward pass ("I", "W"), of a stage."""
 
     half: Half
@@ -50,23 +50,23 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Message:
+class TransferAction:
     """Transfer of stage `source`'s result for a micro-batch to the neighbouring stage `target`.
 
     The next stage gets the states; the previous stage gets their gradient.
     """
 
-    way: Literal["SEND", "RECV"]
+    direction: Literal["SEND", "RECV"]
     source: int
     target: int
     microbatch: int
 
 
-Action = Compute | Message
-Order = Sequence[Sequence[Compute]]  # by rank
+Action = ComputeAction | TransferAction
+Order = Sequence[Sequence[ComputeAction]]  # by rank
 
 
-def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
+def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
     """Return the placement of the pipeline's stages on its ranks.
 
     Interleaved kinds have `stages_a_rank` stages per rank (default 2); for the other kinds, the
@@ -81,7 +81,7 @@ def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Pl
     if usual is not None and stages_a_rank not in (None, usual):
         were = "was" if stages_a_rank == 1 else "were"
         raise ConfigError(
-            f"pipeline_schedule={kind} has {_stages(usual)} per rank, and {stages_a_rank} {were} "
+            f"pipeline_schedule={kind} has {_format_stages(usual)} per rank, and {stages_a_rank} {were} "
             "asked for; interleaved_1f1b and interleaved_zero_bubble take any number from 2"
         )
     if usual is None and stages_a_rank is not None and stages_a_rank < 2:
@@ -93,38 +93,39 @@ def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Pl
     return Placement(ranks, stages_a_rank or usual or 2, turns=kind == "zbv")
 
 
-def _stages(count: int) -> str:
+def _format_stages(count: int) -> str:
     return "one stage" if count == 1 else f"{count} stages"
 
 
 @cache
-def plan(
+def plan_actions(
     kind: Kind, placement: Placement, num_microbatches: int, *, forward_only: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each rank, in order.
 
     With `forward_only`, for inference, the plan has forward passes only.
     """
-    order = order_of(kind, placement, num_microbatches)
+    order = build_order(kind, placement, num_microbatches)
     if forward_only:  # with fewer dependencies, the order can still be run
         order = [[action for action in own if action.half == "F"] for own in order]
-    return tuple(map(tuple, with_messages(order, placement)))
+    return tuple(map(tuple, add_transfers(order, placement)))
 
 
-def order_of(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
+def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
     """Return the computations of each rank, in order."""
     match kind:
         case "gpipe":
-            return [_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
+            return [_order_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
         case "1f1b":
             return [
-                _1f1b(rank, placement.ranks, num_microbatches) for rank in range(placement.ranks)
+                _order_1f1b(rank, placement.ranks, num_microbatches)
+                for rank in range(placement.ranks)
             ]
         case _:
             return _from_table(kind, placement, num_microbatches)
 
 
-def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
+def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     """Return the order with a SEND after each computation whose result another rank needs.
 
     The matching RECV is at the same moment in the receiving rank's list. The moments are those of a
@@ -137,7 +138,7 @@ def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
     """
     lists: list[list[Action]] = [[] for _ in order]
     left = [list(reversed(own)) for own in order]
-    done: set[Compute] = set()
+    done: set[ComputeAction] = set()
     while any(left):
         ready = [
             own.pop()
@@ -150,18 +151,20 @@ def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
                 f"this order cannot be run; next are {stuck}, and their inputs are never computed"
             )
         for action in ready:
-            lists[placement.rank_of(action.stage)].append(action)
+            lists[placement.get_rank(action.stage)].append(action)
         for action in ready:
-            target = _target(action, placement)
-            if target is not None and placement.rank_of(target) != placement.rank_of(action.stage):
+            target = _find_target(action, placement)
+            if target is not None and placement.get_rank(target) != placement.get_rank(
+                action.stage
+            ):
                 ends = action.stage, target, action.microbatch
-                lists[placement.rank_of(action.stage)].append(Message("SEND", *ends))
-                lists[placement.rank_of(target)].append(Message("RECV", *ends))
+                lists[placement.get_rank(action.stage)].append(TransferAction("SEND", *ends))
+                lists[placement.get_rank(target)].append(TransferAction("RECV", *ends))
         done.update(ready)
     return lists
 
 
-def _target(action: Compute, placement: Placement) -> int | None:
+def _find_target(action: ComputeAction, placement: Placement) -> int | None:
     """Return the stage that receives an action's result; None if there is none."""
     if action.half == "W":
         return None
@@ -169,7 +172,7 @@ def _target(action: Compute, placement: Placement) -> int | None:
     return target if 0 <= target < placement.num_stages else None
 
 
-def _needs(action: Compute, placement: Placement) -> Iterator[Compute]:
+def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations that must precede an action.
 
     A backward pass needs the same form ("B" or "I") of the next stage: an order has only one of
@@ -180,28 +183,28 @@ def _needs(action: Compute, placement: Placement) -> Iterator[Compute]:
     last = placement.num_stages - 1
     if action.half == "F":
         if stage > 0:
-            yield Compute("F", stage - 1, microbatch)
+            yield ComputeAction("F", stage - 1, microbatch)
         return
     if action.half == "W":
-        yield Compute("I", stage, microbatch)
+        yield ComputeAction("I", stage, microbatch)
         return
-    yield Compute("F", stage, microbatch)
+    yield ComputeAction("F", stage, microbatch)
     if stage < last:
-        yield Compute(action.half, stage + 1, microbatch)
+        yield ComputeAction(action.half, stage + 1, microbatch)
 
 
-def _gpipe(rank: int, count: int) -> list[Compute]:
+def _order_gpipe(rank: int, count: int) -> list[ComputeAction]:
     halves: tuple[Half, ...] = ("F", "B")
-    return [Compute(half, rank, m) for half in halves for m in range(count)]
+    return [ComputeAction(half, rank, m) for half in halves for m in range(count)]
 
 
-def _1f1b(rank: int, ranks: int, count: int) -> list[Compute]:
+def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
     """Run one forward pass per later rank, then alternate forward and backward passes."""
     ahead = min(count, ranks - 1 - rank)
-    order = [Compute("F", rank, m) for m in range(ahead)]
+    order = [ComputeAction("F", rank, m) for m in range(ahead)]
     for m in range(count - ahead):
-        order += [Compute("F", rank, ahead + m), Compute("B", rank, m)]
-    return order + [Compute("B", rank, m) for m in range(count - ahead, count)]
+        order += [ComputeAction("F", rank, ahead + m), ComputeAction("B", rank, m)]
+    return order + [ComputeAction("B", rank, m) for m in range(count - ahead, count)]
 
 
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
@@ -227,15 +230,15 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
             submod=None,
             has_backward=True,
         )
-        for stage in placement.stages_of(0)
+        for stage in placement.list_stages(0)
     ]
     from torch.distributed.pipelining import schedules
 
-    table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_unused).pipeline_order
+    table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_raise_unused).pipeline_order
     # Convert it, and drop the extra micro-batches.
     return [
         [
-            Compute(
+            ComputeAction(
                 cast(Half, action.computation_type.value),
                 action.stage_index,
                 action.microbatch_index,
@@ -247,5 +250,5 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     ]
 
 
-def _unused(*_: Any) -> Any:
+def _raise_unused(*_: Any) -> Any:
     raise AssertionError("a table is made, nothing is computed")

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.models.network.moe import MoE
-from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
 
@@ -47,9 +47,9 @@ def shard(
         reduce_dtype=torch.float32 if half else None,
         cast_forward_inputs=False,
     )
-    shards = mesh.shards(device)
+    shards = mesh.build_shard_mesh(device)
     if mesh.layout.expert > 1:
-        apart = mesh.shards(device, experts=True)
+        apart = mesh.build_shard_mesh(device, experts=True)
     else:
         apart = None
     for network in networks:
@@ -75,7 +75,7 @@ def shard(
             wrapped.set_force_sum_reduction_for_comms(True)
 
 
-class Shards:
+class LocalShards:
     """This rank's rows of a sharded network's parameters, as plain parameters.
 
     `stored` maps canonical names to parameters that share memory with the network's shards; names
@@ -89,11 +89,11 @@ class Shards:
         self.stored: dict[str, StoredParameter] = {}
         for module in network.modules():
             if isinstance(module, FSDPModule):
-                _find_rows(module)
-        for name, part in canonical(network).items():
-            sharded, own = self._own(part.parameter)
+                _refresh_memory(module)
+        for name, part in find_canonical_parameters(network).items():
+            sharded, own = self._pair_with_local(part.parameter)
             rows = part.rows or slice(0, sharded.shape[0])
-            first, count = _rows(sharded)
+            first, count = _find_local_rows(sharded)
             low = max(rows.start - first, 0)
             high = min(rows.stop - first, count)
             if low < high:
@@ -102,17 +102,17 @@ class Shards:
     def take_gradients(self) -> None:
         """Move the gradients of the network's parameters to the parameters in `stored`."""
         for sharded, own in self._pairs.values():
-            own.grad = None if sharded.grad is None else _local(sharded.grad)
+            own.grad = None if sharded.grad is None else _to_local(sharded.grad)
             sharded.grad = None
 
-    def rows_of(self, sharded: nn.Parameter) -> nn.Parameter:
+    def get_local_rows(self, sharded: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter of the network; there may be none."""
         return self._pairs[id(sharded)][1]
 
-    def gradient_of(self, sharded: Tensor) -> Tensor:
+    def get_local_gradient(self, sharded: Tensor) -> Tensor:
         """Return the gradient of this rank's rows of a parameter."""
         assert sharded.grad is not None
-        return _local(sharded.grad)
+        return _to_local(sharded.grad)
 
     def reshard(self) -> None:
         """Free whole parameters that a forward pass without a backward pass left gathered.
@@ -123,14 +123,14 @@ class Shards:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _own(self, sharded: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+    def _pair_with_local(self, sharded: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
         if id(sharded) not in self._pairs:
-            own = nn.Parameter(_local(sharded.detach()), requires_grad=sharded.requires_grad)
+            own = nn.Parameter(_to_local(sharded.detach()), requires_grad=sharded.requires_grad)
             self._pairs[id(sharded)] = sharded, own
         return self._pairs[id(sharded)]
 
 
-def _find_rows(module: FSDPModule) -> None:
+def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of its parameters again.
 
     A network that borrows a parameter can allocate its memory after FSDP2's first look. Without
@@ -141,12 +141,12 @@ def _find_rows(module: FSDPModule) -> None:
             parameter.reset_sharded_param()
 
 
-def _local(x: Tensor) -> Tensor:
+def _to_local(x: Tensor) -> Tensor:
     assert isinstance(x, DTensor), "a parameter of a sharded network"
     return x.to_local()
 
 
-def _rows(sharded: Tensor) -> tuple[int, int]:
+def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
     """Return (first row, number of rows) of this rank's part of a sharded parameter.
 
     All ranks have chunks of one size, except at the end.
@@ -193,7 +193,7 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
         network.set_requires_gradient_sync(on)
 
 
-def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
+def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
     """Iterate over the parts of a sharded network, each with whole parameters during its iteration.
 
     Used for the second half of a backward pass, which FSDP2's hooks do not see. After each part,
@@ -203,34 +203,34 @@ def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Modu
     if not isinstance(network, FSDPModule):
         yield network
         return
-    for part, modules in _parts(network):
+    for part, modules in _iterate_parts(network):
         for module in modules:  # hooks that do run in this half must not reshard or sum
-            _after_backward(module, reshards=False, sums=False)
+            _set_backward_behavior(module, reshards=False, sums=False)
             module.unshard()
         yield part
-        _settle(modules, sums=sums)
+        _finish_backward(modules, sums=sums)
     network._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def settle(network: nn.Module, *, sums: bool) -> None:
+def finish_backward(network: nn.Module, *, sums: bool) -> None:
     """Finish a backward pass of a sharded network that FSDP2's hooks did not see.
 
     Accumulates its gradients (with `sums`, sums all accumulated ones over the ranks), and frees
     whole parameters.
     """
     if isinstance(network, FSDPModule):
-        for _, modules in _parts(network):
-            _settle(modules, sums=sums)
+        for _, modules in _iterate_parts(network):
+            _finish_backward(modules, sums=sums)
         network._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def make_whole(network: nn.Module) -> None:
+def unshard(network: nn.Module) -> None:
     """Gather the whole parameters of a sharded network, except those of its blocks."""
     if isinstance(network, FSDPModule):
         network.unshard()
 
 
-def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
+def _iterate_parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
     """Iterate over the parts of a network, each with the FSDP modules that have its parameters.
 
     The parts are in the order of a backward pass: the blocks, last first, then the rest.
@@ -241,14 +241,14 @@ def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
         yield part, [module for module in within if isinstance(module, FSDPModule)]
 
 
-def _settle(modules: Sequence[FSDPModule], *, sums: bool) -> None:
+def _finish_backward(modules: Sequence[FSDPModule], *, sums: bool) -> None:
     for module in reversed(modules):
-        _after_backward(module, reshards=True, sums=sums)
+        _set_backward_behavior(module, reshards=True, sums=sums)
         # The same call as in `torch.distributed.pipelining.stage`.
         for group in module._get_fsdp_state()._fsdp_param_groups:
             group.post_backward()
 
 
-def _after_backward(module: FSDPModule, *, reshards: bool, sums: bool) -> None:
+def _set_backward_behavior(module: FSDPModule, *, reshards: bool, sums: bool) -> None:
     module.set_reshard_after_backward(reshards, recurse=False)
     module.set_requires_gradient_sync(sums, recurse=False)

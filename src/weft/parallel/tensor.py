@@ -1,6 +1,6 @@
 """Tensor parallelism: the ranks of a group split the heads, the MLPs' width and the vocabulary.
 
-    narrow = Transformer(config.narrowed(t, rank))  # parameters: `weft.topology.tensor_slice`
+    narrow = Transformer(config.narrowed(t, rank))  # parameters: `weft.topology.compute_tensor_slice`
     join(narrow, config, group, shares_rows=True)
     narrow(packed, want)                            # every rank gets the whole network's outputs
     # after the backward passes of a step:
@@ -35,9 +35,9 @@ from weft.models.network.moe import ExpertStack, MoE
 from weft.models.network.parameters import StoredParameter
 from weft.models.network.shared_rows import SharedRows
 from weft.models.network.transformer import Transformer
-from weft.parallel.collectives import RowParts, summed, summed_backward, summed_forward
-from weft.parallel.vocabulary import GroupSplit
-from weft.topology import heads_of, vocabulary_of
+from weft.parallel.collectives import RowAssignment, sum_backward, sum_both_ways, sum_forward
+from weft.parallel.vocabulary import GroupVocabularySplit
+from weft.topology import compute_heads, compute_vocabulary
 
 # Parameters that every rank holds whole but uses only for its own heads or width, so each rank has
 # only a part of their gradient.
@@ -67,32 +67,32 @@ def join(
     """
     rank = group.rank()
     size = group.size()
-    leaves = partial(summed_forward, group=group)
-    first = vocabulary_of(config.vocab_size, size, rank).start
+    leaves = partial(sum_forward, group=group)
+    first = compute_vocabulary(config.vocab_size, size, rank).start
     for block in network.blocks:
         assert isinstance(block, Block)
         _join_block(block, config, group)
-    if network.begins:
+    if network.is_first_stage:
         network.embed.first, network.embed.reduce = first, leaves
     network.vocab_size = config.vocab_size
-    if network.ends and network.kind == "lm":
-        network.head.split = GroupSplit(first, config.vocab_size, group)
-        network.enter = partial(summed_backward, group=group)
-    network.sharing = Stretches(group) if shares_rows else None
+    if network.is_last_stage and network.kind == "lm":
+        network.head.split = GroupVocabularySplit(first, config.vocab_size, group)
+        network.enter = partial(sum_backward, group=group)
+    network.sharing = ConsecutiveRowSharing(group) if shares_rows else None
 
 
 @dataclass(frozen=True)
-class Stretches:
+class ConsecutiveRowSharing:
     """Implements `weft.models.network.shared_rows.RowSharing` with consecutive tokens per rank."""
 
     group: ProcessGroup
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        every = RowParts.stretches(len(tokens), self.group, tokens.device)
+        every = RowAssignment.from_equal_runs(len(tokens), self.group, tokens.device)
         if rows is None:
-            return SharedRows(every, every, torch.arange(len(every.own), device=tokens.device))
+            return SharedRows(every, every, torch.arange(len(every.own_rows), device=tokens.device))
         wanted = every.select(rows)
-        return SharedRows(every, wanted, every.number[rows[wanted.own]])
+        return SharedRows(every, wanted, every.local_indices[rows[wanted.own_rows]])
 
     def count(self, length: int) -> int:
         most = -(-length // self.group.size())
@@ -100,12 +100,12 @@ class Stretches:
 
 
 def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) -> None:
-    leaves = partial(summed_forward, group=group)
-    block.enter = partial(summed_backward, group=group)
+    leaves = partial(sum_forward, group=group)
+    block.enter = partial(sum_backward, group=group)
     block.attention.o.reduce = leaves
-    heads = heads_of(config, group.size(), group.rank())
+    heads = compute_heads(config, group.size(), group.rank())
     block.attention.first_head = block.attention.layer * config.num_heads + heads.start
-    _number(block.attention.o, heads.start * config.head_dim)
+    _set_first_channel(block.attention.o, heads.start * config.head_dim)
     if isinstance(block.mlp, MoE):
         block.mlp.reduce = leaves
         down = block.mlp.experts["down"]
@@ -113,20 +113,21 @@ def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) ->
             down.adapter.channel = group.rank() * down.weight.shape[-1]
     else:
         block.mlp.down.reduce = leaves
-        _number(block.mlp.down, group.rank() * block.mlp.down.weight.shape[1])
+        _set_first_channel(block.mlp.down, group.rank() * block.mlp.down.weight.shape[1])
     if config.qk_norm == "full":
         copies = max(1, group.size() // config.num_kv_heads)
-        block.attention.q_norm.share(
-            config.num_heads * config.head_dim, partial(summed, group=group)
+        block.attention.q_norm.split_over_ranks(
+            config.num_heads * config.head_dim, partial(sum_both_ways, group=group)
         )
-        block.attention.k_norm.share(
-            config.num_kv_heads * config.head_dim, lambda squares: summed(squares / copies, group)
+        block.attention.k_norm.split_over_ranks(
+            config.num_kv_heads * config.head_dim,
+            lambda squares: sum_both_ways(squares / copies, group),
         )
 
 
-def _number(layer: Linear, channel: int) -> None:
+def _set_first_channel(layer: Linear, channel: int) -> None:
     """Set the index of the layer's first input in the whole layer, which adapter dropout needs."""
-    for adapter in lora.adapters_of(layer):
+    for adapter in lora.list_adapters(layer):
         adapter.channel = channel
 
 
@@ -144,7 +145,7 @@ def sum_gradients(
     communicates through `device`; the gradients may be on another device.
     """
     # Sum the gradients of parameters that all ranks use in part.
-    parts = _partial(stored, config)
+    parts = _find_partial(stored, config)
     if shares_rows:
         parts += [part for name, part in stored.items() if re.fullmatch(BETWEEN, name)]
     gradients = [grad for part in parts if (grad := part.grad) is not None]
@@ -160,7 +161,7 @@ def sum_gradients(
         )
 
 
-def _partial(
+def _find_partial(
     stored: Mapping[str, StoredParameter], config: TransformerConfig
 ) -> list[StoredParameter]:
     by_head = config.qk_norm != "full"

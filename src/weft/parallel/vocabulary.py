@@ -13,50 +13,51 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.parallel.collectives import total
-from weft.topology import vocabulary_of
+from weft.parallel.collectives import sum_without_gradient
+from weft.topology import compute_vocabulary
 
 
 @dataclass(frozen=True)
-class GroupSplit:
+class GroupVocabularySplit:
     """Implements `weft.models.network.split.VocabularySplit` over a process group."""
 
-    first: int  # this rank's first id
-    size: int  # ids in all
+    first_id: int  # this rank's first id
+    vocab_size: int  # ids in all
     group: ProcessGroup
 
     @property
-    def widest(self) -> int:
-        return -(-self.size // self.group.size())
+    def max_ids(self) -> int:
+        return -(-self.vocab_size // self.group.size())
 
     def logsumexp(self, own: Tensor) -> Tensor:
         most = own.detach().clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         shift = torch.where(most.isfinite(), most, torch.zeros_like(most))
-        return total((own - shift).exp(), self.group).log() + shift
+        return sum_without_gradient((own - shift).exp(), self.group).log() + shift
 
     def sum(self, own: Tensor) -> Tensor:
-        return total(own, self.group)
+        return sum_without_gradient(own, self.group)
 
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
         # On ties, argmax takes the first rank.
-        best = self.every(values[:, None]).argmax(dim=1, keepdim=True)
-        return self.every(ids[:, None]).gather(1, best)[:, 0]
+        best = self.gather_candidates(values[:, None]).argmax(dim=1, keepdim=True)
+        return self.gather_candidates(ids[:, None]).gather(1, best)[:, 0]
 
     def gather(self, own: Tensor) -> Tensor:
         """Return all logits [R, all ids], given [R, own ids]; bit-identical on all ranks."""
         ranks = [
-            vocabulary_of(self.size, self.group.size(), rank) for rank in range(self.group.size())
+            compute_vocabulary(self.vocab_size, self.group.size(), rank)
+            for rank in range(self.group.size())
         ]
         counts = [ids.stop - ids.start for ids in ranks]
         padded = own.new_zeros(len(own), max(counts))
         padded[:, : own.shape[1]] = own
-        parts = self.every(padded).split(max(counts), dim=1)
+        parts = self.gather_candidates(padded).split(max(counts), dim=1)
         return torch.cat(
             [part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1
         )
 
-    def every(self, own: Tensor) -> Tensor:
+    def gather_candidates(self, own: Tensor) -> Tensor:
         parts = [
             torch.empty_like(own, memory_format=torch.contiguous_format)
             for _ in range(self.group.size())

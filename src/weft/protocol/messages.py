@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from weft.errors import DataError
-from weft.protocol.tensors import DATATYPES, PART, Tensor, datatype_of, from_bytes, known
+from weft.protocol.tensors import DATATYPES, PART, Tensor, check_datatype, from_bytes, get_datatype
 
 SERVICE = "inference.GRPCInferenceService"
 CALLS = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
@@ -111,13 +111,13 @@ _Proto = descriptor_pb2.FieldDescriptorProto
 
 
 @cache
-def message(name: str) -> Any:
+def get_message_class(name: str) -> Any:
     """Return the protobuf class of the message `name`."""
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"inference.{name}"))
+    return message_factory.GetMessageClass(_build_pool().FindMessageTypeByName(f"inference.{name}"))
 
 
 @cache
-def _pool() -> descriptor_pool.DescriptorPool:
+def _build_pool() -> descriptor_pool.DescriptorPool:
     file = descriptor_pb2.FileDescriptorProto(
         name="weft/inference.proto", package="inference", syntax="proto3"
     )
@@ -167,7 +167,7 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
         raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")
     made: dict[str, Tensor] = {}
     for index, tensor in enumerate(tensors):
-        datatype = known(tensor.name, tensor.datatype)
+        datatype = check_datatype(tensor.name, tensor.datatype)
         shape = list(tensor.shape)
         if tensor.name in made or any(size < 0 for size in shape):
             raise DataError(
@@ -194,7 +194,7 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
 def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> None:
     """Append tensors to a message as raw bytes."""
     for name, tensor in tensors.items():
-        datatype = datatype_of(tensor)
+        datatype = get_datatype(tensor)
         entries.add(name=name, datatype=datatype, shape=list(tensor.shape))
         raws.append(tensor.astype(DATATYPES[datatype]).tobytes())
 

@@ -38,7 +38,7 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
 }
 
 
-def datatype_of(tensor: Tensor) -> str:
+def get_datatype(tensor: Tensor) -> str:
     """Return the protocol's name for an array's dtype."""
     return next(name for name, dtype in DATATYPES.items() if dtype == tensor.dtype)
 
@@ -53,27 +53,27 @@ def pack(
     entries = list[str]()
     raws = list[bytes]()
     for name, tensor in tensors.items():
-        dtype = DATATYPES[datatype_of(tensor)]
+        dtype = DATATYPES[get_datatype(tensor)]
         entry: dict[str, Any] = {
             "name": name,
-            "datatype": datatype_of(tensor),
+            "datatype": get_datatype(tensor),
             "shape": list(tensor.shape),
         }
         if name in binary:
             raws.append(np.ascontiguousarray(tensor, dtype).tobytes())
             entries.append(json.dumps(entry | {"parameters": {"binary_data_size": len(raws[-1])}}))
         else:
-            entries.append(_extended(entry, "data", f"[{_numbers(tensor.ravel())}]"))
-    text = _extended(header, key, f"[{', '.join(entries)}]").encode()
+            entries.append(_append_entry(entry, "data", f"[{_format_numbers(tensor.ravel())}]"))
+    text = _append_entry(header, key, f"[{', '.join(entries)}]").encode()
     return b"".join([text, *raws]), len(text) if raws else None
 
 
-def _extended(values: Mapping[str, Any], key: str, text: str) -> str:
+def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
     """Return `values` as a JSON object with one more entry, whose value `text` is already JSON."""
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
 
-def _numbers(tensor: Tensor) -> str:
+def _format_numbers(tensor: Tensor) -> str:
     """Return the numbers as JSON without brackets.
 
     They are encoded in chunks, so that other threads can run in between.
@@ -82,7 +82,7 @@ def _numbers(tensor: Tensor) -> str:
     return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)
 
 
-def header_size(body: bytes, header_length: int | None) -> int:
+def compute_header_size(body: bytes, header_length: int | None) -> int:
     """Return the number of JSON bytes at the start of the body.
 
     Raises `DataError` if `header_length` exceeds the body or is negative.
@@ -100,12 +100,12 @@ def unpack(
 
     Raises `DataError` for a malformed body.
     """
-    size = header_size(body, header_length)
+    size = compute_header_size(body, header_length)
     header = read_object(body[:size])
-    return header, tensors_of(body, size, header, key)
+    return header, read_tensors(body, size, header, key)
 
 
-def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> dict[str, Tensor]:
+def read_tensors(body: bytes, size: int, header: Mapping[str, Any], key: str) -> dict[str, Tensor]:
     """Return the tensors listed under `key` of `header`, by name.
 
     `header` is the parsed JSON from the first `size` bytes of `body`; raw tensors follow it. Raises
@@ -117,10 +117,10 @@ def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> d
     tensors: dict[str, Tensor] = {}
     at = size
     for entry in entries:
-        name, dtype, shape = _described(entry, key)
+        name, dtype, shape = _read_description(entry, key)
         if name in tensors:
             raise DataError(f"{key} has the tensor {name!r} twice")
-        count = _parameter(entry, "binary_data_size")
+        count = _read_integer_parameter(entry, "binary_data_size")
         if count is None:
             tensors[name] = _from_list(name, dtype, shape, entry.get("data"))
         else:
@@ -149,7 +149,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
 
     Raises `DataError` if the number of bytes does not match the shape.
     """
-    dtype = DATATYPES[known(name, datatype)]
+    dtype = DATATYPES[check_datatype(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise DataError(
             f"tensor {name!r} has {len(raw)} bytes, but {datatype} of shape {list(shape)} "
@@ -158,7 +158,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
     return np.frombuffer(raw, dtype).reshape(shape)
 
 
-def known(name: str, datatype: Any) -> str:
+def check_datatype(name: str, datatype: Any) -> str:
     """Return `datatype`. Raises `DataError` unless it is one of the numeric `DATATYPES`."""
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise DataError(
@@ -167,7 +167,7 @@ def known(name: str, datatype: Any) -> str:
     return datatype
 
 
-def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
+def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return the Boolean parameter `name` of an entry. Raises `DataError` for other types."""
     parameters = entry.get("parameters") or {}
     if isinstance(parameters, Mapping):
@@ -179,7 +179,7 @@ def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _described(entry: Any, key: str) -> tuple[str, str, list[int]]:
+def _read_description(entry: Any, key: str) -> tuple[str, str, list[int]]:
     """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if one is invalid."""
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise DataError(f"each of {key} must be an object with a name")
@@ -187,10 +187,10 @@ def _described(entry: Any, key: str) -> tuple[str, str, list[int]]:
     shape = entry.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise DataError(f"tensor {name!r}: shape={shape!r} must be a list of whole numbers")
-    return name, known(name, entry.get("datatype")), shape
+    return name, check_datatype(name, entry.get("datatype")), shape
 
 
-def _parameter(entry: Mapping[str, Any], name: str) -> int | None:
+def _read_integer_parameter(entry: Mapping[str, Any], name: str) -> int | None:
     """Return the integer parameter `name` of a tensor entry, or None if it is absent."""
     parameters = entry.get("parameters") or {}
     value = parameters.get(name) if isinstance(parameters, Mapping) else None

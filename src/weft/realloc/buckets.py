@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import ConfigError
-from weft.realloc.plan import Transfer
+from weft.realloc.plan import ParameterTransfer
 from weft.topology import Slice
 
 # Bytes. Pieces start at multiples, so that they can be viewed in their dtype and summed in words.
@@ -26,7 +26,7 @@ PIECES = 4  # a piece has at most 1 / PIECES of a bucket, so that buckets fill w
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePiece:
     """One piece of a parameter in a message: `num_bytes` bytes starting at `offset`."""
 
     name: str
@@ -37,40 +37,40 @@ class Part:
     @property
     def end(self) -> int:
         """Offset at which the next piece can start."""
-        return self.offset + aligned(self.num_bytes)
+        return self.offset + align(self.num_bytes)
 
 
 @dataclass
-class Message:
+class BucketMessage:
     """The bytes one rank sends another in one round: the pieces in order, then the seal."""
 
     source: int
     target: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MessagePiece] = field(default_factory=list)
 
     @property
-    def seal(self) -> int:
+    def seal_offset(self) -> int:
         """Byte offset at which the pieces end and the seal begins."""
         return self.parts[-1].end if self.parts else 0
 
     @property
     def num_bytes(self) -> int:
         """Size of the message including the seal."""
-        return aligned(self.seal + SEAL)
+        return align(self.seal_offset + SEAL)
 
-    def room_for(self, num_bytes: int) -> int:
+    def compute_size_with(self, num_bytes: int) -> int:
         """Return the message's size in bytes after adding a piece of `num_bytes`."""
-        return aligned(self.seal + aligned(num_bytes) + SEAL)
+        return align(self.seal_offset + align(num_bytes) + SEAL)
 
 
-def aligned(num_bytes: int) -> int:
+def align(num_bytes: int) -> int:
     """Round up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def rounds(
-    transfers: Iterable[Transfer], itemsize: Mapping[str, int], bucket_bytes: int
-) -> list[list[Message]]:
+def plan_rounds(
+    transfers: Iterable[ParameterTransfer], itemsize: Mapping[str, int], bucket_bytes: int
+) -> list[list[BucketMessage]]:
     """Return the messages of each round; pieces that stay on their rank need none.
 
     In each round, pairs of ranks with the most bytes left are served first, so that all pairs
@@ -81,21 +81,21 @@ def rounds(
     queues: dict[tuple[int, int], deque[tuple[str, Slice, int]]] = defaultdict(deque)
     left: dict[tuple[int, int], int] = defaultdict(int)
     for each in transfers:
-        if not each.stays:
+        if not each.is_local:
             pair = (each.source, each.target)
             size = itemsize[each.name]
-            for piece in cut(each.piece, bucket_bytes // PIECES // size):
-                num_bytes = _elements(piece) * size
+            for piece in split_piece(each.piece, bucket_bytes // PIECES // size):
+                num_bytes = _count_elements(piece) * size
                 queues[pair].append((each.name, piece, num_bytes))
                 left[pair] += num_bytes
-    made: list[list[Message]] = []
+    made: list[list[BucketMessage]] = []
     while left:
         sends: dict[int, int] = defaultdict(int)
         receives: dict[int, int] = defaultdict(int)
         messages = []
         for pair in sorted(left, key=lambda each: (-left[each], each)):
             room = bucket_bytes - max(sends[pair[0]], receives[pair[1]])
-            message = _filled(pair, queues[pair], room)
+            message = _fill_message(pair, queues[pair], room)
             if message.parts:
                 sends[pair[0]] += message.num_bytes
                 receives[pair[1]] += message.num_bytes
@@ -106,29 +106,31 @@ def rounds(
     return made
 
 
-def _filled(pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int) -> Message:
+def _fill_message(
+    pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int
+) -> BucketMessage:
     """Move pieces from the front of the queue into a message, as many as fit in `room`."""
-    message = Message(*pair)
-    while queue and message.room_for(queue[0][2]) <= room:
+    message = BucketMessage(*pair)
+    while queue and message.compute_size_with(queue[0][2]) <= room:
         name, piece, num_bytes = queue.popleft()
-        message.parts.append(Part(name, piece, message.seal, num_bytes))
+        message.parts.append(MessagePiece(name, piece, message.seal_offset, num_bytes))
     return message
 
 
-def cut(piece: Slice, limit: int) -> Iterator[Slice]:
+def split_piece(piece: Slice, limit: int) -> Iterator[Slice]:
     """Split `piece` along its first dims into rectangles of at most `limit` elements each."""
-    if _elements(piece) <= max(limit, 1):
+    if _count_elements(piece) <= max(limit, 1):
         yield piece
         return
     dim = next(at for at, part in enumerate(piece) if part.stop - part.start > 1)
-    rest = _elements(piece[dim + 1 :])
+    rest = _count_elements(piece[dim + 1 :])
     rows = max(1, limit // rest)
     part = piece[dim]
     for start in range(part.start, part.stop, rows):
-        yield from cut(
+        yield from split_piece(
             (*piece[:dim], slice(start, min(start + rows, part.stop)), *piece[dim + 1 :]), limit
         )
 
 
-def _elements(piece: Slice) -> int:
+def _count_elements(piece: Slice) -> int:
     return math.prod(part.stop - part.start for part in piece)

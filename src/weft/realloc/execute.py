@@ -18,10 +18,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft.errors import RunError
-from weft.realloc.buckets import rounds
-from weft.realloc.link import Link
-from weft.realloc.messages import Exchange, Source, Step, Values
-from weft.realloc.plan import Transfer
+from weft.realloc.buckets import plan_rounds
+from weft.realloc.link import ReallocationLink
+from weft.realloc.messages import MessageExchange, ReallocationStep, SourcePieces, Values
+from weft.realloc.plan import ParameterTransfer
 from weft.topology import Slice
 
 BUCKET_BYTES = 32 * 2**20
@@ -29,7 +29,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Dtypes = dict[str, torch.dtype]
 
 
-class Giver(Protocol):
+class ParameterSource(Protocol):
     """Source of parameters: yields a rectangle of each, in coordinates of the whole parameter."""
 
     version: int
@@ -37,7 +37,7 @@ class Giver(Protocol):
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Any]]: ...
 
 
-class Holder(Giver, Protocol):
+class ParameterStore(ParameterSource, Protocol):
     """Engine whose parameters can be read and written.
 
     `read` yields views of the most exact form there is.
@@ -49,7 +49,7 @@ class Holder(Giver, Protocol):
 
 
 @dataclass(frozen=True)
-class Moved:
+class ReallocationStatistics:
     """Statistics of one reallocation on this rank, in bytes of parameters.
 
     `buffer_bytes`: memory allocated for messages.
@@ -64,15 +64,15 @@ class Moved:
 
 
 def move(
-    source: Holder | None,
-    target: Holder | None,
-    transfers: Sequence[Transfer],
+    source: ParameterStore | None,
+    target: ParameterStore | None,
+    transfers: Sequence[ParameterTransfer],
     *,
     rank: int,
     group: ProcessGroup | None,
     eta: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Moved:
+) -> ReallocationStatistics:
     """Create a `Reallocation` and carry it out once."""
     return Reallocation(transfers, rank=rank, group=group, bucket_bytes=bucket_bytes).move(
         source, target, eta=eta
@@ -89,7 +89,7 @@ class Reallocation:
 
     def __init__(
         self,
-        transfers: Sequence[Transfer],
+        transfers: Sequence[ParameterTransfer],
         *,
         rank: int,
         group: ProcessGroup | None,
@@ -98,21 +98,29 @@ class Reallocation:
         self._transfers = list(transfers)
         self._rank = rank
         self._bucket_bytes = bucket_bytes
-        self._link = Link(rank, group)
+        self._link = ReallocationLink(rank, group)
         self._names = list(dict.fromkeys(each.name for each in transfers))
-        self._giving = list(dict.fromkeys(each.name for each in transfers if each.source == rank))
-        self._taking = list(dict.fromkeys(each.name for each in transfers if each.target == rank))
-        self._stays = [each for each in transfers if each.stays and each.source == rank]
+        self._sent_names = list(
+            dict.fromkeys(each.name for each in transfers if each.source == rank)
+        )
+        self._received_names = list(
+            dict.fromkeys(each.name for each in transfers if each.target == rank)
+        )
+        self._local_transfers = [
+            each for each in transfers if each.is_local and each.source == rank
+        ]
         self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
         # by the dtypes in which parameters are sent
-        self._steps: dict[tuple[torch.dtype, ...], list[Step]] = {}
+        self._steps: dict[tuple[torch.dtype, ...], list[ReallocationStep]] = {}
 
     @property
-    def gives(self) -> Sequence[str]:
+    def sent_names(self) -> Sequence[str]:
         """Names of the parameters this rank sends, or copies to its own target engine."""
-        return self._giving
+        return self._sent_names
 
-    def move(self, source: Giver | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
+    def move(
+        self, source: ParameterSource | None, target: ParameterStore | None, *, eta: float = 1.0
+    ) -> ReallocationStatistics:
         """Set target <- eta * source + (1 - eta) * target for the planned parameters.
 
         The target gets the source's version.
@@ -126,21 +134,21 @@ class Reallocation:
         and new values under their old version: they must not be used.
         """
         began = perf_counter()
-        held = {name: (where, values) for name, where, values in _read(source, self._giving)}
-        into = {name: values.dtype for name, _, values in _read(target, self._taking)}
+        held = {name: (where, values) for name, where, values in _read(source, self._sent_names)}
+        into = {name: values.dtype for name, _, values in _read(target, self._received_names)}
         version, dtypes = self._agree(
             source, {name: values.dtype for name, (_, values) in held.items()}, into, eta
         )
-        steps = self._own(dtypes)
-        stays = [] if source is target else self._stays
-        self._link.share(2 * self._bucket_bytes)
-        run = Exchange(self._link, Source(source, held), dtypes, version, steps)
-        arrivals = run.arrivals(stays)
+        steps = self._plan_steps(dtypes)
+        stays = [] if source is target else self._local_transfers
+        self._link.share_memory(2 * self._bucket_bytes)
+        run = MessageExchange(self._link, SourcePieces(source, held), dtypes, version, steps)
+        arrivals = run.iterate_arrivals(stays)
         if target is not None:
             target.write(arrivals, version=version, eta=eta)
         else:
             assert not list(arrivals)
-        return Moved(
+        return ReallocationStatistics(
             version,
             sum(
                 part.num_bytes for step in steps for message in step.sends for part in message.parts
@@ -157,7 +165,7 @@ class Reallocation:
         )
 
     def _agree(
-        self, source: Giver | None, gives: Dtypes, takes: Dtypes, eta: float
+        self, source: ParameterSource | None, gives: Dtypes, takes: Dtypes, eta: float
     ) -> tuple[int, Dtypes]:
         """Return (the source's version, the dtype in which each parameter is sent).
 
@@ -165,7 +173,7 @@ class Reallocation:
         then the dtypes of their source and target parameters. Raises `RunError` if they disagree.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
-        told = self._link.tell_everyone(
+        told = self._link.all_gather(
             [call, source is not None, 0 if source is None else source.version]
         )
         for rank, (theirs, *_) in told.items():
@@ -184,49 +192,51 @@ class Reallocation:
                 f"reallocation: the source's ranks must hold one version of the weights "
                 f"({shown or 'no rank is a source'})"
             )
-        codes = self._link.tell_everyone(
-            [_code(held.get(n)) for held in (gives, takes) for n in self._names]
+        codes = self._link.all_gather(
+            [_encode_dtype(held.get(n)) for held in (gives, takes) for n in self._names]
         )
         count = len(self._names)
-        given = _one_dtype(
+        given = _find_dtypes(
             self._names, {rank: theirs[:count] for rank, theirs in codes.items()}, "source"
         )
-        taken = _one_dtype(
+        taken = _find_dtypes(
             self._names, {rank: theirs[count:] for rank, theirs in codes.items()}, "target"
         )
         return next(iter(versions.values())), {
-            n: _travelling(given[n], taken[n], eta) for n in self._names
+            n: _choose_dtype(given[n], taken[n], eta) for n in self._names
         }
 
-    def _own(self, dtypes: Dtypes) -> list[Step]:
+    def _plan_steps(self, dtypes: Dtypes) -> list[ReallocationStep]:
         """Return this rank's sends and receives by round, without rounds in which it has none."""
         key = tuple(dtypes.values())
         if key not in self._steps:
             itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
             steps = []
-            for index, messages in enumerate(rounds(self._transfers, itemsize, self._bucket_bytes)):
+            for index, messages in enumerate(
+                plan_rounds(self._transfers, itemsize, self._bucket_bytes)
+            ):
                 sends = [message for message in messages if message.source == self._rank]
                 receives = [message for message in messages if message.target == self._rank]
                 if sends or receives:
-                    steps.append(Step(index, sends, receives))
+                    steps.append(ReallocationStep(index, sends, receives))
             self._steps[key] = steps
         return self._steps[key]
 
 
-def _read(holder: Giver | None, names: Sequence[str]) -> Iterator[Values]:
+def _read(holder: ParameterSource | None, names: Sequence[str]) -> Iterator[Values]:
     if holder is not None:
         yield from holder.read(names)
     else:
         assert not names, f"this rank has no engine and the plan says that it has {names[0]}"
 
 
-def _travelling(source: torch.dtype, target: torch.dtype, eta: float) -> torch.dtype:
+def _choose_dtype(source: torch.dtype, target: torch.dtype, eta: float) -> torch.dtype:
     if eta == 1.0 and target.itemsize < source.itemsize:
         return target
     return source
 
 
-def _one_dtype(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
+def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
     """Return each parameter's dtype on the ranks that hold it.
 
     Raises `RunError` if the ranks differ.
@@ -244,5 +254,5 @@ def _one_dtype(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: s
     return found
 
 
-def _code(dtype: torch.dtype | None) -> int:
+def _encode_dtype(dtype: torch.dtype | None) -> int:
     return 0 if dtype is None else 1 + DTYPES.index(dtype)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from weft.errors import RunError
-from weft.realloc.shelf import laid_out, look
+from weft.realloc.shared_memory import create_buffer, map_buffer
 
 Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receive)
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingMessage:
     """A message in flight between `rank` and `others`; with NCCL, all messages of one call."""
 
     work: Work
@@ -32,10 +32,10 @@ class Pending:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise _lost(self.rank, self.others, error) from error
+            raise _build_lost_error(self.rank, self.others, error) from error
 
 
-class Link:
+class ReallocationLink:
     """This rank's connection to the other ranks, which are numbered as in the run, not the group.
 
     Without a group there are no other ranks.
@@ -49,11 +49,11 @@ class Link:
             self.device = torch.device("cuda", torch.cuda.current_device())
         else:
             self.device = torch.device("cpu")
-        self.out: Tensor | None = None  # this rank's shared memory
-        self.shelves: dict[int, Tensor] = {}  # mapped memory of other ranks
-        self.seen_by: frozenset[int] = frozenset()  # ranks that mapped `out`
+        self.shared_memory: Tensor | None = None  # this rank's shared memory
+        self.peer_memory: dict[int, Tensor] = {}  # mapped memory of other ranks
+        self.mapped_by: frozenset[int] = frozenset()  # ranks that mapped `shared_memory`
 
-    def tell_everyone(self, facts: Sequence[int]) -> dict[int, list[int]]:
+    def all_gather(self, facts: Sequence[int]) -> dict[int, list[int]]:
         """All-gather `facts`, which have the same length on every rank, as rank -> values.
 
         The first communication of the group, for which NCCL needs every rank.
@@ -64,32 +64,32 @@ class Link:
         others = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.rank]
         ours = torch.tensor(facts, dtype=torch.int64, device=self.device)
         theirs = [(rank, torch.empty_like(ours)) for rank in others]
-        for pending in self.post(theirs, [(rank, ours) for rank in others]):
+        for pending in self.post_messages(theirs, [(rank, ours) for rank in others]):
             pending.wait()
         return told | {rank: values.tolist() for rank, values in theirs}
 
-    def share(self, size: int) -> None:
+    def share_memory(self, size: int) -> None:
         """Set up shared memory between the ranks of this host, once.
 
         Does nothing on GPUs, where NCCL has its own transports.
         """
-        if self._group is None or self.device.type != "cpu" or self.out is not None:
+        if self._group is None or self.device.type != "cpu" or self.shared_memory is not None:
             return
-        shelf = laid_out(size)
-        told = self.tell_everyone(shelf.address if shelf is not None else (0, 0, 0, 0))
+        shelf = create_buffer(size)
+        told = self.all_gather(shelf.address if shelf is not None else (0, 0, 0, 0))
         others = sorted(set(told) - {self.rank})
         for rank in others:
-            memory = look(told[rank]) if told[rank][2] else None
+            memory = map_buffer(told[rank]) if told[rank][2] else None
             if memory is not None:
-                self.shelves[rank] = memory
-        seen = self.tell_everyone([rank in self.shelves for rank in sorted(told)])
+                self.peer_memory[rank] = memory
+        seen = self.all_gather([rank in self.peer_memory for rank in sorted(told)])
         own = sorted(told).index(self.rank)
-        self.seen_by = frozenset(rank for rank in others if seen[rank][own])
+        self.mapped_by = frozenset(rank for rank in others if seen[rank][own])
         if shelf is not None:
-            shelf.shown()
-            self.out = shelf.memory
+            shelf.close_descriptor()
+            self.shared_memory = shelf.memory
 
-    def post(self, receives: Mail, sends: Mail, tag: int = 0) -> list[Pending]:
+    def post_messages(self, receives: Mail, sends: Mail, tag: int = 0) -> list[PendingMessage]:
         """Start these messages and return their handles.
 
         Receives and sends go in one call, since NCCL would otherwise wait for one direction before
@@ -109,13 +109,15 @@ class Link:
                 [P2POp(way, x, peer=rank, group=self._group, tag=tag) for way, rank, x in pairs]
             )
         except RuntimeError as error:
-            raise _lost(self.rank, ", ".join(others), error) from error
+            raise _build_lost_error(self.rank, ", ".join(others), error) from error
         if len(works) != len(pairs):  # NCCL returns one handle for all messages
             others = [", ".join(others)] * len(works)
-        return [Pending(work, self.rank, what) for work, what in zip(works, others, strict=True)]
+        return [
+            PendingMessage(work, self.rank, what) for work, what in zip(works, others, strict=True)
+        ]
 
 
-def _lost(rank: int, others: str, error: RuntimeError) -> RunError:
+def _build_lost_error(rank: int, others: str, error: RuntimeError) -> RunError:
     return RunError(
         f"reallocation: rank {rank} lost a message {others}: {str(error).splitlines()[0]}"
     )

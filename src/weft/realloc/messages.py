@@ -16,36 +16,36 @@ import torch
 from torch import Tensor
 
 from weft.errors import RunError
-from weft.realloc.buckets import SEAL, Message, Part
-from weft.realloc.link import Link, Pending
-from weft.realloc.plan import Transfer
+from weft.realloc.buckets import SEAL, BucketMessage, MessagePiece
+from weft.realloc.link import PendingMessage, ReallocationLink
+from weft.realloc.plan import ParameterTransfer
 from weft.topology import Slice
 
 Values = tuple[str, Slice, Tensor]
-THANKS = 1  # tag of the acknowledgement that frees the sender's shared memory
+ACKNOWLEDGEMENT_TAG = 1  # tag of the acknowledgement that frees the sender's shared memory
 
 
-class Versioned(Protocol):
+class VersionedWeights(Protocol):
     """Engine with a version of its weights."""
 
     version: int
 
 
 @dataclass(frozen=True)
-class Step:
+class ReallocationStep:
     """One rank's messages of one round."""
 
     index: int
-    sends: Sequence[Message]
-    receives: Sequence[Message]
+    sends: Sequence[BucketMessage]
+    receives: Sequence[BucketMessage]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourcePieces:
     """The source engine on this rank, if it has one, and the rectangles that it holds."""
 
-    engine: Versioned | None
-    held: Mapping[str, tuple[Slice, Tensor]]
+    engine: VersionedWeights | None
+    rectangles: Mapping[str, tuple[Slice, Tensor]]
 
     @property
     def version(self) -> int:
@@ -53,9 +53,9 @@ class Source:
         assert self.engine is not None
         return self.engine.version
 
-    def piece(self, name: str, piece: Slice) -> Tensor:
+    def select_piece(self, name: str, piece: Slice) -> Tensor:
         """Return a rectangle of a parameter, in coordinates of the whole parameter."""
-        where, values = self.held[name]
+        where, values = self.rectangles[name]
         return values[
             tuple(
                 [
@@ -67,22 +67,22 @@ class Source:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _StepInFlight:
     """A step in flight.
 
     Once all of `pending` is done, the received messages are in `mail`, or in the sender's shared
-    memory at the offsets in `notes`. `thanks` are the acknowledgements of the ranks that read this
+    memory at the offsets in `offsets`. `acknowledgements` are the acknowledgements of the ranks that read this
     rank's shared memory.
     """
 
-    step: Step
-    mail: Sequence[tuple[Message, Tensor]]
-    notes: Sequence[tuple[Message, Tensor]]
-    pending: Sequence[Pending]
-    thanks: Sequence[Pending]
+    step: ReallocationStep
+    mail: Sequence[tuple[BucketMessage, Tensor]]
+    offsets: Sequence[tuple[BucketMessage, Tensor]]
+    pending: Sequence[PendingMessage]
+    acknowledgements: Sequence[PendingMessage]
 
 
-class Exchange:
+class MessageExchange:
     """Exchange of all messages of one rank in one reallocation.
 
     `dtypes`: the dtype in which each parameter is sent. `version`: the expected version of the
@@ -91,27 +91,31 @@ class Exchange:
 
     def __init__(
         self,
-        link: Link,
-        source: Source,
+        link: ReallocationLink,
+        source: SourcePieces,
         dtypes: Mapping[str, torch.dtype],
         version: int,
-        steps: Sequence[Step],
+        steps: Sequence[ReallocationStep],
     ) -> None:
         self._link = link
         self._source = source
         self._dtypes = dtypes
         self._version = version
         self._steps = steps
-        self._out = _buffers([step.sends for step in steps], link.device, link.out)
-        self._in = _buffers([self._far(step.receives) for step in steps], link.device)
-        self._flights: list[_Flight] = []
+        self._out = _allocate_buffers(
+            [step.sends for step in steps], link.device, link.shared_memory
+        )
+        self._in = _allocate_buffers(
+            [self._filter_remote(step.receives) for step in steps], link.device
+        )
+        self._flights: list[_StepInFlight] = []
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all message buffers."""
         return sum(buffer.nbytes for buffer in (*self._out, *self._in))
 
-    def arrivals(self, stays: Iterable[Transfer]) -> Iterator[Values]:
+    def iterate_arrivals(self, stays: Iterable[ParameterTransfer]) -> Iterator[Values]:
         """Iterate over the pieces this rank has to write: local ones first, then received ones.
 
         Values are valid until the next ones are requested.
@@ -119,16 +123,16 @@ class Exchange:
         if self._steps:
             self._begin(0)
         for each in stays:
-            yield each.name, each.piece, self._source.piece(each.name, each.piece)
+            yield each.name, each.piece, self._source.select_piece(each.name, each.piece)
         for at in range(len(self._steps)):
             if at + 1 < len(self._steps):
                 self._begin(at + 1)
             yield from self._finish(self._flights[at])
         for flight in self._flights[-2:]:
-            _wait(flight.thanks)
+            _wait(flight.acknowledgements)
 
-    def _far(self, receives: Sequence[Message]) -> list[Message]:
-        return [message for message in receives if message.source not in self._link.shelves]
+    def _filter_remote(self, receives: Sequence[BucketMessage]) -> list[BucketMessage]:
+        return [message for message in receives if message.source not in self._link.peer_memory]
 
     def _begin(self, at: int) -> None:
         """Pack and post the messages of one step.
@@ -139,49 +143,62 @@ class Exchange:
         step = self._steps[at]
         slot = at % 2
         if at > 1:
-            _wait(self._flights[at - 2].thanks)
-        mail = _in_places(self._far(step.receives), self._in[slot])
-        sends = _in_places(step.sends, self._out[slot])
-        near = [message for message in step.receives if message.source in self._link.shelves]
+            _wait(self._flights[at - 2].acknowledgements)
+        mail = _split_buffer(self._filter_remote(step.receives), self._in[slot])
+        sends = _split_buffer(step.sends, self._out[slot])
+        near = [message for message in step.receives if message.source in self._link.peer_memory]
         notes = [(message, torch.empty(1, dtype=torch.int64)) for message in near]
         posts = []
         seen = []
         for message, buffer in sends:
             self._pack(message, buffer, step.index)
-            if message.target in self._link.seen_by:
+            if message.target in self._link.mapped_by:
                 posts.append((message.target, torch.tensor([buffer.storage_offset()])))
                 seen.append((message.target, torch.empty(1, dtype=torch.int64)))
             else:
                 posts.append((message.target, buffer))
-        pending = self._link.post([(message.source, x) for message, x in (*mail, *notes)], posts)
-        self._flights.append(_Flight(step, mail, notes, pending, self._link.post(seen, [], THANKS)))
+        pending = self._link.post_messages(
+            [(message.source, x) for message, x in (*mail, *notes)], posts
+        )
+        self._flights.append(
+            _StepInFlight(
+                step, mail, notes, pending, self._link.post_messages(seen, [], ACKNOWLEDGEMENT_TAG)
+            )
+        )
 
-    def _finish(self, flight: _Flight) -> Iterator[Values]:
+    def _finish(self, flight: _StepInFlight) -> Iterator[Values]:
         _wait(flight.pending)
         places = [
-            (message, self._link.shelves[message.source][int(note) : int(note) + message.num_bytes])
-            for message, note in flight.notes
+            (
+                message,
+                self._link.peer_memory[message.source][int(note) : int(note) + message.num_bytes],
+            )
+            for message, note in flight.offsets
         ]
         for message, buffer in (*flight.mail, *places):
             self._verify(message, buffer, flight.step.index)
             for part in message.parts:
-                yield part.name, part.piece, self._seen(part, buffer)
+                yield part.name, part.piece, self._view_piece(part, buffer)
         done = torch.zeros(1, dtype=torch.int64)
-        _wait(self._link.post([], [(message.source, done) for message, _ in flight.notes], THANKS))
+        _wait(
+            self._link.post_messages(
+                [], [(message.source, done) for message, _ in flight.offsets], ACKNOWLEDGEMENT_TAG
+            )
+        )
 
-    def _pack(self, message: Message, buffer: Tensor, index: int) -> None:
+    def _pack(self, message: BucketMessage, buffer: Tensor, index: int) -> None:
         for part in message.parts:
-            self._seen(part, buffer).copy_(self._source.piece(part.name, part.piece))
+            self._view_piece(part, buffer).copy_(self._source.select_piece(part.name, part.piece))
             if (end := part.offset + part.num_bytes) < part.end:
                 buffer[end : part.end] = 0
-        seal = _seal(message, buffer)
+        seal = _view_seal(message, buffer)
         seal.copy_(torch.tensor([self._source.version, index, 0]))
-        seal[2] = _checksum(message, buffer)
+        seal[2] = _compute_checksum(message, buffer)
 
-    def _verify(self, message: Message, buffer: Tensor, index: int) -> None:
+    def _verify(self, message: BucketMessage, buffer: Tensor, index: int) -> None:
         """Raise `RunError` if the message is damaged, or of another round or version."""
-        version, told, sent = _seal(message, buffer).tolist()
-        found = int(_checksum(message, buffer))
+        version, told, sent = _view_seal(message, buffer).tolist()
+        found = int(_compute_checksum(message, buffer))
         if (sent, told, version) == (found, index, self._version):
             return
         names = list(dict.fromkeys(part.name for part in message.parts))
@@ -199,19 +216,19 @@ class Exchange:
             f"while they were read"
         )
 
-    def _seen(self, part: Part, buffer: Tensor) -> Tensor:
+    def _view_piece(self, part: MessagePiece, buffer: Tensor) -> Tensor:
         """Return a view of one part of a message with the piece's dtype and shape."""
         flat = buffer[part.offset : part.offset + part.num_bytes].view(self._dtypes[part.name])
         return flat.view([each.stop - each.start for each in part.piece])
 
 
-def _wait(pending: Iterable[Pending]) -> None:
+def _wait(pending: Iterable[PendingMessage]) -> None:
     for each in pending:
         each.wait()
 
 
-def _buffers(
-    messages: Sequence[Sequence[Message]], device: torch.device, within: Tensor | None = None
+def _allocate_buffers(
+    messages: Sequence[Sequence[BucketMessage]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
     """Return two buffers, each as large as its largest step; slices of `within` if given."""
     sizes = [sum(message.num_bytes for message in each) for each in messages]
@@ -221,7 +238,9 @@ def _buffers(
     return [within[: most[0]], within[most[0] : sum(most)]]
 
 
-def _in_places(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
+def _split_buffer(
+    messages: Sequence[BucketMessage], buffer: Tensor
+) -> list[tuple[BucketMessage, Tensor]]:
     """Return each message with its part of the buffer, one after the other."""
     ends = [0]
     for message in messages:
@@ -229,13 +248,13 @@ def _in_places(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Messag
     return [(message, buffer[ends[at] : ends[at + 1]]) for at, message in enumerate(messages)]
 
 
-def _seal(message: Message, buffer: Tensor) -> Tensor:
-    return buffer[message.seal : message.seal + SEAL].view(torch.int64)
+def _view_seal(message: BucketMessage, buffer: Tensor) -> Tensor:
+    return buffer[message.seal_offset : message.seal_offset + SEAL].view(torch.int64)
 
 
-def _checksum(message: Message, buffer: Tensor) -> Tensor:
+def _compute_checksum(message: BucketMessage, buffer: Tensor) -> Tensor:
     """Return 1 plus the sum of the pieces' 8-byte words, modulo 2 ** 64.
 
     The 1 makes zeroed memory an invalid message.
     """
-    return buffer[: message.seal].view(torch.int64).sum() + 1
+    return buffer[: message.seal_offset].view(torch.int64).sum() + 1

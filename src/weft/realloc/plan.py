@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from weft.errors import ConfigError
-from weft.topology import Mesh, Slice, StagedSizes, holdings
+from weft.topology import Mesh, Slice, StagedSizes, compute_holdings
 
 Holdings = Mapping[int, Mapping[str, Slice]]
 """Rank -> canonical name -> the rectangle of the whole parameter on that rank.
@@ -28,7 +28,7 @@ Cells = list[
 ]  # parts of a wanted rectangle, each with the numbers of the rectangles that have it
 
 
-class Transfer(NamedTuple):
+class ParameterTransfer(NamedTuple):
     """Transfer of `piece`, in coordinates of the whole parameter, from one rank to another.
 
     With `source == target` the rank already has the piece: nothing is sent, and it is copied if the
@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
         return math.prod(part.stop - part.start for part in self.piece)
 
     @property
-    def stays(self) -> bool:
+    def is_local(self) -> bool:
         """True if source and target are the same rank."""
         return self.source == self.target
 
@@ -60,30 +60,32 @@ def holdings_of(
     does not fit the network.
     """
     return {
-        rank: holdings(shapes, sizes, mesh.layout, mesh.coordinates(rank), tied=tied)
+        rank: compute_holdings(shapes, sizes, mesh.layout, mesh.get_coordinates(rank), tied=tied)
         for rank in mesh.ranks
     }
 
 
-def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -> list[Transfer]:
+def plan(
+    source: Holdings, target: Holdings, *, node_of: Callable[[int], int]
+) -> list[ParameterTransfer]:
     """Return transfers that bring every element of each target rectangle to its rank exactly once.
 
     Transfers are ordered by parameter. `node_of` returns the machine of a rank: ranks of one
     machine have the fastest links. Raises `ConfigError` naming the parameter if the source lacks an
     element.
     """
-    held = _by_name(source)
-    wanted = _by_name(target)
+    held = _group_by_name(source)
+    wanted = _group_by_name(target)
     sent: dict[int, int] = defaultdict(int)
     known: dict[tuple[tuple[Box, ...], Box], Cells] = {}  # cache: most blocks are cut alike
-    transfers: list[Transfer] = []
+    transfers: list[ParameterTransfer] = []
     for name, boxes in wanted.items():
         holders = held.get(name, {})
         givers = list(holders.values())
         have = tuple(holders)
         for box, ranks in boxes.items():
             if (have, box) not in known:
-                known[have, box] = _cells(have, box)
+                known[have, box] = _split_cells(have, box)
             cells = [
                 (cell, [rank for n in numbers for rank in givers[n]])
                 for cell, numbers in known[have, box]
@@ -91,8 +93,8 @@ def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -
             lacking = next((cell for cell, who in cells if not who), None)
             if lacking is not None:
                 raise ConfigError(
-                    f"parameter {name!r}: rank {ranks[0]} needs {_shown(box)}, and no rank of "
-                    f"the source has {_shown(lacking)}; reallocate between layouts of one network"
+                    f"parameter {name!r}: rank {ranks[0]} needs {_format_box(box)}, and no rank of "
+                    f"the source has {_format_box(lacking)}; reallocate between layouts of one network"
                 )
             for rank in ranks:
                 transfers += _to(rank, name, cells, sent, node_of)
@@ -105,7 +107,7 @@ def _to(
     cells: list[tuple[Box, list[int]]],
     sent: dict[int, int],
     node_of: Callable[[int], int],
-) -> list[Transfer]:
+) -> list[ParameterTransfer]:
     """Return the transfers of one parameter to one rank; add the elements sent to `sent`."""
     chosen: dict[int, list[Box]] = defaultdict(list)
     for cell, who in cells:
@@ -118,27 +120,27 @@ def _to(
         else:
             near = who
         giver = min(near or who, key=lambda each: (sent[each], each))
-        sent[giver] += _size(cell)
+        sent[giver] += _count_elements(cell)
         chosen[giver].append(cell)
     return [
-        Transfer(name, tuple(slice(*part) for part in box), giver, rank)
+        ParameterTransfer(name, tuple(slice(*part) for part in box), giver, rank)
         for giver, boxes in chosen.items()
-        for box in (_merged(boxes) if len(boxes) > 1 else boxes)
+        for box in (_merge_boxes(boxes) if len(boxes) > 1 else boxes)
     ]
 
 
-def _by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
+def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
     """Return name -> rectangle -> the ranks that hold it, without empty rectangles."""
     found: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in held.items():
         for name, part in parts.items():
             box = tuple([(each.start, each.stop) for each in part])
-            if _size(box) > 0:
+            if _count_elements(box) > 0:
                 found[name][box].append(rank)
     return found
 
 
-def _cells(have: Sequence[Box], box: Box) -> Cells:
+def _split_cells(have: Sequence[Box], box: Box) -> Cells:
     """Split `box` along the edges of the rectangles `have`.
 
     Each cell comes with the indices of the rectangles that cover it, possibly none.
@@ -181,7 +183,7 @@ def overlap(a: Box, b: Box) -> Box | None:
     return tuple(common)
 
 
-def _merged(boxes: list[Box]) -> list[Box]:
+def _merge_boxes(boxes: list[Box]) -> list[Box]:
     """Cover the same elements with fewer rectangles.
 
     Neighbours along one dim are joined, the last dim first.
@@ -199,12 +201,12 @@ def _merged(boxes: list[Box]) -> list[Box]:
     return boxes
 
 
-def _size(box: Box) -> int:
+def _count_elements(box: Box) -> int:
     size = 1
     for low, high in box:
         size *= high - low
     return size
 
 
-def _shown(box: Box) -> str:
+def _format_box(box: Box) -> str:
     return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from weft.realloc.plan import Holdings, Transfer, overlap
+from weft.realloc.plan import Holdings, ParameterTransfer, overlap
 from weft.topology import Slice
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ReallocationTraffic:
     """Bytes that a plan sends or leaves in place; mappings are by rank unless noted.
 
     A piece that stays on its rank counts as `kept` if it is all that the rank holds of the
@@ -28,33 +28,33 @@ class Traffic:
     across: int = 0  # sent between machines
 
     @property
-    def moved(self) -> int:
+    def moved_bytes(self) -> int:
         """Bytes sent between ranks."""
         return self.inside + self.across
 
     @property
-    def stayed(self) -> int:
+    def local_bytes(self) -> int:
         """Bytes that stay on their rank."""
         return self.kept.total() + self.copied.total()
 
 
-def traffic(
-    transfers: Iterable[Transfer],
+def count_traffic(
+    transfers: Iterable[ParameterTransfer],
     source: Holdings,
     target: Holdings,
     *,
     itemsize: Mapping[str, int],
     node_of: Callable[[int], int],
-) -> Traffic:
+) -> ReallocationTraffic:
     """Count the bytes of a plan from `source` to `target`.
 
     `itemsize`: bytes per element of each parameter as it is sent.
     """
-    found = Traffic()
+    found = ReallocationTraffic()
     ways: Counter[bool] = Counter()
     for each in transfers:
         size = each.num_elements * itemsize[each.name]
-        if each.stays:
+        if each.is_local:
             same = source[each.source][each.name] == target[each.target][each.name]
             (found.kept if same else found.copied)[each.target] += size
             continue
@@ -62,22 +62,22 @@ def traffic(
         found.received[each.target] += size
         found.names[each.name] += size
         ways[node_of(each.source) == node_of(each.target)] += size
-    return Traffic(
+    return ReallocationTraffic(
         found.sent, found.received, found.kept, found.copied, found.names, ways[True], ways[False]
     )
 
 
-def least(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
+def count_least_bytes(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
     """Return the bytes that target ranks need and lack: a lower bound for every plan."""
     total = 0
     for rank, parts in target.items():
         own = source.get(rank, {})
         for name, part in parts.items():
-            common = overlap(_box(own[name]), _box(part)) if name in own else None
+            common = overlap(_to_box(own[name]), _to_box(part)) if name in own else None
             has = 0 if common is None else math.prod(high - low for low, high in common)
             total += (math.prod(each.stop - each.start for each in part) - has) * itemsize[name]
     return total
 
 
-def _box(part: Slice) -> tuple[tuple[int, int], ...]:
+def _to_box(part: Slice) -> tuple[tuple[int, int], ...]:
     return tuple((each.start, each.stop) for each in part)

@@ -10,15 +10,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begin(function: Callable[[], T], what: str) -> Future[T]:
+def start_in_thread(function: Callable[[], T], what: str) -> Future[T]:
     """Run `function` in a daemon thread named `what` and return a future of its result."""
     future: Future[T] = Future()
 
-    def work() -> None:
+    def run_task() -> None:
         try:
             future.set_result(function())
         except BaseException as error:  # raised by future.result()
             future.set_exception(error)
 
-    threading.Thread(target=work, name=what, daemon=True).start()
+    threading.Thread(target=run_task, name=what, daemon=True).start()
     return future

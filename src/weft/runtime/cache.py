@@ -22,15 +22,15 @@ from weft.data.arrays import Array
 from weft.data.sample import SequenceSample
 from weft.engine.base import Engine
 from weft.graph.mfc import MFCDef
-from weft.runtime.disk import told
-from weft.writing import opened
+from weft.runtime.disk import explain_disk_errors
+from weft.writing import open_file
 
 VALUES = "values.bin"
 INDEX = "index.jsonl"
 
 
 @dataclass(frozen=True)
-class Record:
+class CacheRecord:
     """Byte offset and size of one id's outputs in `values.bin`."""
 
     offset: int
@@ -46,18 +46,18 @@ class OutputCache:
         self._index = folder / INDEX
         for path in (self._values, self._index):
             path.touch()
-        self._records: dict[str, Record] = {}
-        self._read_to = 0
+        self._records: dict[str, CacheRecord] = {}
+        self._index_position = 0
         self._refresh()
 
-    def call(
+    def get_or_compute(
         self, batch: SequenceSample, compute: Callable[[SequenceSample], SequenceSample]
     ) -> tuple[SequenceSample, int]:
         """Return the outputs for all ids of `batch`, and the number of ids found in the cache.
 
         `compute` is called once, on the ids that are not cached.
         """
-        names = dict(zip(batch.ids, content_hashes(batch), strict=True))
+        names = dict(zip(batch.ids, hash_contents(batch), strict=True))
         missing = [id for id, name in names.items() if name not in self._records]
         parts = [self._load(id, names[id]) for id in batch.ids if id not in set(missing)]
         if missing:
@@ -76,14 +76,14 @@ class OutputCache:
 
     def _append(self, outputs: dict[str, SequenceSample]) -> None:
         with (
-            told(f"{self._values.parent} does not take more cached outputs"),
-            opened(self._index, "a+b") as index,
+            explain_disk_errors(f"{self._values.parent} does not take more cached outputs"),
+            open_file(self._index, "a+b") as index,
         ):
             fcntl.flock(index, fcntl.LOCK_EX)
             index.seek(0, os.SEEK_END)
             torn = index.tell() and not self._index.read_bytes().endswith(b"\n")
             line: dict[str, list[int]] = {}
-            with opened(self._values, "ab") as values:
+            with open_file(self._values, "ab") as values:
                 for name, sample in outputs.items():
                     raw = sample.to_bytes()
                     line[name] = [values.seek(0, os.SEEK_END), len(raw)]
@@ -98,51 +98,51 @@ class OutputCache:
     def _refresh(self) -> None:
         """Read the complete index lines added since the last call, by any process."""
         with self._index.open("rb") as file:
-            file.seek(self._read_to)
+            file.seek(self._index_position)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._read_to += len(line)
-                self._records.update(_records(line))
+                self._index_position += len(line)
+                self._records.update(_parse_records(line))
 
 
-def _records(line: bytes) -> dict[str, Record]:
+def _parse_records(line: bytes) -> dict[str, CacheRecord]:
     """Parse one index line; an incomplete line of a killed process yields no records."""
     try:
         found = json.loads(line or b"{}")
     except json.JSONDecodeError:
         return {}
-    return {name: Record(*place) for name, place in found.items()}
+    return {name: CacheRecord(*place) for name, place in found.items()}
 
 
-def content_hashes(batch: SequenceSample) -> list[str]:
+def hash_contents(batch: SequenceSample) -> list[str]:
     """Return one hash per id, over the name, lengths, dtype and bytes of each key.
 
     The id itself is not hashed.
     """
-    return [_content_hash(one) for one in batch.unpack()]
+    return [_hash_content(one) for one in batch.unpack()]
 
 
-def _content_hash(one: SequenceSample) -> str:
+def _hash_content(one: SequenceSample) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for key in sorted(one.data):
         digest.update(f"{key}|{one.lengths[key].tolist()}|{one.data[key].dtype}|".encode())
-        digest.update(_bytes(one.data[key]))
+        digest.update(_to_bytes(one.data[key]))
     return digest.hexdigest()
 
 
-def fingerprint(node: MFCDef, engine: Engine) -> str:
+def compute_fingerprint(node: MFCDef, engine: Engine) -> str:
     """Return a hash of the weights, interface, method and arguments behind a node's outputs."""
     digest = hashlib.blake2b(
         f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16
     )
     for name, where, values in engine.read(sorted(engine.slices())):
         digest.update(f"{name}|{where}|{values.dtype}|".encode())
-        digest.update(_bytes(values))
+        digest.update(_to_bytes(values))
     return digest.hexdigest()
 
 
-def _bytes(values: Array) -> bytes:
+def _to_bytes(values: Array) -> bytes:
     flat = torch.as_tensor(values).detach().cpu().contiguous().reshape(-1)  # numpy has no bfloat16
     if flat.numel():
         return bytes(flat.view(torch.uint8).numpy().tobytes())

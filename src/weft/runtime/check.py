@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 
 from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError, GraphError, UnknownName, nearest
+from weft.errors import ConfigError, GraphError, UnknownName, find_nearest
 from weft.experiment import Experiment
 from weft.graph.mfc import HOOKS, Call, MFCDef
 from weft.interfaces.base import Minibatches, ModelInterface
@@ -16,27 +16,27 @@ from weft.runtime.group import EVALUATION
 METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dict")
 
 
-def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
+def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
     """Return all model function calls by the names that worker groups use.
 
     Calls of the evaluation and of fixed prompts have the prefix `eval/`.
     """
-    found = {node.name: node for node in experiment.graph.model_calls()}
+    found = {node.name: node for node in experiment.graph.list_model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
         if beside is not None:
-            found |= {EVALUATION + node.name: node for node in beside.graph.model_calls()}
+            found |= {EVALUATION + node.name: node for node in beside.graph.list_model_calls()}
     return found
 
 
-def implements(interface: str, method: str) -> bool:
+def implements_method(interface: str, method: str) -> bool:
     """Return whether the registered class defines `method`, apart from `ModelInterface`'s default."""
     cls = interfaces.get(interface)
     return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
 
 
-def wanted_minibatches(node: MFCDef) -> Minibatches:
+def get_minibatches(node: MFCDef) -> Minibatches:
     """Return how the node's interface splits its batch; by default it is not split."""
-    if not node.trains or not implements(node.interface, "minibatches"):
+    if not node.trains or not implements_method(node.interface, "minibatches"):
         return Minibatches()
     wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
     return wanted
@@ -65,8 +65,8 @@ def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) ->
     `tokenizers` are by role. Only interfaces that implement `check_tokens` are called.
     """
     data = tokenizers[experiment.data_role]
-    for node in calls_of(experiment).values():
-        if implements(node.interface, "check_tokens"):
+    for node in collect_calls(experiment).values():
+        if implements_method(node.interface, "check_tokens"):
             interfaces.get(node.interface)(**node.args).check_tokens(
                 node.role, tokenizers[node.role], data
             )
@@ -79,8 +79,8 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             f"node {node.name!r}: the interface {node.interface!r} is not a class; register one "
             f"that has {node.method}"
         )
-    if not implements(node.interface, node.method):
-        there = [method for method in METHODS if implements(node.interface, method)]
+    if not implements_method(node.interface, node.method):
+        there = [method for method in METHODS if implements_method(node.interface, method)]
         raise GraphError(
             f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
             f"does not have it "
@@ -103,7 +103,7 @@ def _check_hook(node: MFCDef, name: str) -> None:
     try:
         functions.get(name)
     except UnknownName:
-        close = nearest(name, [*HOOKS, *functions.names()])
+        close = find_nearest(name, [*HOOKS, *functions.list_names()])
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UnknownName(
             f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or "
@@ -112,7 +112,7 @@ def _check_hook(node: MFCDef, name: str) -> None:
 
 
 def _check_cache(experiment: Experiment, node: MFCDef) -> None:
-    changed = {n.role for n in experiment.trained_nodes()} | {
+    changed = {n.role for n in experiment.list_trained_nodes()} | {
         s.target for s in experiment.graph.syncs
     }
     if node.method != "inference" or node.role in changed or not node.output_keys:

@@ -16,7 +16,7 @@ from weft.runtime.group import WorkerGroup
 MILESTONES = "milestones.json"
 
 
-class Checkpoints:
+class CheckpointStore:
     """Write and prune checkpoints of `roles`.
 
     The newest `limit` checkpoints of each role are kept, plus all milestones; None keeps all.
@@ -37,7 +37,7 @@ class Checkpoints:
         """
         made = []
         for role in self._roles:
-            target = self._directory.checkpoints / role / f"step{step}"
+            target = self._directory.checkpoints_folder / role / f"step{step}"
             target.parent.mkdir(parents=True, exist_ok=True)
             made.append(
                 disk.write_directory(
@@ -46,8 +46,10 @@ class Checkpoints:
                 )
             )
         if milestone and self._roles:
-            steps = sorted({*self._milestones(), step})
-            disk.write_text(self._directory.checkpoints / MILESTONES, json.dumps(steps) + "\n")
+            steps = sorted({*self._read_milestones(), step})
+            disk.write_text(
+                self._directory.checkpoints_folder / MILESTONES, json.dumps(steps) + "\n"
+            )
         return made
 
     def prune(self) -> None:
@@ -57,17 +59,17 @@ class Checkpoints:
         """
         if self._limit is None:
             return
-        kept = self._milestones()
+        kept = self._read_milestones()
         for role in self._roles:
-            passing = [step for step in self._directory.saved_steps(role) if step not in kept]
+            passing = [step for step in self._directory.list_saved_steps(role) if step not in kept]
             for step in passing[: -self._limit]:
-                disk.remove(self._directory.checkpoints / role / f"step{step}")
+                disk.remove(self._directory.checkpoints_folder / role / f"step{step}")
 
-    def mend(self) -> None:
+    def remove_partial(self) -> None:
         """Remove partial checkpoints of a killed process."""
         for role in self._roles:
-            disk.mend(self._directory.checkpoints / role)
+            disk.clean_up(self._directory.checkpoints_folder / role)
 
-    def _milestones(self) -> list[int]:
-        path = self._directory.checkpoints / MILESTONES
+    def _read_milestones(self) -> list[int]:
+        path = self._directory.checkpoints_folder / MILESTONES
         return list(json.loads(path.read_text())) if path.is_file() else []

@@ -17,41 +17,41 @@ from torch.distributed import ProcessGroup
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.device import (
-    hardware,
-    numerics,
+    describe_hardware,
+    describe_numerics,
     reset_peak_memory,
     resolve_device,
     set_deterministic,
     set_tf32,
     set_threads,
 )
-from weft.engine.profile import Trace
+from weft.engine.profile import DeviceTrace
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
-from weft.realloc.execute import Giver, Reallocation
-from weft.realloc.kept import Kept
-from weft.realloc.plan import Transfer
+from weft.realloc.execute import ParameterSource, Reallocation
+from weft.realloc.plan import ParameterTransfer
+from weft.realloc.snapshot import ParameterSnapshot
 from weft.registry import import_user_code
 from weft.runtime import disk
-from weft.runtime.device_process import DeviceProcess, Report
+from weft.runtime.device_process import CommandReport, DeviceProcess
 from weft.runtime.events import Event
 from weft.runtime.group import SampleMeta
-from weft.runtime.roles import Place
-from weft.runtime.saved import NUMERICS, rank_folder, rank_folders
+from weft.runtime.roles import EngineKey
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
+from weft.runtime.worker_state_files import NUMERICS_FILE, get_rank_folder, list_rank_folders
 from weft.topology import Mesh, Slice
-from weft.writing import destination
+from weft.writing import resolve_destination
 
 Slices = Mapping[str, Slice]
-NONE = -1  # means "no command" in collectives; no job has this number
-ASKED_SECONDS = 600.0  # wait for a command that other ranks have received
+NO_COMMAND = -1  # means "no command" in collectives; no job has this number
+COMMAND_SECONDS = 600.0  # wait for a command that other ranks have received
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltEngines:
     """Description of the engines that one device built.
 
     `facts` and `trained` cover the roles whose own mesh includes the device; `trained` names the
@@ -61,13 +61,13 @@ class Built:
     """
 
     facts: Mapping[str, Mapping[str, Any]]
-    copies: Mapping[Place, Mapping[str, Any]]
+    copies: Mapping[EngineKey, Mapping[str, Any]]
     trained: Mapping[str, frozenset[str] | None]
-    slices: Mapping[Place, Slices]
+    slices: Mapping[EngineKey, Slices]
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildWorker:
     """Build the worker and the engines of the roles on this device."""
 
     experiment: Experiment
@@ -76,7 +76,7 @@ class Build:
     cache: Path
     kind: str  # device type: cpu, cuda
 
-    def run(self, process: DeviceProcess, number: int) -> Built:
+    def run(self, process: DeviceProcess, number: int) -> BuiltEngines:
         import_user_code(self.experiment.control.imports)
         process.device = device = resolve_device(self.kind)
         set_deterministic(self.experiment.control.deterministic)
@@ -95,47 +95,49 @@ class Build:
         process.worker = worker
         roles = worker.roles
         facts = roles.describe()
-        moved = _moved(self.experiment)
-        engines = {place: roles.at(place) for place in roles.places if place[0] in moved}
+        moved = _find_transferred_roles(self.experiment)
+        engines = {
+            place: roles.find_engine(place) for place in roles.engine_keys if place[0] in moved
+        }
         slices = {
             place: dict(engine.slices()) for place, engine in engines.items() if engine is not None
         }
-        return Built(
+        return BuiltEngines(
             facts,
             roles.describe_copies(),
-            {role: roles.trained_names(role) for role in facts},
+            {role: roles.get_trained_names(role) for role in facts},
             slices,
         )
 
 
-def _moved(experiment: Experiment) -> set[str]:
+def _find_transferred_roles(experiment: Experiment) -> set[str]:
     """Return the roles whose parameters are transferred to or from other roles or copies."""
     synced = {role for s in experiment.graph.syncs for role in (s.source, s.target)}
     begun = {role for pair in experiment.init_from.items() for role in pair}
-    return synced | begun | {role for role, _ in experiment.copies()}
+    return synced | begun | {role for role, _ in experiment.list_copies()}
 
 
 @dataclass(frozen=True)
-class Call:
+class RunCall:
     """Run a model function call on this device's part of the batch.
 
-    `described` is the metadata of ids that the device's tensor store does not have yet.
+    `describe_samples` is the metadata of ids that the device's tensor store does not have yet.
     """
 
     mfc: str
     step: int
     minibatches: Sequence[SampleMeta]
-    described: SampleMeta
+    descriptions: SampleMeta
     announces: bool
     weights: int | None = None  # version required of the role's copy on these devices
 
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
-        process.worker.store.put(self.described)
-        early = _Announcements(process, number) if self.announces else None
-        mesh = process.worker.mesh_of(self.mfc)
+        process.worker.store.put(self.descriptions)
+        early = _OutputAnnouncer(process, number) if self.announces else None
+        mesh = process.worker.get_mesh(self.mfc)
         interruptible = process.worker.calls[self.mfc].interruptible
-        updates = Meanwhile(process, mesh) if interruptible else None
-        result = process.worker.call(
+        updates = PendingCommands(process, mesh) if interruptible else None
+        result = process.worker.run_call(
             self.mfc, self.step, self.minibatches, early, self.weights, updates
         )
         # the result is sent to another process
@@ -144,7 +146,7 @@ class Call:
         return replace(result, seen=result.seen.to("cpu"))
 
 
-class _Announcements:
+class _OutputAnnouncer:
     """Send a call's early outputs to the driver."""
 
     def __init__(self, process: DeviceProcess, number: int) -> None:
@@ -152,13 +154,13 @@ class _Announcements:
         self._number = number
 
     def put(self, event: Event) -> None:
-        self._process.report(Report(self._number, "announced", event))
+        self._process.report(CommandReport(self._number, "announced", event))
 
 
-class Meanwhile:
+class PendingCommands:
     """Commands that arrive during a generation call on `mesh`, mostly new weights.
 
-    Implements `Updates`. The commands run in the order in which they were sent, up to the next call
+    Implements `PendingUpdates`. The commands run in the order in which they were sent, up to the next call
     that generates.
 
     All ranks of one data-parallel part stop after the same step: their first rank checks for
@@ -171,57 +173,64 @@ class Meanwhile:
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
         self._process = process
         self._ranks = mesh.ranks
-        part = mesh.along(process.rank, "tensor", "context", "pipeline")
-        self._part, self._all = self._group(part), self._group(mesh.ranks)
+        part = mesh.list_ranks_along(process.rank, "tensor", "context", "pipeline")
+        self._part_group, self._mesh_group = (
+            self._create_group(part),
+            self._create_group(mesh.ranks),
+        )
 
-    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+    def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         if len(ranks) == 1:
             return None
         assert self._process.groups is not None, "the ranks have joined a process group"
-        return self._process.groups.of(ranks, host=True)
+        return self._process.groups.get_group(ranks, host=True)
 
     def are_waiting(self) -> bool:
-        # Run leading `Discard` commands now: they need no engine.
-        while (waiting := self._process.waiting()) and isinstance(waiting[0].command, Discard):
+        # Run leading `DiscardSamples` commands now: they need no engine.
+        while (waiting := self._process.list_pending()) and isinstance(
+            waiting[0].command, DiscardSamples
+        ):
             self._process.run_next()
-        found = self._last()
-        if self._part is None:
+        found = self._find_last_runnable()
+        if self._part_group is None:
             return found is not None
         told = torch.tensor([found is not None])
-        dist.broadcast(told, group=self._part, group_src=0)
+        dist.broadcast(told, group=self._part_group, group_src=0)
         return bool(told)
 
     def take(self, *, left: bool) -> bool:
-        last = self._last()
-        if self._all is not None:
-            own = torch.tensor([left, NONE if last is None else last])
+        last = self._find_last_runnable()
+        if self._mesh_group is not None:
+            own = torch.tensor([left, NO_COMMAND if last is None else last])
             found = [torch.empty_like(own) for _ in self._ranks]
-            dist.all_gather(found, own, group=self._all)
+            dist.all_gather(found, own, group=self._mesh_group)
             left = any(bool(each[0]) for each in found)
-            last = next((int(each[1]) for each in found if each[1] != NONE), None)
+            last = next((int(each[1]) for each in found if each[1] != NO_COMMAND), None)
         if not left:
             return False
         assert last is not None, "a rank that stopped must have a pending command"
-        while self._process.run_next(ASKED_SECONDS) != last:
+        while self._process.run_next(COMMAND_SECONDS) != last:
             pass
         return True
 
-    def _last(self) -> int | None:
+    def _find_last_runnable(self) -> int | None:
         """Return the number of the last pending command sent to all ranks that can run now."""
         last = None
-        for queued in self._process.waiting():
+        for queued in self._process.list_pending():
             if (
-                isinstance(queued.command, Call)
+                isinstance(queued.command, RunCall)
                 and self._process.worker.calls[queued.command.mfc].method == "generate"
             ):
                 break
-            if set(self._ranks) <= set(queued.ranks) and not isinstance(queued.command, Discard):
+            if set(self._ranks) <= set(queued.ranks) and not isinstance(
+                queued.command, DiscardSamples
+            ):
                 last = queued.number
         return last
 
 
 @dataclass(frozen=True)
-class SyncHere:
+class SyncOnSameMesh:
     """Update one role's parameters from another role on the same mesh, each device its slice."""
 
     sync: ParamSync
@@ -231,67 +240,69 @@ class SyncHere:
 
 
 @dataclass(frozen=True)
-class Prepare:
+class PrepareReallocation:
     """Prepare the reallocation plan `key` on all of `ranks`."""
 
     key: str
     ranks: tuple[int, ...]
-    transfers: Sequence[Transfer]
+    transfers: Sequence[ParameterTransfer]
 
     def run(self, process: DeviceProcess, number: int) -> None:
         assert process.groups is not None, "the ranks have joined a process group"
-        group = process.groups.of(self.ranks)
+        group = process.groups.get_group(self.ranks)
         process.reallocations[self.key] = Reallocation(
             self.transfers, rank=process.rank, group=group
         )
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveParameters:
     """Set target = eta * source + (1 - eta) * target; return the source's version.
 
-    Every rank of both roles runs it, after `Prepare`. The target takes the source's version; a copy
-    of a role also records `weights` as its version number. If `kept` is given, the parameters saved
-    under this number by `Keep` are sent, then dropped.
+    Every rank of both roles runs it, after `PrepareReallocation`. The target takes the source's version; a copy
+    of a role also records `weights` as its version number. If `saved_version` is given, the parameters saved
+    under this number by `SaveParameters` are sent, then dropped.
     """
 
     key: str
-    source: Place
-    target: Place
+    source: EngineKey
+    target: EngineKey
     eta: float = 1.0
     weights: int | None = None
-    kept: int | None = None
+    saved_version: int | None = None
 
     def run(self, process: DeviceProcess, number: int) -> int:
         roles = process.worker.roles
         way = process.reallocations[self.key]
-        giver: Giver | None = roles.at(self.source)
-        if giver is not None and self.kept is not None:
-            alike = process.kept[self.source, self.kept]
+        giver: ParameterSource | None = roles.find_engine(self.source)
+        if giver is not None and self.saved_version is not None:
+            alike = process.saved_weights[self.source, self.saved_version]
             giver = alike.pop(self.key)
             if not alike:
-                del process.kept[self.source, self.kept]
-        with roles.refreshing(self.target, self.weights) as taker:
+                del process.saved_weights[self.source, self.saved_version]
+        with roles.open_for_update(self.target, self.weights) as taker:
             return way.move(giver, taker, eta=self.eta).version
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Save the parameters that this device sends in plan `key`, for a later `Move` with `kept`."""
+class SaveParameters:
+    """Save the parameters that this device sends in plan `key`, for a later `MoveParameters` with `saved_version`."""
 
     key: str
-    source: Place
-    kept: int
+    source: EngineKey
+    saved_version: int
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        engine = process.worker.roles.at(self.source)
+        engine = process.worker.roles.find_engine(self.source)
         assert engine is not None, "only the ranks of the source run this command"
-        alike = process.kept.setdefault((self.source, self.kept), {})
-        alike[self.key] = Kept.of(engine, process.reallocations[self.key].gives, alike.values())
+        alike = process.saved_weights.setdefault((self.source, self.saved_version), {})
+        alike[self.key] = ParameterSnapshot.from_source(
+            engine, process.reallocations[self.key].sent_names, alike.values()
+        )
 
 
 @dataclass(frozen=True)
-class Discard:
+class DiscardSamples:
     """Drop ids from the device's tensor store."""
 
     ids: Sequence[str]
@@ -301,21 +312,21 @@ class Discard:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class WriteSnapshot:
     """Write this device's state to the recovery point."""
 
     point: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        own = rank_folder(self.point, process.rank)
-        with disk.told(f"{own} was not written; earlier recovery points are intact"):
+        own = get_rank_folder(self.point, process.rank)
+        with disk.explain_disk_errors(f"{own} was not written; earlier recovery points are intact"):
             own.mkdir()
-            write_state(own / NUMERICS, numerics(process.device))
+            write_state(own / NUMERICS_FILE, describe_numerics(process.device))
             process.worker.save_state(self.point, own)
 
 
 @dataclass(frozen=True)
-class Restore:
+class RestoreSnapshot:
     """Load a recovery point and return the metadata of the samples now on this device.
 
     If the number of devices is unchanged, each device loads its own samples; otherwise rank 0 loads
@@ -326,8 +337,8 @@ class Restore:
     world: int
 
     def run(self, process: DeviceProcess, number: int) -> list[SampleMeta]:
-        folders = rank_folders(self.point)
-        set_threads(read_state(folders[0] / NUMERICS)["threads"])
+        folders = list_rank_folders(self.point)
+        set_threads(read_state(folders[0] / NUMERICS_FILE)["threads"])
         alike = len(folders) == self.world
         if alike:
             held = [folders[process.rank]]
@@ -335,25 +346,27 @@ class Restore:
             held = folders
         else:
             held = []
-        process.kept.clear()
+        process.saved_weights.clear()
         process.worker.load_state(self.point, held)
-        return [sample.meta() for sample in process.worker.store.batches()]
+        return [sample.meta() for sample in process.worker.store.iterate_batches()]
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveModel:
     """Write a role's model in the Hugging Face format."""
 
     role: str
     directory: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        with disk.told(f"{self.directory} was not written; earlier checkpoints are intact"):
+        with disk.explain_disk_errors(
+            f"{self.directory} was not written; earlier checkpoints are intact"
+        ):
             process.worker.save(self.role, self.directory)
 
 
 @dataclass(frozen=True)
-class LogTo:
+class RedirectOutput:
     """Append this process's stdout and stderr, including output of C code, to `worker-RANK.log`."""
 
     folder: Path
@@ -361,7 +374,7 @@ class LogTo:
     def run(self, process: DeviceProcess, number: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = os.open(
-            destination(self.folder / f"worker-{process.rank}.log"),
+            resolve_destination(self.folder / f"worker-{process.rank}.log"),
             os.O_WRONLY | os.O_APPEND | os.O_CREAT,
             0o644,
         )
@@ -377,7 +390,7 @@ class LogTo:
 
 
 @dataclass(frozen=True)
-class Profile:
+class ToggleTrace:
     """Start a trace of this device, or stop it and write it to `path`.
 
     The first happens if `path` is None. `{rank}` in `path` is replaced by the device's rank.
@@ -387,29 +400,31 @@ class Profile:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         if self.path is None:
-            process.trace = Trace(process.device)
+            process.trace = DeviceTrace(process.device)
         elif process.trace is not None:
             process.trace.end(Path(self.path.replace("{rank}", str(process.rank))))
             process.trace = None
 
 
 @dataclass(frozen=True)
-class Hardware:
+class DescribeHardware:
     """Return a description of the device's hardware."""
 
     def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
-        return hardware(process.device)
+        return describe_hardware(process.device)
 
 
 @dataclass(frozen=True)
-class Numerics:
+class DescribeNumerics:
     """Return the device's numerical settings."""
 
     def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
-        return numerics(process.device)
+        return describe_numerics(process.device)
 
 
-def described(minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str) -> SampleMeta:
+def describe_samples(
+    minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str
+) -> SampleMeta:
     """Return the non-tensor metadata of `ids`, which were dealt out as `minibatches`."""
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)

@@ -20,20 +20,33 @@ from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime import commands
-from weft.runtime.check import calls_of
-from weft.runtime.commands import Build, Built, Call
-from weft.runtime.device_process import Command, Report, Want
-from weft.runtime.dispatch import Devices, Dispatch, Given, Job
-from weft.runtime.events import Announced, Events, Failed, Finished, Started, Task
+from weft.runtime.check import collect_calls
+from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
+from weft.runtime.device_process import CommandReport, DeviceCommand, TensorRequest
+from weft.runtime.dispatch import CommandTensors, DeviceJob, DeviceTransport, JobDispatcher
+from weft.runtime.events import (
+    Events,
+    OutputsAnnounced,
+    Task,
+    TaskFailed,
+    TaskFinished,
+    TaskStarted,
+)
 from weft.runtime.group import SampleMeta
 from weft.runtime.locations import DRIVER as ON_DRIVER
-from weft.runtime.locations import Locations
-from weft.runtime.merge import merged, merged_seen
-from weft.runtime.parameters import Parameters
-from weft.runtime.roles import Place
-from weft.runtime.saved import DRIVER, ENGINES, rank_folders, read_samples, write_samples
-from weft.runtime.split import OWNER, owners
+from weft.runtime.locations import TensorLocations
+from weft.runtime.merge import merge_results, merge_seen
+from weft.runtime.parameters import ParameterTransfers
+from weft.runtime.roles import EngineKey
+from weft.runtime.split import OWNER, collect_owners
 from weft.runtime.store import TensorStore
+from weft.runtime.worker_state_files import (
+    DRIVER_FOLDER,
+    ENGINES_FOLDER,
+    list_rank_folders,
+    read_samples,
+    write_samples,
+)
 
 T = TypeVar("T")
 BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices received for it
@@ -46,31 +59,35 @@ class DeviceGroup:
     """
 
     def __init__(
-        self, devices: Devices, experiment: Experiment, build: Build, logs: Path | None = None
+        self,
+        devices: DeviceTransport,
+        experiment: Experiment,
+        build: BuildWorker,
+        logs: Path | None = None,
     ) -> None:
         self.events: Events = queue.SimpleQueue()
         self._devices = devices
         self._experiment = experiment
-        self._meshes = experiment.meshes()
-        self._calls = calls_of(experiment)
-        self._mesh_of = {name: experiment.mesh_of(node) for name, node in self._calls.items()}
-        self._all = range(len(devices.where))
-        self._announcing: set[str] = set()
+        self._meshes = experiment.build_meshes()
+        self._calls = collect_calls(experiment)
+        self._mesh_of = {name: experiment.get_mesh(node) for name, node in self._calls.items()}
+        self._ranks = range(len(devices.addresses))
+        self._announcing_calls: set[str] = set()
         # running interruptible calls, with the copy whose weights may be updated
-        self._interruptible: dict[Task, Place] = {}
+        self._interruptible_calls: dict[Task, EngineKey] = {}
         self._lock = threading.RLock()  # guards _locations and _store
         self._store = TensorStore()
-        self._locations = Locations()
+        self._locations = TensorLocations()
         self._closed = False
         self._logs = logs
-        self._dispatch = Dispatch(devices)
+        self._dispatch = JobDispatcher(devices)
         try:
-            self._built: Mapping[int, Built] = self._ask(
-                "building the engines", self._all, lambda rank: build
+            self._built: Mapping[int, BuiltEngines] = self._ask(
+                "building the engines", self._ranks, lambda rank: build
             ).result()
-            hosts = [where.host for where in devices.where]
-            self._parameters = Parameters(self._dispatch, experiment, self._built, hosts)
-            self._parameters.begin()
+            hosts = [where.host for where in devices.addresses]
+            self._parameters = ParameterTransfers(self._dispatch, experiment, self._built, hosts)
+            self._parameters.initialize()
         except BaseException:
             self.close(0.0)
             raise
@@ -87,92 +104,100 @@ class DeviceGroup:
         keeps: bool = False,
     ) -> None:
         if self._logs is not None:  # the run has started, so it may write into its directory
-            command = commands.LogTo(self._logs)
+            command = commands.RedirectOutput(self._logs)
             self._logs = None
-            self._ask("opening its log", self._all, lambda rank: command)
+            self._ask("opening its log", self._ranks, lambda rank: command)
         # Bring the weights of the call's mesh up to date first.
         node = self._calls[mfc]
         mesh = self._mesh_of[mfc]
         task = (mfc, step)
         if node.interruptible:
-            get = self._parameters.follow
+            get = self._parameters.update_running_copy
         else:
-            get = self._parameters.refresh
-        weights = get((node.role, mesh), self._fails(task), version)
+            get = self._parameters.update_copy
+        weights = get((node.role, mesh), self._make_failure_callback(task), version)
         if keeps:
-            self._parameters.keep(node.role, step, self._fails(task))
+            self._parameters.save_weights(node.role, step, self._make_failure_callback(task))
         # Find the part of each rank; the first rank of each part reports outputs.
-        ids = owners([part for minibatch in parts for part in minibatch])
+        ids = collect_owners([part for minibatch in parts for part in minibatch])
         of_rank = {
-            rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts]
+            rank: [minibatch[mesh.get_coordinates(rank).data] for minibatch in parts]
             for rank in mesh.ranks
         }
-        own = {rank: owners(minibatches) for rank, minibatches in of_rank.items()}
-        first = [mesh.ranks_of(data)[0] for data in range(mesh.layout.data)]
+        own = {rank: collect_owners(minibatches) for rank, minibatches in of_rank.items()}
+        first = [mesh.list_ranks(data)[0] for data in range(mesh.layout.data)]
         shared: dict[Any, Any] = {}
-        wanted: dict[int, list[Want]] = {}
+        wanted: dict[int, list[TensorRequest]] = {}
 
-        def make(rank: int) -> tuple[Command, Given]:
-            described = commands.described(of_rank[rank], own[rank], OWNER)
-            command = Call(mfc, step, of_rank[rank], described, mfc in self._announcing, weights)
-            wanted[rank] = self._lacking(rank, own[rank], (*node.inputs, *node.optional_inputs))
-            return command, self._given(wanted[rank], shared)
+        def make_command(rank: int) -> tuple[DeviceCommand, CommandTensors]:
+            described = commands.describe_samples(of_rank[rank], own[rank], OWNER)
+            command = RunCall(
+                mfc, step, of_rank[rank], described, mfc in self._announcing_calls, weights
+            )
+            wanted[rank] = self._request_missing(
+                rank, own[rank], (*node.inputs, *node.optional_inputs)
+            )
+            return command, self._build_command_tensors(wanted[rank], shared)
 
-        def done(ends: Mapping[int, Report]) -> None:
-            self._interruptible.pop(task, None)
+        def on_finished(ends: Mapping[int, CommandReport]) -> None:
+            self._interruptible_calls.pop(task, None)
             results = {rank: report.value for rank, report in ends.items()}
             for rank, result in results.items():
-                self._arrived(rank, wanted[rank])
+                self._record_transfers(rank, wanted[rank])
                 if result.outputs is not None:
-                    self._made(rank, result.outputs, again=rank not in first)
-            whole = merged(
+                    self._record_outputs(rank, result.outputs, again=rank not in first)
+            whole = merge_results(
                 [results[rank] for rank in first], [len(own[rank]) for rank in first], ids
             )
-            moved = float(sum(report.moved for report in ends.values()))
+            moved = float(sum(report.num_bytes_received for report in ends.values()))
             metrics = {**whole.metrics, BYTES_MOVED: moved}
-            seen = merged_seen(results.values())
-            self.events.put(Finished(task, MFCResult(whole.outputs, metrics, seen)))
+            seen = merge_seen(results.values())
+            self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
 
-        def announced(rank: int, event: Announced) -> None:
+        def on_announced(rank: int, event: OutputsAnnounced) -> None:
             if rank in first:
-                self._made(rank, event.outputs)
+                self._record_outputs(rank, event.outputs)
                 self.events.put(event)
 
         # Submit the call, then mark copies as outdated if it trains.
-        job = Job(
+        job = DeviceJob(
             f"call {mfc!r} of role {node.role!r}",
             mesh.ranks,
-            make,
-            done,
-            self._fails(task),
-            self._starts(task),
-            announced,
+            make_command,
+            on_finished,
+            self._make_failure_callback(task),
+            self._make_start_callback(task),
+            on_announced,
             frozenset({node.role}),
             seconds=None,
             task=task,
         )
         if node.interruptible:
-            self._interruptible[task] = node.role, mesh
+            self._interruptible_calls[task] = node.role, mesh
         self._dispatch.submit(job)
         if node.trains:
-            self._parameters.trained(node.role, job, step + 1)
-            for place in set(self._interruptible.values()):
+            self._parameters.record_training(node.role, job, step + 1)
+            for place in set(self._interruptible_calls.values()):
                 if place[0] == node.role:
-                    self._parameters.follow(place, self._fails(task))
+                    self._parameters.update_running_copy(place, self._make_failure_callback(task))
 
-    def _lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
+    def _request_missing(
+        self, rank: int, ids: Sequence[str], keys: Iterable[str]
+    ) -> list[TensorRequest]:
         with self._lock:
-            wants = self._locations.lacking(rank, ids, keys)
+            wants = self._locations.find_missing(rank, ids, keys)
             for want in wants:
-                self._locations.expect(rank, want.ids, want.keys)
+                self._locations.record_transfer(rank, want.ids, want.keys)
         return wants
 
-    def _arrived(self, rank: int, wants: Sequence[Want]) -> None:
+    def _record_transfers(self, rank: int, wants: Sequence[TensorRequest]) -> None:
         with self._lock:
             for want in wants:
-                self._locations.copied(rank, want.ids, want.keys)
+                self._locations.record_copy(rank, want.ids, want.keys)
 
-    def _given(self, wants: Sequence[Want], shared: dict[Any, Any]) -> Given:
+    def _build_command_tensors(
+        self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
+    ) -> CommandTensors:
         """Return what a rank requests from other devices, and the rows the driver sends.
 
         `shared` caches the rows already serialized for this call.
@@ -182,36 +207,36 @@ class DeviceGroup:
             if row not in shared:
                 with self._lock:
                     found = self._store.fetch(*row)
-                shared[row] = self._devices.share(_bare(found).to_bytes())
-        return Given(
+                shared[row] = self._devices.share(_drop_metadata(found).to_bytes())
+        return CommandTensors(
             [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
         )
 
-    def _made(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
+    def _record_outputs(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
         with self._lock:
-            (self._locations.copied if again else self._locations.made)(
+            (self._locations.record_copy if again else self._locations.record_computed)(
                 rank, outputs.ids, outputs.keys
             )
             if outputs.metadata:
                 self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
 
-    def _starts(self, task: Task) -> Callable[[], None]:
-        return lambda: self.events.put(Started(task))
+    def _make_start_callback(self, task: Task) -> Callable[[], None]:
+        return lambda: self.events.put(TaskStarted(task))
 
-    def _fails(self, task: Task) -> Callable[[BaseException], None]:
-        return lambda error: self.events.put(Failed(task, error))
+    def _make_failure_callback(self, task: Task) -> Callable[[BaseException], None]:
+        return lambda error: self.events.put(TaskFailed(task, error))
 
-    def overdue(self, mfc: str, step: int, told: str) -> RunError:
-        return self._dispatch.overdue((mfc, step), told)
+    def build_overdue_error(self, mfc: str, step: int, told: str) -> RunError:
+        return self._dispatch.build_overdue_error((mfc, step), told)
 
-    def listen(self, mfc: str) -> None:
-        self._announcing.add(mfc)
+    def announce_outputs(self, mfc: str) -> None:
+        self._announcing_calls.add(mfc)
 
     # -- tensors on the driver
 
     def put(self, sample: SequenceSample) -> SampleMeta:
         with self._lock:
-            self._locations.made(ON_DRIVER, sample.ids, sample.keys)
+            self._locations.record_computed(ON_DRIVER, sample.ids, sample.keys)
             return self._store.put(sample)
 
     def fetch(
@@ -220,14 +245,14 @@ class DeviceGroup:
         wanted = list(keys)
         with self._lock:
             wanted += [
-                key for key in self._locations.everywhere(ids, optional) if key not in wanted
+                key for key in self._locations.select_available(ids, optional) if key not in wanted
             ]
-            wants = self._locations.lacking(ON_DRIVER, ids, wanted)
-        raws = self._explained(lambda: self._devices.export(wants)) if wants else []
+            wants = self._locations.find_missing(ON_DRIVER, ids, wanted)
+        raws = self._call_with_explanation(lambda: self._devices.export(wants)) if wants else []
         with self._lock:
             for want, raw in zip(wants, raws, strict=True):
                 self._store.put(SequenceSample.from_bytes(raw))
-                self._locations.copied(ON_DRIVER, want.ids, want.keys)
+                self._locations.record_copy(ON_DRIVER, want.ids, want.keys)
             return self._store.fetch(ids, wanted)
 
     def discard(self, ids: Iterable[str]) -> None:
@@ -238,46 +263,50 @@ class DeviceGroup:
             self._ask(
                 "discarding tensors",
                 [rank],
-                lambda rank, held=held: commands.Discard(held),  # type: ignore[misc]
+                lambda rank, held=held: commands.DiscardSamples(held),  # type: ignore[misc]
             )
 
     def sync(self, s: ParamSync, step: int) -> None:
         task = (s.name, step)
-        told = lambda version: self.events.put(Finished(task, version))  # noqa: E731
-        self._parameters.move(s, told, self._fails(task), self._starts(task))
+        told = lambda version: self.events.put(TaskFinished(task, version))  # noqa: E731
+        self._parameters.start_sync(
+            s, told, self._make_failure_callback(task), self._make_start_callback(task)
+        )
 
     # -- state
 
     def snapshot(self, d: Path) -> Future[None]:
         with self._lock:
-            write_samples(d / DRIVER, self._store)
-        return _none(
-            self._ask("writing the recovery point", self._all, lambda rank: commands.Snapshot(d))
+            write_samples(d / DRIVER_FOLDER, self._store)
+        return _drop_result(
+            self._ask(
+                "writing the recovery point", self._ranks, lambda rank: commands.WriteSnapshot(d)
+            )
         )
 
     def restore(self, d: Path) -> None:
-        if not (d / ENGINES).is_dir() or not rank_folders(d):
+        if not (d / ENGINES_FOLDER).is_dir() or not list_rank_folders(d):
             raise CheckpointError(f"{d}: contains no state of workers")
-        command = commands.Restore(d, len(self._all))
-        found = self._ask("loading the recovery point", self._all, lambda rank: command).result()
-        self._parameters.restored()
+        command = commands.RestoreSnapshot(d, len(self._ranks))
+        found = self._ask("loading the recovery point", self._ranks, lambda rank: command).result()
+        self._parameters.reset()
         for rank in sorted(found):
             for held in found[rank]:
-                self._made(rank, held, again=True)
-        for sample in read_samples([d / DRIVER]):
+                self._record_outputs(rank, held, again=True)
+        for sample in read_samples([d / DRIVER_FOLDER]):
             with self._lock:
-                self._locations.copied(ON_DRIVER, sample.ids, sample.keys)
+                self._locations.record_copy(ON_DRIVER, sample.ids, sample.keys)
                 self._store.put(sample)
 
     def save(self, role: str, directory: Path) -> Future[None]:
-        command = commands.Save(role, directory)
-        return _none(
+        command = commands.SaveModel(role, directory)
+        return _drop_result(
             self._ask(f"saving role {role!r}", self._meshes[role].ranks, lambda rank: command, role)
         )
 
-    def profile(self, path: str | None = None) -> None:
-        command = commands.Profile(path)
-        self._ask("tracing its work", self._all, lambda rank: command).result()
+    def toggle_trace(self, path: str | None = None) -> None:
+        command = commands.ToggleTrace(path)
+        self._ask("tracing its work", self._ranks, lambda rank: command).result()
 
     def close(self, deadline_s: float) -> None:
         if not self._closed:
@@ -293,10 +322,10 @@ class DeviceGroup:
         for role, mesh in self._meshes.items():
             copies = {
                 m: self._built[m.ranks[0]].copies[r, m]
-                for r, m in self._experiment.copies()
+                for r, m in self._experiment.list_copies()
                 if r == role
             }
-            moves = [f"{what}: {way}" for what, way in self._parameters.ways(role)]
+            moves = [f"{what}: {way}" for what, way in self._parameters.list_plans(role)]
             found[role] = {
                 **self._built[mesh.ranks[0]].facts[role],
                 "copies": copies,
@@ -304,66 +333,68 @@ class DeviceGroup:
             }
         return found
 
-    def numerics(self) -> Mapping[str, Any]:
+    def describe_numerics(self) -> Mapping[str, Any]:
         found = self._ask(
-            "reading its numerical settings", [0], lambda rank: commands.Numerics()
+            "reading its numerical settings", [0], lambda rank: commands.DescribeNumerics()
         ).result()
-        return {**found[0], "devices": len(self._all)}
+        return {**found[0], "devices": len(self._ranks)}
 
-    def hardware(self) -> Mapping[str, Any]:
+    def describe_hardware(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._ask(
-            "reading its hardware", [0], lambda rank: commands.Hardware()
+            "reading its hardware", [0], lambda rank: commands.DescribeHardware()
         ).result()[0]
         return found
 
     def peak_memory_gb(self) -> float:
-        return self._explained(self._devices.peak_memory_gb)
+        return self._call_with_explanation(self._devices.peak_memory_gb)
 
-    def _explained(self, ask: Callable[[], T]) -> T:
+    def _call_with_explanation(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except DevicesLost as error:
-            raise self._dispatch.explained(error) from error
+            raise self._dispatch.find_cause(error) from error
 
     def _ask(
         self,
         what: str,
         ranks: Sequence[int],
-        make: Callable[[int], Command],
+        make: Callable[[int], DeviceCommand],
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
         """Send one command to each rank, in order with earlier ones; return the results by rank."""
         future: Future[dict[int, Any]] = Future()
 
-        def done(ends: Mapping[int, Report]) -> None:
+        def on_finished(ends: Mapping[int, CommandReport]) -> None:
             future.set_result({rank: report.value for rank, report in ends.items()})
 
         roles = frozenset({role} if role else ())
-        made = lambda rank: (make(rank), Given())  # noqa: E731
-        self._dispatch.submit(Job(what, ranks, made, done, partial(_fail, future), roles=roles))
+        made = lambda rank: (make(rank), CommandTensors())  # noqa: E731
+        self._dispatch.submit(
+            DeviceJob(what, ranks, made, on_finished, partial(_fail_future, future), roles=roles)
+        )
         return future
 
 
-def _fail(future: Future[Any], error: BaseException) -> None:
+def _fail_future(future: Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
 
 
-def _none(future: Future[dict[int, Any]]) -> Future[None]:
+def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:
     """Return a future that completes or fails with `future`, without its result."""
     over: Future[None] = Future()
 
-    def told(done: Future[dict[int, Any]]) -> None:
+    def on_done(done: Future[dict[int, Any]]) -> None:
         error = done.exception()
         if error is None:
             over.set_result(None)
         else:
             over.set_exception(error)
 
-    future.add_done_callback(told)
+    future.add_done_callback(on_done)
     return over
 
 
-def _bare(sample: SequenceSample) -> SequenceSample:
+def _drop_metadata(sample: SequenceSample) -> SequenceSample:
     """Return the sample without metadata, which is sent with the descriptions."""
     return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)

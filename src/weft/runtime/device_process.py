@@ -1,7 +1,7 @@
 """Process of one device: a worker, the thread that runs its commands in order, and its reports.
 
 It does not depend on the message transport (`weft.runtime.ray`): numbered commands arrive through
-`receive`, tensors from other devices through `Peers`, and reports leave through `next_reports`.
+`receive`, tensors from other devices through `PeerTransport`, and reports leave through `next_reports`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch.distributed as dist
 
 import weft
 from weft.data.sample import SequenceSample
-from weft.engine.device import peak_memory_gb, using
-from weft.engine.profile import Trace
+from weft.engine.device import measure_peak_memory_gib, use_device
+from weft.engine.profile import DeviceTrace
 from weft.errors import TRANSPORTS, DevicesLost, NotFinite, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
-from weft.parallel.mesh import ProcessGroups, backend_of
+from weft.parallel.mesh import ProcessGroups, choose_backend
 from weft.realloc.execute import Reallocation
-from weft.realloc.kept import Kept
-from weft.runtime.roles import Place
+from weft.realloc.snapshot import ParameterSnapshot
+from weft.runtime.roles import EngineKey
 from weft.runtime.worker import Worker
 
 COLLECTIVE_SECONDS = 1800.0  # timeout of a collective
@@ -42,7 +42,7 @@ TRANSFER_SECONDS = 600.0  # timeout of a transfer from another device
 
 
 @dataclass(frozen=True)
-class Where:
+class ProcessAddress:
     """Rank, host, pid and address of a device's process, for messages."""
 
     rank: int
@@ -55,7 +55,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Want:
+class TensorRequest:
     """Tensors that a command needs from the device `rank`."""
 
     rank: int
@@ -64,51 +64,51 @@ class Want:
 
 
 @dataclass(frozen=True)
-class Report:
+class CommandReport:
     """Progress or result of the command `number`.
 
-    `moved` is the number of bytes received from elsewhere for it.
+    `num_bytes_received` is the number of bytes received from elsewhere for it.
     """
 
     number: int
     kind: Literal["started", "announced", "finished", "failed"]
     value: Any = None
-    moved: int = 0
+    num_bytes_received: int = 0
 
 
 @dataclass(frozen=True)
-class Activity:
+class DeviceActivity:
     """Current activity of a device: waiting for other devices, or running the code at `place`.
 
     `place` names a function, file and line.
     """
 
-    waits: bool
+    is_waiting: bool
     place: str
 
 
-class Peers(Protocol):
+class PeerTransport(Protocol):
     """Transport for tensors that other devices hold.
 
-    `ask` returns a promise at once; `take` waits for the bytes of all promises.
+    `request` returns a promise at once; `take` waits for the bytes of all promises.
     """
 
-    def ask(self, want: Want) -> Any: ...
+    def request(self, want: TensorRequest) -> Any: ...
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]: ...
 
 
-class Command(Protocol):
+class DeviceCommand(Protocol):
     """Picklable request of the driver; its return value is sent back to the driver."""
 
     def run(self, process: DeviceProcess, number: int) -> Any: ...
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedCommand:
     """Command with the promises of the tensors that it needs."""
 
     number: int
-    command: Command
+    command: DeviceCommand
     ranks: Sequence[int]  # all ranks that receive a command with this number
     promises: Sequence[Any]
 
@@ -119,24 +119,24 @@ class DeviceProcess:
     Ranks that communicate must run the same commands in the same order.
     """
 
-    def __init__(self, rank: int, peers: Peers) -> None:
+    def __init__(self, rank: int, peers: PeerTransport) -> None:
         keep_freed_memory()
         self.rank = rank
         self.peers = peers
-        self.device = torch.device("cpu")  # until `Build` sets it
+        self.device = torch.device("cpu")  # until `BuildWorker` sets it
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
         # Older weights saved for later transfers: (source, version) -> plan key -> weights.
-        self.kept: dict[tuple[Place, int], dict[str, Kept]] = {}
-        self.trace: Trace | None = None
-        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
-        self._next: deque[Queued] = deque()  # taken from the queue, not yet run
-        self._early: dict[int, Queued] = {}
-        self._place = 0
+        self.saved_weights: dict[tuple[EngineKey, int], dict[str, ParameterSnapshot]] = {}
+        self.trace: DeviceTrace | None = None
+        self._reports: queue.SimpleQueue[CommandReport] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[QueuedCommand] = queue.SimpleQueue()
+        self._pending: deque[QueuedCommand] = deque()  # taken from the queue, not yet run
+        self._early_commands: dict[int, QueuedCommand] = {}
+        self._next_place = 0
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
+        self._thread = threading.Thread(target=self._run_commands, name="weft-worker", daemon=True)
         self._thread.start()
 
     # -- the ranks of the run
@@ -157,7 +157,7 @@ class DeviceProcess:
         if self.rank != 0:
             self._store = dist.TCPStore(address, port, world, is_master=False)
         limit = timedelta(seconds=COLLECTIVE_SECONDS)
-        backend = backend_of(torch.device(device))
+        backend = choose_backend(torch.device(device))
         dist.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=world, timeout=limit
         )
@@ -178,9 +178,9 @@ class DeviceProcess:
         self,
         place: int,
         number: int,
-        command: Command,
+        command: DeviceCommand,
         ranks: Sequence[int],
-        wants: Sequence[Want],
+        wants: Sequence[TensorRequest],
         shared: Sequence[Any],
     ) -> None:
         """Queue the command that runs as number `place` in this device's order.
@@ -189,18 +189,18 @@ class DeviceProcess:
         rows that the driver sends.
         """
         with self._lock:
-            self._early[place] = Queued(
-                number, command, ranks, [*(self.peers.ask(want) for want in wants), *shared]
+            self._early_commands[place] = QueuedCommand(
+                number, command, ranks, [*(self.peers.request(want) for want in wants), *shared]
             )
-            while self._place in self._early:
-                self._queue.put(self._early.pop(self._place))
-                self._place += 1
+            while self._next_place in self._early_commands:
+                self._queue.put(self._early_commands.pop(self._next_place))
+                self._next_place += 1
 
-    def report(self, report: Report) -> None:
+    def report(self, report: CommandReport) -> None:
         """Queue a report for the driver."""
         self._reports.put(report)
 
-    def next_reports(self, seconds: float) -> list[Report]:
+    def next_reports(self, seconds: float) -> list[CommandReport]:
         """Return all queued reports; wait at most `seconds` for the first."""
         try:
             found = [self._reports.get(timeout=seconds)]
@@ -210,14 +210,14 @@ class DeviceProcess:
             found.append(self._reports.get())
         return found
 
-    def waiting(self) -> Sequence[Queued]:
+    def list_pending(self) -> Sequence[QueuedCommand]:
         """Return the pending commands in order.
 
         Only the thread that runs commands calls this, and `run_next`.
         """
         while not self._queue.empty():
-            self._next.append(self._queue.get())
-        return self._next
+            self._pending.append(self._queue.get())
+        return self._pending
 
     def run_next(self, seconds: float | None = None) -> int:
         """Run the next command and return its number; a running command may call this too.
@@ -225,30 +225,34 @@ class DeviceProcess:
         Raises `DevicesLost` if no command arrives within `seconds`.
         """
         try:
-            if self._next:
-                queued = self._next.popleft()
+            if self._pending:
+                queued = self._pending.popleft()
             else:
                 queued = self._queue.get(timeout=seconds)
         except queue.Empty:
             raise DevicesLost(
                 f"a command that other devices received did not arrive within {seconds:g} s"
             ) from None
-        self.report(Report(queued.number, "started"))
+        self.report(CommandReport(queued.number, "started"))
         try:
-            moved = self._take_in(queued.promises)
-            with using(self.device):
+            moved = self._store_tensors(queued.promises)
+            with use_device(self.device):
                 made = queued.command.run(self, queued.number)
-            self.report(Report(queued.number, "finished", made, moved))
+            self.report(CommandReport(queued.number, "finished", made, moved))
         except BaseException as error:
             traceback.print_exc()
-            self.report(Report(queued.number, "failed", portable(error, self.where(""))))
+            self.report(
+                CommandReport(
+                    queued.number, "failed", to_picklable_error(error, self.describe_address(""))
+                )
+            )
         return queued.number
 
-    def _work(self) -> None:
+    def _run_commands(self) -> None:
         while True:
             self.run_next()
 
-    def _take_in(self, promises: Sequence[Any]) -> int:
+    def _store_tensors(self, promises: Sequence[Any]) -> int:
         """Store the tensors that other devices sent; return their size in bytes."""
         raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
         for raw in raws:
@@ -263,18 +267,18 @@ class DeviceProcess:
         return SequenceSample(found.ids, found.lengths, found.offsets, found.data).to_bytes()
 
     def peak_memory_gb(self) -> float:
-        return peak_memory_gb(self.device)
+        return measure_peak_memory_gib(self.device)
 
-    def activity(self) -> Activity:
+    def activity(self) -> DeviceActivity:
         """Return the current activity of the thread that runs commands, from its stack."""
         assert self._thread.ident is not None
         return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
 
-    def where(self, address: str) -> Where:
-        return Where(self.rank, socket.gethostname(), os.getpid(), address)
+    def describe_address(self, address: str) -> ProcessAddress:
+        return ProcessAddress(self.rank, socket.gethostname(), os.getpid(), address)
 
 
-def describe_stack(stack: Sequence[traceback.FrameSummary]) -> Activity:
+def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
     """Return the activity of a thread with this stack, outermost frame first.
 
     It waits for other devices if weft's or the user's innermost code waits for a collective, for
@@ -293,10 +297,10 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> Activity:
         or any(TORCH_DISTRIBUTED in frame.filename for frame in called)
         or ".wait(" in (inmost.line or "")
     )
-    return Activity(waits, f"{inmost.name} ({Path(inmost.filename).name}:{inmost.lineno})")
+    return DeviceActivity(waits, f"{inmost.name} ({Path(inmost.filename).name}:{inmost.lineno})")
 
 
-def is_of_others(error: BaseException) -> bool:
+def is_caused_by_others(error: BaseException) -> bool:
     """Return whether the error, or one of its causes, is the loss or delay of other ranks."""
     cause: BaseException | None = error
     while cause is not None:
@@ -308,7 +312,7 @@ def is_of_others(error: BaseException) -> bool:
     return False
 
 
-def portable(error: BaseException, where: Where) -> WeftError:
+def to_picklable_error(error: BaseException, where: ProcessAddress) -> WeftError:
     """Return a picklable error for the driver.
 
     A user's error is returned unchanged. Any other becomes a `RunError` that names the device, with
@@ -318,7 +322,7 @@ def portable(error: BaseException, where: Where) -> WeftError:
         return error
     name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
     kind = NotFinite if isinstance(error, NotFinite) else RunError
-    told = (DevicesLost if is_of_others(error) else kind)(f"{where}: {name}{error}")
+    told = (DevicesLost if is_caused_by_others(error) else kind)(f"{where}: {name}{error}")
     for note in [*getattr(error, "__notes__", []), "".join(traceback.format_exception(error))]:
         told.add_note(note)
     return told

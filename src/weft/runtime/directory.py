@@ -18,17 +18,17 @@ import yaml
 from weft.errors import ConfigError
 from weft.experiment import Control
 from weft.observe.lenient import read_json
-from weft.reading import make_folder, read_text, reading, refuse_url
-from weft.redaction import masked
+from weft.reading import explain_read_errors, make_folder, read_text, refuse_url
+from weft.redaction import mask_values
 from weft.runtime import disk
-from weft.writing import opened
+from weft.writing import open_file
 
 Status = Literal["running", "stopped", "failed", "finished"]
 LOGS = "logs"  # folder with the logs of the device processes
 CONFIG = "config.yaml"
 STATUS = "status.json"
 LOCK = "run.lock"
-SHOWN = 3  # number of differing options that an error message lists
+MOST_DIFFERENCES = 3  # number of differing options that an error message lists
 STEP = re.compile(r"step(\d+)")
 
 # Entries that launchers write into a run's directory before the run starts.
@@ -65,7 +65,7 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def of(cls, control: Control) -> RunDirectory:
+    def from_control(cls, control: Control) -> RunDirectory:
         """Return the directory that the run's options name."""
         refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(
@@ -73,18 +73,18 @@ class RunDirectory:
         )
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints_folder(self) -> Path:
         return self.path / "checkpoints"
 
     @property
-    def recover(self) -> Path:
+    def recovery_folder(self) -> Path:
         return self.path / "recover"
 
-    def holds_run(self) -> bool:
+    def has_run(self) -> bool:
         """Return whether the directory has a run's `config.yaml`."""
         return (self.path / CONFIG).is_file()
 
-    def status(self) -> Status | None:
+    def read_status(self) -> Status | None:
         """Return the recorded status of the run, or None if the directory has no run.
 
         A run that was killed before it could record its end is "running".
@@ -92,10 +92,10 @@ class RunDirectory:
         said = read_json(self.path / STATUS).get("status")
         if said in get_args(Status):
             return cast(Status, said)
-        return "running" if self.holds_run() else None
+        return "running" if self.has_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
-        """Write `status.json`."""
+        """Write `read_status.json`."""
         disk.write_text(
             self.path / STATUS,
             json.dumps({"status": status, "step": step, "time": time.time()}) + "\n",
@@ -114,15 +114,15 @@ class RunDirectory:
         """
         what = str(self.path / CONFIG)
         text = read_text(what, what, ConfigError)
-        with reading(what, ConfigError):
+        with explain_read_errors(what, ConfigError):
             found = yaml.safe_load(text)
         if not isinstance(found, dict):
             raise ConfigError(f"{what}: contains no options; choose another trial_name")
         return found
 
-    def saved_steps(self, role: str) -> list[int]:
+    def list_saved_steps(self, role: str) -> list[int]:
         """Return the steps of a role's complete checkpoints, oldest first."""
-        found = (STEP.fullmatch(p.name) for p in (self.checkpoints / role).glob("step*"))
+        found = (STEP.fullmatch(p.name) for p in (self.checkpoints_folder / role).glob("step*"))
         return sorted(int(match[1]) for match in found if match)
 
 
@@ -144,7 +144,7 @@ def admit(
     path = directory.path
     anew = "choose another trial_name, or remove that directory"
     # A new run needs a directory without foreign files.
-    if not directory.holds_run():
+    if not directory.has_run():
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
         foreign = [
             name
@@ -168,28 +168,30 @@ def admit(
         )
     if control.resume_from is not None:
         return True
-    changed = differences(
-        masked(directory.read_config()), masked(as_plain(config)), unset=left_at_default
+    changed = list_differences(
+        mask_values(directory.read_config()), mask_values(to_plain(config)), unset=left_at_default
     )
     if changed:
-        more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        more = (
+            f"; {len(changed) - MOST_DIFFERENCES} more" if len(changed) > MOST_DIFFERENCES else ""
+        )
         raise ConfigError(
             f"{path} contains a run with another configuration "
-            f"({'; '.join(changed[:SHOWN])}{more}); "
+            f"({'; '.join(changed[:MOST_DIFFERENCES])}{more}); "
             f"{anew}, "
             f"or resume it with these options: resume_from={path}"
         )
-    if directory.status() == "finished":
+    if directory.read_status() == "finished":
         raise ConfigError(f"{path} contains a finished run of this configuration; {anew}")
     return True
 
 
-def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration after a round trip through YAML."""
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)) or {}
 
 
-def differences(
+def list_differences(
     one: Mapping[str, Any],
     other: Mapping[str, Any],
     prefix: str = "",
@@ -208,15 +210,15 @@ def differences(
         b = other.get(key)
         name = f"{prefix}{key}"
         if isinstance(b, Mapping) and (isinstance(a, Mapping) or (key not in one and b)):
-            found += differences(a or {}, b, f"{name}.", unset=unset)
+            found += list_differences(a or {}, b, f"{name}.", unset=unset)
         elif key not in one and name in unset:
             continue
         elif a != b:
-            found.append(f"{name}: {_short(a)} there, {_short(b)} here")
+            found.append(f"{name}: {_format_short(a)} there, {_format_short(b)} here")
     return found
 
 
-def _short(value: Any) -> str:
+def _format_short(value: Any) -> str:
     """Format a value as on the command line, in at most 60 characters."""
     if value is None:
         return "null"
@@ -235,7 +237,7 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self._path = path / LOCK
         self._file: IO[str] | None = None
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
 
     def take(self) -> None:
         """Acquire the lock, creating the run's directory if needed.
@@ -243,14 +245,14 @@ class RunLock:
         Raises `ConfigError` naming the process that has the lock.
         """
         folders = [self._path.parent, *self._path.parent.parents]
-        self._made = [folder for folder in folders if not folder.exists()]
+        self._created_folders = [folder for folder in folders if not folder.exists()]
         make_folder(self._path.parent, f"fileroot: {self._path.parent}", ConfigError)
         while self._file is None:
-            file = opened(self._path, "a+", encoding="utf-8")
+            file = open_file(self._path, "a+", encoding="utf-8")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                holder = owner(self._path.parent)
+                holder = find_owner(self._path.parent)
                 file.close()
                 raise ConfigError(
                     f"{self._path.parent} is being written by process {holder or 'unknown'}; wait "
@@ -275,13 +277,13 @@ class RunLock:
         self._path.unlink(missing_ok=True)
         self._file.close()
         self._file = None
-        for folder in self._made:
+        for folder in self._created_folders:
             if any(folder.iterdir()):
                 break
             folder.rmdir()
 
 
-def owner(run: Path) -> int | None:
+def find_owner(run: Path) -> int | None:
     """Return the pid of the process that is writing a run, or None if its lock is free."""
     path = run / LOCK
     if not path.is_file():

@@ -31,7 +31,7 @@ def sync_tree(directory: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically; raise `RunError` if the disk is full or fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with told(f"{path} was not written"):
+    with explain_disk_errors(f"{path} was not written"):
         writing.write(path, text)
 
 
@@ -45,13 +45,13 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
     temporary = target.with_name(target.name + TEMPORARY)
     remove(temporary)
     try:
-        with told(f"{target} was not saved; what was saved before it is intact"):
+        with explain_disk_errors(f"{target} was not saved; what was saved before it is intact"):
             temporary.mkdir(parents=True)
             fill(temporary)
             sync_tree(temporary)
     except BaseException:
         # If one device died, others may still be writing into it. An error here must not hide the
-        # first one; `mend` removes the rest.
+        # first one; `clean_up` removes the rest.
         with suppress(OSError):
             remove(temporary)
         raise
@@ -63,7 +63,7 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-def mend(folder: Path) -> None:
+def clean_up(folder: Path) -> None:
     """Clean up after a killed process.
 
     Remove temporary directories, and old versions of replaced ones; an old version whose
@@ -101,13 +101,13 @@ def remove(path: Path) -> None:
             time.sleep(0.05)
 
 
-def checksums(directory: Path) -> dict[str, str]:
+def compute_checksums(directory: Path) -> dict[str, str]:
     """Return relative path -> BLAKE2b hash for every file below `directory`."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
-    return {str(p.relative_to(directory)): checksum(p) for p in files}
+    return {str(p.relative_to(directory)): compute_checksum(p) for p in files}
 
 
-def checksum(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
     """Return the BLAKE2b hash of a file."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
@@ -117,7 +117,7 @@ def checksum(path: Path) -> str:
 
 
 @contextmanager
-def told(consequence: str) -> Iterator[None]:
+def explain_disk_errors(consequence: str) -> Iterator[None]:
     """Convert an `OSError` into a `RunError` that starts with its consequence for the run."""
     try:
         yield

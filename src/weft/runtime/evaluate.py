@@ -10,10 +10,10 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.experiment import Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
-from weft.graph.ready import Buffer, ready
+from weft.graph.ready import IdBuffer, find_ready_firings
 from weft.runtime.group import EVALUATION, WorkerGroup
 from weft.runtime.node_runner import NodeRunner
-from weft.runtime.step_metrics import Measured, join
+from weft.runtime.step_metrics import FiringMetrics, join_metrics
 from weft.runtime.store import TensorStore
 
 
@@ -52,25 +52,29 @@ class Evaluator:
         `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` over all ids;
         `eval/num_rows` is the number of ids. `step` seeds sampling.
         """
-        everything: list[Measured] = []
+        everything: list[FiringMetrics] = []
         line: dict[str, float] = {}
         for name, rows in self._sources.items():
-            measured = [self._batch(batch, step) for batch in self._batches(name, rows)]
-            line |= {f"eval/{name}/{metric}": value for metric, value in join(measured).items()}
+            measured = [
+                self._evaluate_batch(batch, step) for batch in self._iterate_batches(name, rows)
+            ]
+            line |= {
+                f"eval/{name}/{metric}": value for metric, value in join_metrics(measured).items()
+            }
             everything += measured
-        line |= {f"eval/{metric}": value for metric, value in join(everything).items()}
+        line |= {f"eval/{metric}": value for metric, value in join_metrics(everything).items()}
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
-    def _batch(self, batch: SequenceSample, step: int) -> Measured:
+    def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:
         """Run every node once over the whole batch; later nodes win if metric names collide."""
-        buffer = Buffer(closed=True)
+        buffer = IdBuffer(closed=True)
         metas = TensorStore()
         metrics: dict[str, float] = {}
         metas.put(self._group.put(batch))
         buffer.add(batch.ids, batch.keys)
         seconds = 0.0
-        whole = _whole_batches(self._graph)
-        while firings := ready(whole, buffer, {}, []):
+        whole = _accept_any_batch_size(self._graph)
+        while firings := find_ready_firings(whole, buffer, {}, []):
             firing = replace(firings[0], step=step)
             buffer.start(firing)
             self._runner.start(firing, metas)
@@ -80,12 +84,15 @@ class Evaluator:
             metrics.update(outcome.metrics)
             seconds += outcome.seconds
             buffer.finish(
-                firing, outcome.kept, self._graph.node(firing.node).outputs, len(self._graph.nodes)
+                firing,
+                outcome.kept_ids,
+                self._graph.get_node(firing.node).outputs,
+                len(self._graph.nodes),
             )
         self._group.discard(batch.ids)
-        return Measured(metrics, batch.num_ids, seconds)
+        return FiringMetrics(metrics, batch.num_ids, seconds)
 
-    def _batches(self, source: str, rows: ValidationSource) -> Iterator[SequenceSample]:
+    def _iterate_batches(self, source: str, rows: ValidationSource) -> Iterator[SequenceSample]:
         """Yield batches of `batch_size` rows, or of up to `valid_tokens_per_batch` tokens."""
         part: list[SequenceSample] = []
         tokens = 0
@@ -107,7 +114,7 @@ class Evaluator:
             yield SequenceSample.gather(part)
 
 
-def _whole_batches(graph: DataflowGraph) -> DataflowGraph:
+def _accept_any_batch_size(graph: DataflowGraph) -> DataflowGraph:
     """Return the graph with nodes that take batches of any size."""
     nodes: Sequence[Any] = [replace(node, batch_size=0) for node in graph.nodes]
     return replace(graph, nodes=nodes)

@@ -14,14 +14,14 @@ Task = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Started:
+class TaskStarted:
     """A task has started; its deadline counts from here."""
 
     task: Task
 
 
 @dataclass(frozen=True)
-class Announced:
+class OutputsAnnounced:
     """Early outputs of a running call for some of its ids (`Model.announce`), ready to fetch."""
 
     call: str
@@ -29,7 +29,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Finished:
+class TaskFinished:
     """A task is finished.
 
     `result` is the `MFCResult` of a call, the version after a sync, or a host function's return
@@ -41,18 +41,18 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Failed:
+class TaskFailed:
     """A task has failed with `error`."""
 
     task: Task
     error: BaseException
 
 
-Event = Started | Announced | Finished | Failed
+Event = TaskStarted | OutputsAnnounced | TaskFinished | TaskFailed
 Events = queue.SimpleQueue[Event]
 
 
-class Outbox(Protocol):
+class EventSink(Protocol):
     """Destination for events."""
 
     def put(self, event: Event, /) -> None: ...
@@ -60,8 +60,8 @@ class Outbox(Protocol):
 
 def run(task: Task, work: Callable[[], Any], events: Events) -> None:
     """Run `work` in this thread and put its start and its result or error on `events`."""
-    events.put(Started(task))
+    events.put(TaskStarted(task))
     try:
-        events.put(Finished(task, work()))
+        events.put(TaskFinished(task, work()))
     except BaseException as error:
-        events.put(Failed(task, error))
+        events.put(TaskFailed(task, error))

@@ -10,10 +10,10 @@ from weft.data.sample import SequenceSample
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.jsonl import StepFile
-from weft.observe.observer import Observer
+from weft.observe.observer import RunObserver
 from weft.observe.timeline import HOST, ROLES
-from weft.runtime.outcome import Outcome
-from weft.runtime.samples import Samples
+from weft.runtime.outcome import FiringOutcome
+from weft.runtime.samples import SampleReader
 
 GENERATIONS = "generations.jsonl"
 
@@ -26,17 +26,17 @@ class FiringRecorder:
     """
 
     def __init__(
-        self, experiment: Experiment, samples: Samples, directory: Path, observer: Observer
+        self, experiment: Experiment, samples: SampleReader, directory: Path, observer: RunObserver
     ) -> None:
         self._graph = experiment.graph
         self._samples = samples
         self._observer = observer
-        followed = experiment.node(experiment.steps_follow)
+        followed = experiment.get_node(experiment.steps_follow)
         generates = isinstance(followed, MFCDef) and followed.method == "generate"
         self._product = StepFile(directory / GENERATIONS) if generates else None
         self.rows: list[dict[str, Any]] = []
-        self._followed = followed.name
-        self._seen: SequenceSample | None = (
+        self._step_node = followed.name
+        self._seen_samples: SequenceSample | None = (
             None  # `MFCResult.seen` of the last firing of the followed node
         )
 
@@ -45,21 +45,21 @@ class FiringRecorder:
         if self._product is not None:
             self._product.truncate(step)
 
-    def fired(self, outcome: Outcome, step: int) -> None:
+    def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None:
         """Report a firing that finished in step `step`."""
-        firing, node = outcome.firing, self._graph.node(outcome.firing.node)
+        firing, node = outcome.firing, self._graph.get_node(outcome.firing.node)
         if isinstance(node, MFCDef):
             track = f"{ROLES}/{node.role}"
         else:
             track = f"{HOST}/{node.name}"
         about = {"step": step, "ids": len(firing.ids)}
-        self._observer.ran(firing.node, track, outcome.started, outcome.seconds, **about)
-        if firing.node == self._followed:
-            self._seen = outcome.seen
+        self._observer.add_span(firing.node, track, outcome.start_time, outcome.seconds, **about)
+        if firing.node == self._step_node:
+            self._seen_samples = outcome.seen_samples
 
-    def stepped(self, ids: Sequence[str], step: int) -> None:
+    def on_step_finished(self, ids: Sequence[str], step: int) -> None:
         """Collect the samples of the finished step `step`, which used these ids."""
-        self.rows = self._samples.rows(ids, step, self._seen)
+        self.rows = self._samples.read_rows(ids, step, self._seen_samples)
         if self._product is not None:
-            for row in self._samples.generations(ids):
+            for row in self._samples.read_generations(ids):
                 self._product.append({"step": step, **row})

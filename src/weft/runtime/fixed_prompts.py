@@ -14,7 +14,7 @@ from weft.observe.filmstrip import FILE
 from weft.observe.jsonl import StepFile
 from weft.runtime.group import EVALUATION, WorkerGroup
 from weft.runtime.node_runner import NodeRunner
-from weft.runtime.samples import Samples
+from weft.runtime.samples import SampleReader
 from weft.runtime.store import TensorStore
 
 
@@ -33,31 +33,31 @@ class FixedPrompts:
         tokenizers: Mapping[str, Tokenizer],
         directory: Path,
     ) -> None:
-        (self._call,) = evaluation.graph.model_calls()
+        (self._call,) = evaluation.graph.list_model_calls()
         self._prefix = f"{EVALUATION}{self._call.name}/"
         self._prompts = replace(prompts, ids=tuple(f"{self._prefix}{id}" for id in prompts.ids))
         self._group = group
         self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
-        self._samples = Samples(evaluation.graph, group, tokenizers[self._call.role])
+        self._samples = SampleReader(evaluation.graph, group, tokenizers[self._call.role])
         self._file = StepFile(directory / FILE)
 
     def truncate(self, step: int) -> None:
         """Remove answers made after the recovery point at `step`."""
         self._file.truncate(step)
 
-    def answer(self, step: int) -> None:
+    def write_completions(self, step: int) -> None:
         """Generate completions after `step` completed steps and write them, once per step.
 
         No other call may be running.
         """
-        if any(row.get("step") == step for row in self._file.rows()):
+        if any(row.get("step") == step for row in self._file.read_rows()):
             return
         metas = TensorStore()
         ids = self._prompts.ids
         metas.put(self._group.put(self._prompts))
         self._runner.start(Firing(self._call.name, ids, step), metas)
         self._runner.wait()
-        rows = self._samples.generations(ids)
+        rows = self._samples.read_generations(ids)
         self._group.discard(ids)
         self._file.extend(
             {

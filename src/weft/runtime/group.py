@@ -67,7 +67,7 @@ class WorkerGroup(Protocol):
         """Load the state that `snapshot` wrote."""
         ...
 
-    def profile(self, path: str | None = None) -> None:
+    def toggle_trace(self, path: str | None = None) -> None:
         """Start a trace on all devices, or stop it and write one file per device to `path`.
 
         `{rank}` in `path` is replaced by the device's rank. Earlier requests run first.
@@ -82,12 +82,12 @@ class WorkerGroup(Protocol):
         """Store tensors made outside of the group: the loader's rows, outputs of host functions."""
         ...
 
-    def overdue(self, mfc: str, step: int, told: str) -> RunError:
+    def build_overdue_error(self, mfc: str, step: int, told: str) -> RunError:
         """Return the error for a call past its deadline: `told`, and the late devices if known."""
         ...
 
-    def listen(self, mfc: str) -> None:
-        """Enable `Announced` events for early outputs of this call."""
+    def announce_outputs(self, mfc: str) -> None:
+        """Enable `OutputsAnnounced` events for early outputs of this call."""
         ...
 
     def fetch(
@@ -108,12 +108,12 @@ class WorkerGroup(Protocol):
         """Return facts by role: `num_parameters`, `num_trainable`, `vocab_size`, ..."""
         ...
 
-    def numerics(self) -> Mapping[str, Any]:
+    def describe_numerics(self) -> Mapping[str, Any]:
         """Return the settings that bitwise repetition depends on: torch, device, threads, ..."""
         ...
 
-    def hardware(self) -> Mapping[str, Any]:
-        """Return a description of the first device (`weft.engine.device.hardware`)."""
+    def describe_hardware(self) -> Mapping[str, Any]:
+        """Return a description of the first device (`weft.engine.device.describe_hardware`)."""
         ...
 
     def peak_memory_gb(self) -> float:

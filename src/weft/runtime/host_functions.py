@@ -24,13 +24,13 @@ from weft.host.base import (
     make_host_function,
 )
 from weft.runtime import background, events
-from weft.runtime.edges import on_edges, read_inputs
-from weft.runtime.events import Announced, Task
+from weft.runtime.events import OutputsAnnounced, Task
 from weft.runtime.group import WorkerGroup
-from weft.runtime.outcome import Outcome, told
+from weft.runtime.node_data import read_inputs, to_edge_outputs
+from weft.runtime.outcome import FiringOutcome, describe_firing
 
 
-class HostFunctions:
+class HostFunctionRunner:
     """Run the host functions of a graph.
 
     `prefix` is prepended to the graph's call names in the group. `by_node` maps nodes to functions.
@@ -58,27 +58,27 @@ class HostFunctions:
         # call -> functions that start on its early outputs
         self._prefetches: dict[str, list[HostFunction]] = {}
         # (host function, id) -> early start
-        self._begun: dict[tuple[str, str], Future[None]] = {}
+        self._started_ids: dict[tuple[str, str], Future[None]] = {}
         for node in nodes:
-            self._let_begin(node)
+            self._start_prefetches(node)
 
     def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
-        """Start a firing in its own thread; the result of `task` is an `Outcome`."""
+        """Start a firing in its own thread; the result of `task` is an `FiringOutcome`."""
         started = time.time()
         clock = time.perf_counter()
-        what = told(node, firing)
+        what = describe_firing(node, firing)
         batch = read_inputs(self._group, node, firing.ids)
-        context = self._context(node, firing.step)
+        context = self._build_context(node, firing.step)
 
-        def work() -> Outcome:
+        def run_function() -> FiringOutcome:
             try:
                 # Wait for early starts, then run the function on the whole batch.
-                for begun in [self._begun.pop((node.name, id), None) for id in firing.ids]:
+                for begun in [self._started_ids.pop((node.name, id), None) for id in firing.ids]:
                     if begun is not None:
                         begun.result()
                 made = self.by_node[node.name](batch, context)
                 seconds = time.perf_counter() - clock
-                outputs = on_edges(node, made, firing.ids, filters=self.may_drop(node))
+                outputs = to_edge_outputs(node, made, firing.ids, filters=self.can_drop_ids(node))
             except RunError as error:
                 raise RunError(f"{what}: {error}") from error
             except Exception as error:
@@ -91,10 +91,10 @@ class HostFunctions:
                 meta = self._group.put(outputs)
             else:
                 meta = None
-            return Outcome(firing, meta, context.metrics, started, seconds, kept)
+            return FiringOutcome(firing, meta, context.metrics, started, seconds, kept)
 
         threading.Thread(
-            target=events.run, args=(task, work, self._group.events), name=what, daemon=True
+            target=events.run, args=(task, run_function, self._group.events), name=what, daemon=True
         ).start()
 
     @property
@@ -107,23 +107,25 @@ class HostFunctions:
             for line in function.notes
         ]
 
-    def may_drop(self, node: HostFunction) -> bool:
+    def can_drop_ids(self, node: HostFunction) -> bool:
         """Return whether the node's function may drop ids."""
         return not isinstance(self.by_node[node.name], KeepsAll)
 
-    def prefetch(self, announced: Announced) -> None:
+    def prefetch(self, announced: OutputsAnnounced) -> None:
         """Start the functions that can run on a call's early outputs."""
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids
             assert isinstance(function, SupportsPrefetch)
-            begun = background.begin(
-                partial(function.begin, read_inputs(self._group, node, ids), self._context(node)),
+            begun = background.start_in_thread(
+                partial(
+                    function.begin, read_inputs(self._group, node, ids), self._build_context(node)
+                ),
                 f"host function {node.function!r}",
             )
-            self._begun.update(((node.name, id), begun) for id in ids)
+            self._started_ids.update(((node.name, id), begun) for id in ids)
 
-    def _let_begin(self, node: HostFunction) -> None:
+    def _start_prefetches(self, node: HostFunction) -> None:
         """Enable early outputs for a function that can start early.
 
         Only if a single model call makes all the keys it starts with.
@@ -135,12 +137,12 @@ class HostFunctions:
         makers = {
             maker.name for maker in self._graph.nodes if set(maker.outputs) & set(part.inputs)
         }
-        if len(makers) == 1 and isinstance(self._graph.node(*makers), MFCDef):
+        if len(makers) == 1 and isinstance(self._graph.get_node(*makers), MFCDef):
             call = self._prefix + makers.pop()
             self._prefetches.setdefault(call, []).append(part)
-            self._group.listen(call)
+            self._group.announce_outputs(call)
 
-    def _context(self, node: HostFunction, step: int = 0) -> HostContext:
+    def _build_context(self, node: HostFunction, step: int = 0) -> HostContext:
         tokenizer = self._tokenizers[node.tokenizer_role or self._data_role]
         return HostContext(step, self._seed, tokenizer, node.deadline_s)
 

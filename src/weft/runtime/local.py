@@ -15,32 +15,32 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.engine.device import (
-    hardware,
-    numerics,
-    peak_memory_gb,
+    describe_hardware,
+    describe_numerics,
+    measure_peak_memory_gib,
     reset_peak_memory,
     set_threads,
-    using,
+    use_device,
 )
-from weft.engine.profile import Trace
+from weft.engine.profile import DeviceTrace
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
 from weft.runtime import events
 from weft.runtime.events import Events
 from weft.runtime.group import SampleMeta
-from weft.runtime.saved import DRIVER, NUMERICS, rank_folders
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
+from weft.runtime.worker_state_files import DRIVER_FOLDER, NUMERICS_FILE, list_rank_folders
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
-    """Queued function; `samples` marks generation, which must not run inside another generation."""
+class _QueuedFunction:
+    """Queued function; `is_generation` marks generation, which must not run inside another generation."""
 
-    do: Callable[[], None]
-    samples: bool = False
+    function: Callable[[], None]
+    is_generation: bool = False
 
 
 class LocalGroup:
@@ -49,19 +49,19 @@ class LocalGroup:
     The master can wait with a deadline, update its view and handle signals; a hanging call cannot
     keep the process alive.
 
-    Implements `Updates` itself: a running call may execute pending work that does not generate.
+    Implements `PendingUpdates` itself: a running call may execute pending work that does not generate.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
         self.events: Events = queue.SimpleQueue()
-        self._announcing: set[str] = set()  # calls whose early outputs are announced
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._announcing_calls: set[str] = set()  # calls whose early outputs are announced
+        self._queue: queue.SimpleQueue[_QueuedFunction | None] = queue.SimpleQueue()
         # taken from the queue, not yet run; used by the thread only
-        self._next: deque[_Work | None] = deque()
+        self._pending: deque[_QueuedFunction | None] = deque()
         self._device = device
         self._closed = False
-        self._trace: Trace | None = None  # used by the thread only
-        self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
+        self._trace: DeviceTrace | None = None  # used by the thread only
+        self._thread = threading.Thread(target=self._run_queue, name="weft-worker", daemon=True)
         self._thread.start()
         reset_peak_memory(device)
         self._worker = self._run(make).result()
@@ -77,13 +77,13 @@ class LocalGroup:
     ) -> None:
         assert version is None and not keeps, "one process has no copies of a role"
         minibatches = [batch for (batch,) in parts]  # one data-parallel rank
-        early = self.events if mfc in self._announcing else None
+        early = self.events if mfc in self._announcing_calls else None
         node = self._worker.calls[mfc]
         updates = self if node.interruptible else None
         self._run(
             lambda: events.run(
                 (mfc, step),
-                lambda: self._worker.call(mfc, step, minibatches, early, updates=updates),
+                lambda: self._worker.run_call(mfc, step, minibatches, early, updates=updates),
                 self.events,
             ),
             samples=node.method == "generate",
@@ -93,14 +93,16 @@ class LocalGroup:
 
     def are_waiting(self) -> bool:
         while not self._queue.empty():
-            self._next.append(self._queue.get())
-        return any(work is not None and not work.samples for work in self._next)
+            self._pending.append(self._queue.get())
+        return any(work is not None and not work.is_generation for work in self._pending)
 
     def take(self, *, left: bool) -> bool:
         while left and self.are_waiting():
-            work = next(work for work in self._next if work is not None and not work.samples)
-            self._next.remove(work)
-            work.do()
+            work = next(
+                work for work in self._pending if work is not None and not work.is_generation
+            )
+            self._pending.remove(work)
+            work.function()
         return left
 
     def sync(self, s: ParamSync, step: int) -> None:
@@ -110,7 +112,7 @@ class LocalGroup:
 
     def snapshot(self, d: Path) -> Future[None]:
         def save() -> None:
-            write_state(d / NUMERICS, numerics(self._device))
+            write_state(d / NUMERICS_FILE, describe_numerics(self._device))
             self._worker.save_state(d)
 
         return self._run(save)
@@ -123,16 +125,16 @@ class LocalGroup:
         """
 
         def load() -> None:
-            folders = rank_folders(d)
-            set_threads(read_state(folders[0] / NUMERICS)["threads"])
-            self._worker.load_state(d, [*folders, d / DRIVER])
+            folders = list_rank_folders(d)
+            set_threads(read_state(folders[0] / NUMERICS_FILE)["threads"])
+            self._worker.load_state(d, [*folders, d / DRIVER_FOLDER])
 
         self._run(load).result()
 
-    def profile(self, path: str | None = None) -> None:
+    def toggle_trace(self, path: str | None = None) -> None:
         def switch() -> None:
             if path is None:
-                self._trace = Trace(self._device)
+                self._trace = DeviceTrace(self._device)
             elif self._trace is not None:
                 self._trace.end(Path(path.replace("{rank}", "0")))
                 self._trace = None
@@ -147,11 +149,11 @@ class LocalGroup:
     def put(self, sample: SequenceSample) -> SampleMeta:
         return self._worker.store.put(sample)
 
-    def overdue(self, mfc: str, step: int, told: str) -> RunError:
+    def build_overdue_error(self, mfc: str, step: int, told: str) -> RunError:
         return RunError(told)
 
-    def listen(self, mfc: str) -> None:
-        self._announcing.add(mfc)
+    def announce_outputs(self, mfc: str) -> None:
+        self._announcing_calls.add(mfc)
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
@@ -167,29 +169,31 @@ class LocalGroup:
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         return self._worker.roles.describe()
 
-    def numerics(self) -> Mapping[str, Any]:
-        return self._run(lambda: numerics(self._device)).result()
+    def describe_numerics(self) -> Mapping[str, Any]:
+        return self._run(lambda: describe_numerics(self._device)).result()
 
-    def hardware(self) -> Mapping[str, Any]:
-        return hardware(self._device)
+    def describe_hardware(self) -> Mapping[str, Any]:
+        return describe_hardware(self._device)
 
     def peak_memory_gb(self) -> float:
-        return peak_memory_gb(self._device)
+        return measure_peak_memory_gib(self._device)
 
     def _run(self, task: Callable[[], T], *, samples: bool = False) -> Future[T]:
         assert not self._closed, "the worker group is closed"
         future: Future[T] = Future()
 
-        def work() -> None:
+        def run_function() -> None:
             try:
                 future.set_result(task())
             except BaseException as error:  # raised by future.result()
                 future.set_exception(error)
 
-        self._queue.put(_Work(work, samples))
+        self._queue.put(_QueuedFunction(run_function, samples))
         return future
 
-    def _work(self) -> None:
-        with using(self._device):
-            while (work := self._next.popleft() if self._next else self._queue.get()) is not None:
-                work.do()
+    def _run_queue(self) -> None:
+        with use_device(self._device):
+            while (
+                work := self._pending.popleft() if self._pending else self._queue.get()
+            ) is not None:
+                work.function()

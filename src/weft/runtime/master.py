@@ -1,6 +1,6 @@
 """Scheduler of a run.
 
-It asks `ready` which nodes can run, runs them, and keeps the state between steps. It knows nodes,
+It asks `find_ready_firings` which nodes can run, runs them, and keeps the state between steps. It knows nodes,
 keys and ids only: tensors stay on the devices, and no algorithm is special-cased.
 """
 
@@ -12,35 +12,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.data.batches import Loader
+from weft.data.batches import BatchLoader
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
-from weft.graph.agenda import Agenda
-from weft.graph.ahead import first, may_load, oldest, runs_ahead
+from weft.graph.launch_queue import LaunchQueue
 from weft.graph.mfc import HostFunction
-from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
-from weft.runtime.books import Books
+from weft.graph.ready import (
+    Firing,
+    IdBuffer,
+    find_exhausted_filter,
+    find_ready_firings,
+    find_surplus,
+)
+from weft.graph.sampling_ahead import can_run_ahead, choose_first, find_oldest, may_load
 from weft.runtime.group import WorkerGroup
-from weft.runtime.lanes import own_lanes
 from weft.runtime.node_runner import NodeRunner
-from weft.runtime.outcome import Outcome
-from weft.runtime.prefetch import Prefetched
+from weft.runtime.outcome import FiringOutcome
+from weft.runtime.prefetch import PrefetchingLoader
+from weft.runtime.separate_copies import find_separate_copies
 from weft.runtime.state import read_state, write_state
-from weft.runtime.step_metrics import Measured
+from weft.runtime.step_ledger import StepLedger
+from weft.runtime.step_metrics import FiringMetrics
 from weft.runtime.store import TensorStore
 
-MASTER = "master.bin"
-WORKERS = "workers"
-NUMERICS = "numerics"
+MASTER_FILE = "master.bin"
+WORKERS_FOLDER = "workers"
+NUMERICS_KEY = "numerics"
 
 
-class Listener(Protocol):
+class FiringListener(Protocol):
     """Receiver of finished firings, and of a step's ids while their tensors still exist."""
 
-    def fired(self, outcome: Outcome, step: int) -> None: ...
-    def stepped(self, ids: Sequence[str], step: int) -> None: ...
+    def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None: ...
+    def on_step_finished(self, ids: Sequence[str], step: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,11 @@ class StepResult:
     epoch: float
     epochs_done: int
     seconds: float
-    measured: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 @dataclass
-class Position:
+class RunPosition:
     """Progress of the run; part of a recovery point."""
 
     step: int = 0
@@ -72,31 +78,34 @@ class Master:
         self,
         experiment: Experiment,
         group: WorkerGroup,
-        loader: Loader,
+        loader: BatchLoader,
         tokenizers: Mapping[str, Tokenizer],
     ) -> None:
         self._experiment = experiment
         self._graph = experiment.graph
         self._group = group
-        self._loader = Prefetched(loader, experiment.most_epochs)
-        self.listener: Listener | None = None
+        self._loader = PrefetchingLoader(loader, experiment.most_epochs)
+        self.listener: FiringListener | None = None
         self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
-        self._buffer = Buffer()
-        self._books = Books()
-        self._metas = TensorStore()
-        self.position = Position()
+        self._buffer = IdBuffer()
+        self._ledger = StepLedger()
+        self._descriptions = TensorStore()
+        self.position = RunPosition()
         self._step_of_epoch = 0  # completed steps at the start of the current epoch
         # consecutive epochs without a step, because filters dropped every row
-        self._barren_epochs = 0
-        self._lanes = {
-            call: f"{role} on {mesh}" for call, (role, mesh) in own_lanes(experiment).items()
+        self._empty_epochs = 0
+        self._separate_copies = {
+            call: f"{role} on {mesh}"
+            for call, (role, mesh) in find_separate_copies(experiment).items()
         }
-        self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
-        self._runs_ahead = runs_ahead(self._graph)
-        self._ahead: set[str] = set()  # ids of later steps, set when a step is finished
-        self._open: list[Firing] = []  # firings of filters whose kept ids are not yet applied
-        self._kept: dict[Firing, Sequence[str]] = {}  # ids kept by finished filters in _open
-        self._gone: list[str] = []  # ids unused once all decided firings are finished
+        self._agenda = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
+        self._runs_ahead = can_run_ahead(self._graph)
+        self._ahead_ids: set[str] = set()  # ids of later steps, set when a step is finished
+        self._open_filters: list[
+            Firing
+        ] = []  # firings of filters whose kept ids are not yet applied
+        self._kept_ids: dict[Firing, Sequence[str]] = {}  # ids kept by finished filters in _open
+        self._unused_ids: list[str] = []  # ids unused once all decided firings are finished
 
     @property
     def notes(self) -> list[str]:
@@ -111,80 +120,82 @@ class Master:
         naming node, role and ids if a call fails or misses its deadline.
         """
         begun = time.perf_counter()
-        if not self._until_stepped():
+        if not self._run_step():
             return None
         self.position.step += 1
         self._turn_epoch()
         now = self.position
-        measured = self._books.close(self._ahead)
+        measured = self._ledger.close_step(self._ahead_ids)
         epoch = now.epochs_done + now.ids_done / max(1, self._loader.num_ids)
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no firing is running, so that the group can be used otherwise."""
-        while self._books.are_open():
-            self._go_on()
-        self._let_go()
+        while self._ledger.has_open_firings():
+            self._run_next()
+        self._discard_unused()
 
-    def _until_stepped(self) -> bool:
+    def _run_step(self) -> bool:
         # ids of this step and earlier ones, set when the node that steps follow is ready
         old: set[str] | None = None
         stepped: tuple[str, ...] = ()
         while True:
-            firings = ready(self._graph, self._buffer, self._buffer.finished, self._open)
+            firings = find_ready_firings(
+                self._graph, self._buffer, self._buffer.num_finished, self._open_filters
+            )
             if old is not None:
                 firings = [firing for firing in firings if old.issuperset(firing.ids)]
             elif self._runs_ahead:
                 if self._load_ahead():
                     continue
-                firings = first(self._graph, firings)
+                firings = choose_first(self._graph, firings)
             for firing in firings:
                 if firing.node == self._experiment.steps_follow:
                     stepped = firing.ids
                     order = list(self._buffer.entries)
                     old = set(order[: order.index(stepped[-1]) + 1])
             if firings:
-                self._decide(firings)
-            elif self._open:
-                self._close_first()
+                self._decide_firings(firings)
+            elif self._open_filters:
+                self._apply_first_filter()
             elif old is not None:
-                self._ahead = set(self._buffer.entries) - old if self._runs_ahead else set()
-                self._finish(stepped)
+                self._ahead_ids = set(self._buffer.entries) - old if self._runs_ahead else set()
+                self._finish_step(stepped)
                 return True
-            elif not self._load():
-                self._finish()
+            elif not self._load_batch():
+                self._finish_step()
                 return False
 
     # -- deciding: the result of a call does not affect the schedule, so the next firings are decided
     #    before it ends. Results of filters do affect it; they are applied one by one, in the order
     #    in which the filters were decided on.
 
-    def _decide(self, firings: Sequence[Firing]) -> None:
+    def _decide_firings(self, firings: Sequence[Firing]) -> None:
         """Mark these firings as decided; ids that filters keep are settled later."""
         for firing in firings:
             self._count_rounds(firing.node)
             self._buffer.start(firing)
             self._agenda.add(firing, self._buffer)
-            self._books.decide(firing)
+            self._ledger.add_firing(firing)
         for firing in firings:
-            if self._may_drop(firing):
-                self._open.append(firing)
+            if self._can_drop_ids(firing):
+                self._open_filters.append(firing)
             else:
-                self._close(firing, firing.ids)
+                self._finish_decision(firing, firing.ids)
         for firing in firings:
             self._drop_surplus(firing.node)
 
-    def _close_first(self) -> None:
+    def _apply_first_filter(self) -> None:
         """Wait for the filter that was decided on first and apply the ids that it kept."""
         if self._runs_ahead:
-            firing = oldest(self._buffer, self._open)
+            firing = find_oldest(self._buffer, self._open_filters)
         else:
-            firing = self._open[0]
-        while firing not in self._kept:
-            self._go_on()
-        self._open.remove(firing)
-        self._close(firing, self._kept.pop(firing))
-        spent = exhausted(self._graph, self._buffer)
+            firing = self._open_filters[0]
+        while firing not in self._kept_ids:
+            self._run_next()
+        self._open_filters.remove(firing)
+        self._finish_decision(firing, self._kept_ids.pop(firing))
+        spent = find_exhausted_filter(self._graph, self._buffer)
         if spent is not None:
             raise RunError(
                 f"filter {spent.name!r}: {spent.refill_rounds} rounds of sampling left nothing to "
@@ -193,87 +204,95 @@ class Master:
                 "reward, or allow more rounds"
             )
 
-    def _may_drop(self, firing: Firing) -> bool:
-        node = self._graph.node(firing.node)
-        return isinstance(node, HostFunction) and self._runner.functions.may_drop(node)
+    def _can_drop_ids(self, firing: Firing) -> bool:
+        node = self._graph.get_node(firing.node)
+        return isinstance(node, HostFunction) and self._runner.functions.can_drop_ids(node)
 
-    def _close(self, firing: Firing, kept: Sequence[str]) -> None:
-        node = self._graph.node(firing.node)
-        self._forget(self._buffer.finish(firing, kept, node.outputs, len(self._graph.nodes)))
+    def _finish_decision(self, firing: Firing, kept: Sequence[str]) -> None:
+        node = self._graph.get_node(firing.node)
+        self._mark_unused(self._buffer.finish(firing, kept, node.outputs, len(self._graph.nodes)))
 
     def _count_rounds(self, node: str) -> None:
         """Log the sampling rounds behind a training node that fires, if a filter refills its batch."""
         for edge in self._graph.version_edges:
-            filter = self._graph.refills(edge) if edge.producer == node else None
+            filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None
             if filter is not None:
-                rounds = float(self._buffer.rounds(edge.consumer, node))
-                self._books.note(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
+                rounds = float(self._buffer.count_rounds(edge.consumer, node))
+                self._ledger.record_measurements(
+                    filter.name, FiringMetrics({f"rounds/{edge.consumer}": rounds}, 1, 0.0)
+                )
 
     def _drop_surplus(self, node: str) -> None:
         """Drop ids that a refill sampled beyond the training node's batch."""
-        while self._open and any(
-            self._graph.refills(edge) for edge in self._graph.version_edges if edge.producer == node
+        while self._open_filters and any(
+            self._graph.find_refilling_filter(edge)
+            for edge in self._graph.version_edges
+            if edge.producer == node
         ):
-            self._close_first()
-        gone = surplus(self._graph, self._buffer, node)
+            self._apply_first_filter()
+        gone = find_surplus(self._graph, self._buffer, node)
         self._buffer.drop(gone)
-        self._forget(gone)
+        self._mark_unused(gone)
 
-    def _forget(self, gone: Sequence[str]) -> None:
-        self._gone += gone
+    def _mark_unused(self, gone: Sequence[str]) -> None:
+        self._unused_ids += gone
         self.position.ids_done += len(gone)
 
     # -- running: start every runnable firing; each one that finishes may enable others
 
-    def _go_on(self) -> None:
+    def _run_next(self) -> None:
         """Start every runnable firing, then wait for the next one to finish."""
         for each in self._agenda.take():
-            self._runner.start(each.firing, self._metas, version=each.version, keeps=each.keeps)
+            self._runner.start(
+                each.firing, self._descriptions, version=each.version, keeps=each.needs_old_weights
+            )
         outcome = self._runner.wait()
         firing = outcome.firing
         self.position.versions[firing.node] = self.position.versions.get(firing.node, 0) + 1
         if outcome.outputs is not None:
-            self._metas.put(outcome.outputs)
-        self._books.end(firing, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
-        if self._may_drop(firing):
-            self._kept[firing] = outcome.kept
+            self._descriptions.put(outcome.outputs)
+        self._ledger.finish_firing(
+            firing, FiringMetrics(outcome.metrics, len(firing.ids), outcome.seconds)
+        )
+        if self._can_drop_ids(firing):
+            self._kept_ids[firing] = outcome.kept_ids
         if self.listener is not None:
-            self.listener.fired(outcome, self.position.step + 1)
+            self.listener.on_firing_finished(outcome, self.position.step + 1)
 
-    def _finish(self, stepped: Sequence[str] = ()) -> None:
+    def _finish_step(self, stepped: Sequence[str] = ()) -> None:
         """Finish all firings of the current step, then drop ids that no firing needs."""
-        while self._books.are_open(self._ahead):
-            self._go_on()
+        while self._ledger.has_open_firings(self._ahead_ids):
+            self._run_next()
         if stepped and self.listener is not None:
-            self.listener.stepped(stepped, self.position.step + 1)
-        self._let_go()
+            self.listener.on_step_finished(stepped, self.position.step + 1)
+        self._discard_unused()
 
-    def _let_go(self) -> None:
+    def _discard_unused(self) -> None:
         # Running calls of later steps may still read ids that a filter has dropped.
-        read = self._books.open_ids()
-        gone = [id for id in self._gone if id not in read]
+        read = self._ledger.collect_open_ids()
+        gone = [id for id in self._unused_ids if id not in read]
         self._group.discard(gone)
-        self._metas.discard(gone)
-        self._gone = [id for id in self._gone if id in read]
+        self._descriptions.discard(gone)
+        self._unused_ids = [id for id in self._unused_ids if id in read]
 
     # -- rows
 
-    def _load(self) -> bool:
+    def _load_batch(self) -> bool:
         """Add the loader's next batch to the buffer; return False at the end of the last epoch."""
         if self._buffer.closed:
             if self._buffer.entries:
-                raise _stuck(self._buffer)
-            self._ahead = set()
-            self._finish()  # drop this epoch's ids first: the next epoch reuses them
+                raise _build_stuck_error(self._buffer)
+            self._ahead_ids = set()
+            self._finish_step()  # drop this epoch's ids first: the next epoch reuses them
             self._turn_epoch()
             if self.position.step > self._step_of_epoch:
-                self._barren_epochs = 0
+                self._empty_epochs = 0
             else:
-                self._barren_epochs = self._barren_epochs + 1
+                self._empty_epochs = self._empty_epochs + 1
             self._step_of_epoch = self.position.step
-        if self.position.epochs_done >= self._experiment.most_epochs or self._barren_epochs > 1:
+        if self.position.epochs_done >= self._experiment.most_epochs or self._empty_epochs > 1:
             return False
-        self._take_in_rows()
+        self._add_rows()
         return True
 
     def _load_ahead(self) -> bool:
@@ -281,15 +300,15 @@ class Master:
         most = self._experiment.control.max_steps
         follow = self._experiment.steps_follow
         left = None if most is None else most - self.position.step
-        may = may_load(self._graph, self._buffer, self._buffer.finished, follow, left)
+        may = may_load(self._graph, self._buffer, self._buffer.num_finished, follow, left)
         if may:
-            self._take_in_rows()
+            self._add_rows()
         return may
 
-    def _take_in_rows(self) -> None:
+    def _add_rows(self) -> None:
         batch = self._loader.next_batch()
         self._check_keys(batch)
-        self._metas.put(self._group.put(batch))
+        self._descriptions.put(self._group.put(batch))
         self._buffer.add(batch.ids, batch.keys)
         self._buffer.closed = self._loader.epoch_done
 
@@ -301,7 +320,7 @@ class Master:
             self.position.ids_done = 0
 
     def _check_keys(self, batch: SequenceSample) -> None:
-        for key, node in self._graph.required_dataset_keys().items():
+        for key, node in self._graph.find_required_dataset_keys().items():
             if key not in batch.keys:
                 raise GraphError(
                     f"node {node!r} needs key {key!r} of the rows, but rows of type "
@@ -316,51 +335,51 @@ class Master:
 
         Waits for running firings. Samples made ahead of training are included.
         """
-        self.settle()
+        self.wait_until_idle()
         state = {
             "position": vars(self.position),
             "buffer": self._buffer.state_dict(),
-            "books": self._books.state_dict(),
+            "books": self._ledger.state_dict(),
             "loader": self._loader.state_dict(),
             "functions": self._runner.functions.state_dict(),
-            NUMERICS: dict(self._group.numerics()),
+            NUMERICS_KEY: dict(self._group.describe_numerics()),
             "extra": dict(extra),
         }
-        write_state(directory / MASTER, state)
+        write_state(directory / MASTER_FILE, state)
         descriptions = directory / "descriptions"
         descriptions.mkdir()
-        for number, sample in enumerate(self._metas.batches()):
+        for number, sample in enumerate(self._descriptions.iterate_batches()):
             (descriptions / f"{number}.bin").write_bytes(sample.to_bytes())
-        (directory / WORKERS).mkdir()
-        self._group.snapshot(directory / WORKERS).result()
+        (directory / WORKERS_FOLDER).mkdir()
+        self._group.snapshot(directory / WORKERS_FOLDER).result()
 
     def load(self, directory: Path) -> Mapping[str, Any]:
         """Load the state that `save` wrote.
 
         Returns its `extra`, plus the saved run's numerical settings under `numerics`.
         """
-        state = read_state(directory / MASTER)
-        self._group.restore(directory / WORKERS)
-        self.position = Position(**state["position"])
+        state = read_state(directory / MASTER_FILE)
+        self._group.restore(directory / WORKERS_FOLDER)
+        self.position = RunPosition(**state["position"])
         # steps of the current epoch may have been completed before
         self._step_of_epoch = -1
-        self._barren_epochs = 0
-        self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
+        self._empty_epochs = 0
+        self._agenda = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
         self._buffer.load_state_dict(state["buffer"])
-        self._books.load_state_dict(
+        self._ledger.load_state_dict(
             state.get("books", ())
         )  # recovery points of older versions lack this
         self._loader.load_state_dict(state["loader"])
         self._runner.functions.load_state_dict(state["functions"])
         for path in sorted((directory / "descriptions").iterdir(), key=lambda p: int(p.stem)):
-            self._metas.put(SequenceSample.from_bytes(path.read_bytes()))
-        return {**state["extra"], NUMERICS: state[NUMERICS]}
+            self._descriptions.put(SequenceSample.from_bytes(path.read_bytes()))
+        return {**state["extra"], NUMERICS_KEY: state[NUMERICS_KEY]}
 
 
-def _stuck(buffer: Buffer) -> RunError:
+def _build_stuck_error(buffer: IdBuffer) -> RunError:
     rows = list(buffer.entries.items())[:4]
     shown = "; ".join(
-        f"{id}: through {', '.join(sorted(row.done)) or 'nothing'}" for id, row in rows
+        f"{id}: through {', '.join(sorted(row.finished)) or 'nothing'}" for id, row in rows
     )
     return RunError(
         f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({shown})"

@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult
 from weft.runtime.group import SECONDS, STARTED
-from weft.runtime.split import join
+from weft.runtime.split import join_outputs
 
 
-def merged(results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]) -> MFCResult:
+def merge_results(
+    results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
+) -> MFCResult:
     """Merge the results of the data-parallel parts of `ids`; `counts` are ids per part."""
-    outputs = join([result.outputs for result in results], ids)
-    return MFCResult(outputs, merged_metrics([result.metrics for result in results], counts))
+    outputs = join_outputs([result.outputs for result in results], ids)
+    return MFCResult(outputs, merge_metrics([result.metrics for result in results], counts))
 
 
-def merged_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
+def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
     """Merge the `seen` samples of all ranks, keeping each id once; None if there are none."""
     made: dict[str, SequenceSample] = {}
     for result in results:
@@ -25,7 +27,7 @@ def merged_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
     return SequenceSample.gather(list(made.values())) if made else None
 
 
-def merged_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
+def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
     """Reduce metrics over data-parallel parts.
 
     Equal values are unchanged. `*_max` and `*_min` take the largest and smallest value; other

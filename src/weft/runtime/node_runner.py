@@ -14,27 +14,27 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node
 from weft.graph.ready import Firing
 from weft.interfaces.base import MFCResult
-from weft.runtime.check import wanted_minibatches
-from weft.runtime.edges import Shelf, read_inputs
-from weft.runtime.events import Announced, Event, Failed, Started, Task
+from weft.runtime.check import get_minibatches
+from weft.runtime.events import Event, OutputsAnnounced, Task, TaskFailed, TaskStarted
 from weft.runtime.group import SECONDS, STARTED, WorkerGroup
-from weft.runtime.host_functions import HostFunctions
-from weft.runtime.outcome import Outcome, told
+from weft.runtime.host_functions import HostFunctionRunner
+from weft.runtime.node_data import TensorSource, read_inputs
+from weft.runtime.outcome import FiringOutcome, describe_firing
 from weft.runtime.split import split
 
-LONGEST_SECONDS = 6 * 3600.0  # default deadline of a node
+DEFAULT_DEADLINE_SECONDS = 6 * 3600.0  # default deadline of a node
 
 
 @dataclass
-class _UnderWay:
+class _RunningFiring:
     """Unfinished firing with the tasks that it waits for: its own and the following syncs."""
 
     firing: Firing
     node: Node
-    own: Task
+    task: Task
     tasks: set[Task] = field(default_factory=set)
-    expires: float | None = None  # on the monotonic clock
-    outcome: Outcome | None = None
+    expires_at: float | None = None  # on the monotonic clock
+    outcome: FiringOutcome | None = None
 
 
 class NodeRunner:
@@ -55,41 +55,46 @@ class NodeRunner:
         self._group = group
         self._prefix = prefix
         self._seed = experiment.control.seed
-        self.functions = HostFunctions(
+        self.functions = HostFunctionRunner(
             graph, group, tokenizers, experiment.data_role, self._seed, prefix
         )
         self._ranks = {
-            node.name: experiment.mesh_of(node).layout.data for node in graph.model_calls()
+            node.name: experiment.get_mesh(node).layout.data for node in graph.list_model_calls()
         }
-        self._minibatches = {node.name: wanted_minibatches(node) for node in graph.model_calls()}
-        self._under_way: dict[Task, _UnderWay] = {}  # unfinished task -> firing
+        self._minibatches = {node.name: get_minibatches(node) for node in graph.list_model_calls()}
+        self._running_firings: dict[Task, _RunningFiring] = {}  # unfinished task -> firing
 
     def start(
-        self, firing: Firing, metas: Shelf, *, version: int | None = None, keeps: bool = False
+        self,
+        firing: Firing,
+        metas: TensorSource,
+        *,
+        version: int | None = None,
+        keeps: bool = False,
     ) -> None:
         """Start a firing; `metas` has the metadata of its ids.
 
         `version` and `keeps` are passed to `WorkerGroup.submit`.
         """
-        node = self._graph.node(firing.node)
+        node = self._graph.get_node(firing.node)
         if isinstance(node, MFCDef):
             run = self._register(firing, node, self._prefix + node.name)
             batch = read_inputs(metas, node, firing.ids)
             ranks = self._ranks[node.name]
             wanted = self._minibatches[node.name]
             parts = split(batch, wanted, ranks, seed=self._seed, role=node.role, step=firing.step)
-            self._group.submit(*run.own, parts, version=version, keeps=keeps)
+            self._group.submit(*run.task, parts, version=version, keeps=keeps)
             self._start_syncs(run)
         else:
             run = self._register(firing, node, node.name)
-            self.functions.start(node, firing, run.own)
+            self.functions.start(node, firing, run.task)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if no firing is running."""
-        return not self._under_way
+        return not self._running_firings
 
-    def wait(self) -> Outcome:
+    def wait(self) -> FiringOutcome:
         """Wait for the next firing to finish, including its syncs, and return its outcome.
 
         Raises the error of a failed firing, naming the node, or `RunError` if a deadline has
@@ -97,54 +102,60 @@ class NodeRunner:
         """
         while True:
             event = self._next_event()
-            if isinstance(event, Announced):
+            if isinstance(event, OutputsAnnounced):
                 self.functions.prefetch(event)
                 continue
-            run = self._under_way[event.task]
-            if isinstance(event, Started):
-                if event.task == run.own:
+            run = self._running_firings[event.task]
+            if isinstance(event, TaskStarted):
+                if event.task == run.task:
                     own = run.node.deadline_s
-                    run.expires = time.monotonic() + (LONGEST_SECONDS if own is None else own)
+                    run.expires_at = time.monotonic() + (
+                        DEFAULT_DEADLINE_SECONDS if own is None else own
+                    )
                 continue
-            del self._under_way[event.task]
+            del self._running_firings[event.task]
             run.tasks.remove(event.task)
-            if isinstance(event, Failed):
+            if isinstance(event, TaskFailed):
                 raise event.error
-            if event.task == run.own:
-                run.expires, run.outcome = None, self._outcome(run, event.result)
+            if event.task == run.task:
+                run.expires_at, run.outcome = None, self._build_outcome(run, event.result)
             if run.outcome is not None and not run.tasks:
                 return run.outcome
 
-    def _register(self, firing: Firing, node: Node, name: str) -> _UnderWay:
-        run = _UnderWay(firing, node, (name, firing.step))
-        self._expect(run, run.own)
+    def _register(self, firing: Firing, node: Node, name: str) -> _RunningFiring:
+        run = _RunningFiring(firing, node, (name, firing.step))
+        self._add_task(run, run.task)
         return run
 
-    def _expect(self, run: _UnderWay, task: Task) -> None:
+    def _add_task(self, run: _RunningFiring, task: Task) -> None:
         run.tasks.add(task)
-        self._under_way[task] = run
+        self._running_firings[task] = run
 
-    def _start_syncs(self, run: _UnderWay) -> None:
+    def _start_syncs(self, run: _RunningFiring) -> None:
         for sync in self._graph.syncs:
             if sync.after == run.node.name:
-                self._expect(run, (sync.name, run.firing.step))
+                self._add_task(run, (sync.name, run.firing.step))
                 self._group.sync(sync, run.firing.step)
 
-    def _outcome(self, run: _UnderWay, result: MFCResult | Outcome) -> Outcome:
-        if isinstance(result, Outcome):
+    def _build_outcome(
+        self, run: _RunningFiring, result: MFCResult | FiringOutcome
+    ) -> FiringOutcome:
+        if isinstance(result, FiringOutcome):
             self._start_syncs(run)
             return result
         metrics = dict(result.metrics)
         started = metrics.pop(STARTED)
         seconds = metrics.pop(SECONDS)
-        return Outcome(
+        return FiringOutcome(
             run.firing, result.outputs, metrics, started, seconds, run.firing.ids, result.seen
         )
 
     def _next_event(self) -> Event:
         """Return the next event; raise the deadline's error if none arrives before it."""
         bounded = [
-            (run.expires, run) for run in self._under_way.values() if run.expires is not None
+            (run.expires_at, run)
+            for run in self._running_firings.values()
+            if run.expires_at is not None
         ]
         if not bounded:
             return self._group.events.get()
@@ -152,18 +163,18 @@ class NodeRunner:
         try:
             return self._group.events.get(timeout=max(0.0, expires - time.monotonic()))
         except queue.Empty:
-            raise self._overdue(first) from None
+            raise self._build_overdue_error(first) from None
 
-    def _overdue(self, run: _UnderWay) -> RunError:
+    def _build_overdue_error(self, run: _RunningFiring) -> RunError:
         own = run.node.deadline_s
         if own is not None:
             late = f"its deadline_s={own:g} seconds; raise it"
         else:
-            late = f"{LONGEST_SECONDS:g} seconds; set deadline_s"
+            late = f"{DEFAULT_DEADLINE_SECONDS:g} seconds; set deadline_s"
         what = (
-            f"{told(run.node, run.firing)} did not finish within {late}, or find out what is "
+            f"{describe_firing(run.node, run.firing)} did not finish within {late}, or find out what is "
             f"blocking"
         )
         if isinstance(run.node, MFCDef):
-            return self._group.overdue(*run.own, what)
+            return self._group.build_overdue_error(*run.task, what)
         return RunError(what)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """A machine of the cluster."""
 
     id: str
@@ -19,7 +19,7 @@ class Node:
     gpus: int
 
     @classmethod
-    def of(cls, listed: Mapping[str, Any]) -> Node:
+    def from_listing(cls, listed: Mapping[str, Any]) -> RayNode:
         """Build a machine from an entry of `ray.nodes()`."""
         return cls(
             id=listed["NodeID"],
@@ -30,7 +30,7 @@ class Node:
         )
 
 
-def in_order(nodes: Iterable[Node], here: str) -> list[Node]:
+def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
     """Return the node with id `here` first, the others by address.
 
     Device 0 is then on the machine where the run was started.
@@ -44,7 +44,7 @@ def in_order(nodes: Iterable[Node], here: str) -> list[Node]:
     )
 
 
-def by_rank(on: Mapping[int, str], nodes: Sequence[Node]) -> list[int]:
+def order_bundles(on: Mapping[int, str], nodes: Sequence[RayNode]) -> list[int]:
     """Return the placement group's bundles (one per device) in the order of their nodes.
 
     `on` maps each bundle to its node's id.
@@ -53,7 +53,7 @@ def by_rank(on: Mapping[int, str], nodes: Sequence[Node]) -> list[int]:
     return sorted(on, key=lambda index: (order.index(on[index]), index))
 
 
-def threads_of(on: Mapping[int, str], nodes: Sequence[Node]) -> dict[str, int]:
+def count_threads(on: Mapping[int, str], nodes: Sequence[RayNode]) -> dict[str, int]:
     """Return node id -> CPU threads per device: the node's CPUs divided by its devices."""
     return {
         node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in nodes

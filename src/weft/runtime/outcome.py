@@ -12,19 +12,19 @@ from weft.runtime.group import SampleMeta
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FiringOutcome:
     """Metadata of a firing's outputs (None if it has no output keys), metrics and times."""
 
     firing: Firing
     outputs: SampleMeta | None
     metrics: Mapping[str, float]
-    started: float  # seconds since the epoch
+    start_time: float  # seconds since the epoch
     seconds: float
-    kept: tuple[str, ...]  # ids that a filter kept; all ids for other nodes
-    seen: SequenceSample | None = None  # the network's values for a few ids, with tensors
+    kept_ids: tuple[str, ...]  # ids that a filter kept; all ids for other nodes
+    seen_samples: SequenceSample | None = None  # the network's values for a few ids, with tensors
 
 
-def told(node: Node, firing: Firing) -> str:
+def describe_firing(node: Node, firing: Firing) -> str:
     """Describe a firing in an error message: node, role or function, and ids."""
     if isinstance(node, MFCDef):
         what = f"role {node.role!r}"

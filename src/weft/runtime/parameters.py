@@ -8,18 +8,18 @@ from concurrent.futures import Future
 from weft.errors import RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
-from weft.runtime.commands import Built, Keep, Move, SyncHere
-from weft.runtime.device_process import Command
-from weft.runtime.dispatch import Dispatch, Given, Job
-from weft.runtime.lanes import own_lanes
-from weft.runtime.roles import Place
-from weft.runtime.ways import Way, Ways
+from weft.runtime.commands import BuiltEngines, MoveParameters, SaveParameters, SyncOnSameMesh
+from weft.runtime.device_process import DeviceCommand
+from weft.runtime.dispatch import CommandTensors, DeviceJob, JobDispatcher
+from weft.runtime.reallocation_plans import ReallocationPlan, ReallocationPlanCache
+from weft.runtime.roles import EngineKey
+from weft.runtime.separate_copies import find_separate_copies
 
-Versions = Callable[[int], None]  # called with the target's new version
-Failures = Callable[[BaseException], None]
+VersionCallback = Callable[[int], None]  # called with the target's new version
+FailureCallback = Callable[[BaseException], None]
 
 
-class Parameters:
+class ParameterTransfers:
     """Schedule parameter transfers. Not thread-safe.
 
     `built` describes the parameters of each rank; `hosts` names the machine of each rank.
@@ -27,140 +27,160 @@ class Parameters:
 
     def __init__(
         self,
-        dispatch: Dispatch,
+        dispatch: JobDispatcher,
         experiment: Experiment,
-        built: Mapping[int, Built],
+        built: Mapping[int, BuiltEngines],
         hosts: Sequence[str],
     ) -> None:
         self._dispatch = dispatch
         self._experiment = experiment
-        self._ways = Ways(dispatch, experiment, built, hosts)
-        self._meshes = experiment.meshes()
+        self._plans = ReallocationPlanCache(dispatch, experiment, built, hosts)
+        self._meshes = experiment.build_meshes()
         # copy -> number of its weights once all submitted jobs are finished
-        self._weights = dict.fromkeys(experiment.copies(), 0)
+        self._weights = dict.fromkeys(experiment.list_copies(), 0)
         # copies that have parameters
-        self._copies = [place for place in self._weights if any(self._ways.held(place).values())]
+        self._copies = [
+            place for place in self._weights if any(self._plans.collect_slices(place).values())
+        ]
         # outdated copies -> whether parameters that train steps don't change are outdated too
-        self._stale: dict[Place, bool] = {}
+        self._stale: dict[EngineKey, bool] = {}
         # Versions once all submitted jobs are finished, if known from a train step or a call:
         # of each role's own weights, of each copy, and of weights kept for a later call on a
         # copy.
         self._versions: dict[str, int] = {}
-        self._copied: dict[Place, int] = {}
+        self._copy_versions: dict[EngineKey, int] = {}
         # version -> number of the weights, for calls that accept newer ones
-        self._numbers: dict[Place, dict[int, int]] = {}
-        self._kept: dict[tuple[Place, int], Way] = {}
-        self._ahead = set(own_lanes(experiment).values())
-        self._changing: dict[str, Job] = {}  # role -> last job that changes its own weights
+        self._weights_of_versions: dict[EngineKey, dict[int, int]] = {}
+        self._saved_plans: dict[tuple[EngineKey, int], ReallocationPlan] = {}
+        self._separate_copies = set(find_separate_copies(experiment).values())
+        self._last_changes: dict[
+            str, DeviceJob
+        ] = {}  # role -> last job that changes its own weights
 
-    def begin(self) -> None:
+    def initialize(self) -> None:
         """Prepare all transfers and initialize roles from others on different meshes (`init_from`).
 
         Raises `ConfigError` for roles whose parameters do not match.
         """
         for sync in self._experiment.graph.syncs:
-            if not self._alike(sync):
-                self._ways.prepare(*self._of(sync))
+            if not self._has_equal_meshes(sync):
+                self._plans.prepare_plan(*self._resolve_sync(sync))
         for place in self._copies:
-            self._ways.prepare(self._own(place[0]), place, self._ways.trained(place))
+            self._plans.prepare_plan(
+                self._get_own_key(place[0]), place, self._plans.list_trained(place)
+            )
         for role, first in self._experiment.init_from.items():
             copy = ParamSync(first, role)
             over = Future[int]()
-            if not self._alike(copy):
+            if not self._has_equal_meshes(copy):
                 self._reallocate(
                     copy, f"initializing {role}", over.set_result, over.set_exception, partly=True
                 )
                 over.result()
-            self.changed(role, None, whole=True)
+            self.mark_outdated(role, None, whole=True)
 
     # -- from role to role
 
-    def move(
-        self, sync: ParamSync, done: Versions, failed: Failures, started: Callable[[], None]
+    def start_sync(
+        self,
+        sync: ParamSync,
+        done: VersionCallback,
+        failed: FailureCallback,
+        started: Callable[[], None],
     ) -> None:
         """Start a sync of the graph."""
-        if not self._alike(sync):
+        if not self._has_equal_meshes(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
         else:
             ranks = self._meshes[sync.source].ranks
             told = lambda ends: done(ends[ranks[0]].value)  # noqa: E731
             roles = frozenset({sync.source, sync.target})
-            job = Job(sync.name, ranks, _same(SyncHere(sync)), told, failed, started, roles=roles)
+            job = DeviceJob(
+                sync.name,
+                ranks,
+                _repeat_command(SyncOnSameMesh(sync)),
+                told,
+                failed,
+                started,
+                roles=roles,
+            )
             self._dispatch.submit(job)
-        self.changed(sync.target, job, whole=True)
+        self.mark_outdated(sync.target, job, whole=True)
 
     def _reallocate(
         self,
         sync: ParamSync,
         name: str,
-        done: Versions,
-        failed: Failures,
+        done: VersionCallback,
+        failed: FailureCallback,
         started: Callable[[], None] = lambda: None,
         *,
         partly: bool = False,
-    ) -> Job:
-        source, target, *_ = what = self._of(sync, partly=partly)
-        way = self._ways.prepare(*what)
-        return self._submit(
-            way, Move(way.key, source, target, sync.eta), name, done, failed, started
+    ) -> DeviceJob:
+        source, target, *_ = what = self._resolve_sync(sync, partly=partly)
+        way = self._plans.prepare_plan(*what)
+        return self._submit_transfer(
+            way, MoveParameters(way.key, source, target, sync.eta), name, done, failed, started
         )
 
-    def _of(
+    def _resolve_sync(
         self, sync: ParamSync, *, partly: bool = False
-    ) -> tuple[Place, Place, list[str], float]:
-        source = self._own(sync.source)
-        target = self._own(sync.target)
-        return source, target, self._ways.common(source, target, partly=partly), sync.eta
+    ) -> tuple[EngineKey, EngineKey, list[str], float]:
+        source = self._get_own_key(sync.source)
+        target = self._get_own_key(sync.target)
+        return source, target, self._plans.list_common(source, target, partly=partly), sync.eta
 
-    def _alike(self, sync: ParamSync) -> bool:
+    def _has_equal_meshes(self, sync: ParamSync) -> bool:
         return self._meshes[sync.source] == self._meshes[sync.target]
 
     # -- from a role to its copies
 
-    def keep(self, role: str, version: int, failed: Failures) -> None:
+    def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
         """Keep the role's own weights, of this version, for later calls on copies that lack them."""
-        for place in self._ahead:
-            if place[0] == role and self._copied.get(place) != version:
-                source = self._own(role)
-                self._kept[place, version] = way = self._ways.prepare(
-                    source, place, self._behind(place)
+        for place in self._separate_copies:
+            if place[0] == role and self._copy_versions.get(place) != version:
+                source = self._get_own_key(role)
+                self._saved_plans[place, version] = way = self._plans.prepare_plan(
+                    source, place, self._list_outdated(place)
                 )
-                job = Job(
+                job = DeviceJob(
                     f"saving weights of {role!r}",
                     source[1].ranks,
-                    _same(Keep(way.key, source, version)),
-                    _nothing,
+                    _repeat_command(SaveParameters(way.key, source, version)),
+                    _ignore,
                     failed,
                     roles=frozenset({role}),
                 )
                 self._dispatch.submit(job)
 
-    def trained(self, role: str, job: Job, version: int) -> None:
+    def record_training(self, role: str, job: DeviceJob, version: int) -> None:
         """Record that `job` is a train step, after which the role's weights have this version."""
-        self.changed(role, job)
+        self.mark_outdated(role, job)
         self._versions[role] = version
 
-    def changed(self, role: str, job: Job | None, *, whole: bool = False) -> None:
+    def mark_outdated(self, role: str, job: DeviceJob | None, *, whole: bool = False) -> None:
         """Mark the role's copies as outdated; `job` changes the role's own weights.
 
         With `whole`, all parameters can change; otherwise only those that train steps change.
         """
         if job is not None:
-            self._changing[role] = job
+            self._last_changes[role] = job
         for place in self._copies:
             if place[0] == role:
                 self._stale[place] = whole or self._stale.get(place, False)
 
-    def restored(self) -> None:
+    def reset(self) -> None:
         """Mark all copies as outdated and forget versions and kept weights, after a restore."""
         self._versions.clear()
-        self._copied.clear()
-        self._numbers.clear()
-        self._kept.clear()
+        self._copy_versions.clear()
+        self._weights_of_versions.clear()
+        self._saved_plans.clear()
         for role in self._meshes:
-            self.changed(role, None, whole=True)
+            self.mark_outdated(role, None, whole=True)
 
-    def refresh(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
+    def update_copy(
+        self, place: EngineKey, failed: FailureCallback, version: int | None = None
+    ) -> int | None:
         """Update a copy, if needed, before the next submitted call; return its weights' number.
 
         The copy gets its role's newest weights, or those of `version`. Returns None for a role's
@@ -170,20 +190,24 @@ class Parameters:
             return None
         newest = self._versions.get(place[0], version)
         if place in self._stale and version in (None, newest):
-            self._get_newest(place, failed)
-        elif version is not None and version != self._copied.get(place, newest):
-            self._get(place, self._kept_of(place, version), failed, kept=version)
+            self._transfer_newest(place, failed)
+        elif version is not None and version != self._copy_versions.get(place, newest):
+            self._transfer_weights(
+                place, self._find_saved_plan(place, version), failed, kept=version
+            )
         wanted = newest if version is None else version
         if wanted is not None:
-            self._copied[place] = wanted
+            self._copy_versions[place] = wanted
         return self._weights[place]
 
-    def _kept_of(self, place: Place, version: int) -> Way:
+    def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
         """Return the plan for the kept weights of a version. Raises `RunError` if none were kept."""
-        way = self._kept.pop((place, version), None)
+        way = self._saved_plans.pop((place, version), None)
         if way is None:
             there = (
-                ", ".join(str(of) for other, of in sorted(self._kept, key=str) if other == place)
+                ", ".join(
+                    str(of) for other, of in sorted(self._saved_plans, key=str) if other == place
+                )
                 or "none"
             )
             raise RunError(
@@ -193,98 +217,113 @@ class Parameters:
             )
         return way
 
-    def follow(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
+    def update_running_copy(
+        self, place: EngineKey, failed: FailureCallback, version: int | None = None
+    ) -> int | None:
         """Update a copy as soon as there are newer weights, even during the next submitted call.
 
         That call may start with weights of `version` or newer. Returns the lowest number of the
         weights it may have, or None for a role's own engine.
         """
-        if place not in self._ahead:
-            return self.refresh(place, failed)
-        numbers = self._numbers.setdefault(place, {})
+        if place not in self._separate_copies:
+            return self.update_copy(place, failed)
+        numbers = self._weights_of_versions.setdefault(place, {})
         if place in self._stale:
-            waits = version is not None and self._copied.get(place, -1) < version
-            self._get_newest(place, failed, holds_up=waits)
+            waits = version is not None and self._copy_versions.get(place, -1) < version
+            self._transfer_newest(place, failed, holds_up=waits)
             if (newest := self._versions.get(place[0], version)) is not None:
-                self._copied[place] = newest
+                self._copy_versions[place] = newest
                 numbers[newest] = self._weights[place]
         elif version is not None:
-            numbers.setdefault(self._copied.setdefault(place, version), self._weights[place])
+            numbers.setdefault(self._copy_versions.setdefault(place, version), self._weights[place])
         known = [of for of in sorted(numbers) if version is not None and of <= version]
         for older in known[:-1]:
             del numbers[older]
         return numbers[known[-1]] if known else 0
 
-    def _get_newest(self, place: Place, failed: Failures, *, holds_up: bool = True) -> None:
-        self._get(
+    def _transfer_newest(
+        self, place: EngineKey, failed: FailureCallback, *, holds_up: bool = True
+    ) -> None:
+        self._transfer_weights(
             place,
-            self._ways.prepare(self._own(place[0]), place, self._behind(place)),
+            self._plans.prepare_plan(
+                self._get_own_key(place[0]), place, self._list_outdated(place)
+            ),
             failed,
             holds_up=holds_up,
         )
         del self._stale[place]
 
-    def _get(
+    def _transfer_weights(
         self,
-        place: Place,
-        way: Way,
-        failed: Failures,
+        place: EngineKey,
+        way: ReallocationPlan,
+        failed: FailureCallback,
         *,
         kept: int | None = None,
         holds_up: bool = True,
     ) -> None:
         self._weights[place] += 1
-        what = Move(way.key, self._own(place[0]), place, weights=self._weights[place], kept=kept)
+        what = MoveParameters(
+            way.key,
+            self._get_own_key(place[0]),
+            place,
+            weights=self._weights[place],
+            saved_version=kept,
+        )
         name = f"moving the weights of {place[0]!r} to {place[1]}"
-        self._submit(way, what, name, _nothing, failed, holds_up=holds_up)
+        self._submit_transfer(way, what, name, _ignore, failed, holds_up=holds_up)
 
-    def _behind(self, place: Place) -> list[str]:
+    def _list_outdated(self, place: EngineKey) -> list[str]:
         """Return the names of the parameters in which a copy may differ from its role."""
         whole = self._stale.get(place, False)
         if whole:
-            return self._ways.common(self._own(place[0]), place, partly=False)
-        return self._ways.trained(place)
+            return self._plans.list_common(self._get_own_key(place[0]), place, partly=False)
+        return self._plans.list_trained(place)
 
     # -- ways
 
-    def ways(self, role: str) -> list[tuple[str, Way]]:
+    def list_plans(self, role: str) -> list[tuple[str, ReallocationPlan]]:
         """Return (purpose, plan) of all recurring transfers of a role's weights."""
         found = []
         for sync in self._experiment.graph.syncs:
-            if sync.source == role and not self._alike(sync):
+            if sync.source == role and not self._has_equal_meshes(sync):
                 found.append(
-                    (f"to {sync.target} after {sync.after}", self._ways.prepare(*self._of(sync)))
+                    (
+                        f"to {sync.target} after {sync.after}",
+                        self._plans.prepare_plan(*self._resolve_sync(sync)),
+                    )
                 )
-        own = self._own(role)
+        own = self._get_own_key(role)
         written = any(sync.target == role for sync in self._experiment.graph.syncs)
         for place in self._copies:
             if place[0] == role and (written or self._experiment.roles[role].trained):
                 calls = [
                     c.name
-                    for c in self._experiment.calls()
-                    if (c.role, self._experiment.mesh_of(c)) == place
+                    for c in self._experiment.list_calls()
+                    if (c.role, self._experiment.get_mesh(c)) == place
                 ]
                 if written:
-                    names = self._ways.common(own, place, partly=False)
+                    names = self._plans.list_common(own, place, partly=False)
                 else:
-                    names = self._ways.trained(place)
-                way = self._ways.prepare(own, place, names)
+                    names = self._plans.list_trained(place)
+                way = self._plans.prepare_plan(own, place, names)
                 found.append(
                     (f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}", way)
                 )
         return found
 
-    def _submit(
+    def _submit_transfer(
         self,
-        way: Way,
-        what: Move,
+        way: ReallocationPlan,
+        what: MoveParameters,
         name: str,
-        done: Versions,
-        failed: Failures,
+        done: VersionCallback,
+        failed: FailureCallback,
         started: Callable[[], None] = lambda: None,
         *,
         holds_up: bool = True,
-    ) -> Job:
+    ) -> DeviceJob:
         """Submit a transfer.
 
         The target's ranks do not wait for busy ranks of the source: the job is issued when the last
@@ -293,7 +332,7 @@ class Parameters:
         """
         target = what.target[1].ranks
         source = what.source[1].ranks
-        last = self._changing.get(what.source[0])
+        last = self._last_changes.get(what.source[0])
         if last is not None and not set(target) <= set(source):
             after = [last]
         else:
@@ -301,21 +340,32 @@ class Parameters:
         roles = frozenset({what.source[0], what.target[0]} if holds_up else ())
         told = lambda ends: done(ends[target[0]].value)  # noqa: E731
 
-        def why(error: BaseException) -> None:
-            failed(self._ways.unready.get(way.key) or error)
+        def on_failed(error: BaseException) -> None:
+            failed(self._plans.preparation_errors.get(way.key) or error)
 
-        job = Job(name, way.ranks, _same(what), told, why, started, roles=roles, after=after)
+        job = DeviceJob(
+            name,
+            way.ranks,
+            _repeat_command(what),
+            told,
+            on_failed,
+            started,
+            roles=roles,
+            after=after,
+        )
         self._dispatch.submit(job)
         return job
 
-    def _own(self, role: str) -> Place:
+    def _get_own_key(self, role: str) -> EngineKey:
         return role, self._meshes[role]
 
 
-def _same(command: Command) -> Callable[[int], tuple[Command, Given]]:
-    """Return a `Job.make` that gives every rank the same command."""
-    return lambda rank: (command, Given())
+def _repeat_command(
+    command: DeviceCommand,
+) -> Callable[[int], tuple[DeviceCommand, CommandTensors]]:
+    """Return a `DeviceJob.make_command` that gives every rank the same command."""
+    return lambda rank: (command, CommandTensors())
 
 
-def _nothing(_: object) -> None:
+def _ignore(_: object) -> None:
     """Do nothing on completion."""

@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from weft.data.batches import Loader
+from weft.data.batches import BatchLoader
 from weft.data.sample import SequenceSample
 from weft.runtime import background
 
 
-class Prefetched:
+class PrefetchingLoader:
     """Load one batch ahead, up to the end of the last of `epochs` (may be infinite).
 
     Errors of the loader are raised by `next_batch`. The loader must not be used by others. The
     state is the position after the last returned batch.
     """
 
-    def __init__(self, loader: Loader, epochs: float) -> None:
+    def __init__(self, loader: BatchLoader, epochs: float) -> None:
         self._loader = loader
         self._epochs = epochs
-        self._ahead: Future[SequenceSample] | None = None
-        self._look()
+        self._next_batch: Future[SequenceSample] | None = None
+        self._read_position()
 
-    def _look(self) -> None:
+    def _read_position(self) -> None:
         """Read the loader's position; no batch may be prefetched."""
         self.epoch_done = self._loader.epoch_done
         self.num_ids = self._loader.num_ids
@@ -32,14 +32,14 @@ class Prefetched:
 
     def next_batch(self) -> SequenceSample:
         """Return the next batch and start loading the one after it."""
-        if self._ahead is None:
+        if self._next_batch is None:
             batch = self._loader.next_batch()
         else:
-            batch = self._ahead.result()
-        self._ahead = None
-        self._look()
+            batch = self._next_batch.result()
+        self._next_batch = None
+        self._read_position()
         if self._loader.epoch < self._epochs:
-            self._ahead = background.begin(self._loader.next_batch, "weft-loader")
+            self._next_batch = background.start_in_thread(self._loader.next_batch, "weft-loader")
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,8 +48,8 @@ class Prefetched:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved position, discarding a prefetched batch."""
-        if self._ahead is not None:
-            self._ahead.exception()  # wait: it must not advance the loader after the restore
-            self._ahead = None
+        if self._next_batch is not None:
+            self._next_batch.exception()  # wait: it must not advance the loader after the restore
+            self._next_batch = None
         self._loader.load_state_dict(dict(state))
-        self._look()
+        self._read_position()

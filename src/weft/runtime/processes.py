@@ -13,18 +13,18 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessId:
     """Process id with its start time, which tells reused ids apart."""
 
     pid: int
-    began: int
+    start_time: int
 
 
-def descendants() -> set[Process]:
+def find_descendants() -> set[ProcessId]:
     """Return the children of this process, their children, and so on."""
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessId]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        found = _look(int(folder.name))
+        found = _read_process(int(folder.name))
         if found is not None:
             parent, process = found
             children.setdefault(parent, []).append(process)
@@ -37,34 +37,34 @@ def descendants() -> set[Process]:
     return below
 
 
-def kill(processes: Iterable[Process]) -> None:
+def kill_processes(processes: Iterable[ProcessId]) -> None:
     """Send SIGKILL to the processes that still exist."""
     for process in processes:
-        found = _look(process.pid)
+        found = _read_process(process.pid)
         if found is not None and found[1] == process:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def die_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
-    _prctl(1, signal.SIGKILL)
+    _call_prctl(1, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process."""
-    _prctl(36, 1)
+    _call_prctl(36, 1)
 
 
-def _prctl(what: int, value: int) -> None:
+def _call_prctl(what: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
 
 
-def _look(pid: int) -> tuple[int, Process] | None:
+def _read_process(pid: int) -> tuple[int, ProcessId] | None:
     """Return (parent's pid, process), or None if the process does not exist."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return int(words[1]), Process(pid, int(words[19]))
+    return int(words[1]), ProcessId(pid, int(words[19]))

@@ -7,55 +7,57 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from weft.errors import ConfigError, DevicesLost, Interrupted, WeftError
-from weft.experiment import step_range
+from weft.experiment import parse_step_range
 from weft.runtime.group import WorkerGroup
 
 
 def check_steps(steps: str | None, total: int) -> None:
     """Raise `ConfigError` if a run of `total` steps has none of the steps to trace."""
-    if steps is not None and step_range(steps)[0] > total:
+    if steps is not None and parse_step_range(steps)[0] > total:
         count = f"{total} {'step' if total == 1 else 'steps'}"
         raise ConfigError(
             f"profile_steps={steps}: the run has {count}; name one of them, or leave it out"
         )
 
 
-class Profiling:
+class StepProfiler:
     """Trace the steps in `steps`, the option's value; None traces nothing."""
 
     def __init__(
         self, steps: str | None, group: WorkerGroup, folder: Path, tell: Callable[[str], None]
     ) -> None:
-        self._steps = range(0) if steps is None else step_range(steps)
+        self._steps = range(0) if steps is None else parse_step_range(steps)
         self._group = group
         self._folder = folder
         self._tell = tell
-        self._first: int | None = None  # first traced step while a trace is running
+        self._first_step: int | None = None  # first traced step while a trace is running
 
-    def before(self, step: int) -> None:
+    def start_before(self, step: int) -> None:
         """Start the trace if `step`, which comes next, is the first to trace."""
-        if self._first is None and step in self._steps:
-            self._group.profile()
-            self._first = step
+        if self._first_step is None and step in self._steps:
+            self._group.toggle_trace()
+            self._first_step = step
 
-    def after(self, step: int, *, over: bool = False) -> None:
+    def write_after(self, step: int, *, over: bool = False) -> None:
         """Write the trace if `step` was the last to trace, or the last of the run (`over`)."""
-        if self._first is None or not (over or step >= self._steps[-1]):
+        if self._first_step is None or not (over or step >= self._steps[-1]):
             return
-        name = f"steps-{self._first}-{step}-worker-{{rank}}.json.gz"
-        self._group.profile(str(self._folder.absolute() / name))
-        if step == self._first:
+        name = f"steps-{self._first_step}-{step}-worker-{{rank}}.json.gz"
+        self._group.toggle_trace(str(self._folder.absolute() / name))
+        if step == self._first_step:
             which = f"step {step}"
         else:
-            which = f"steps {self._first} to {step}"
-        self._first = None
+            which = f"steps {self._first_step} to {step}"
+        self._first_step = None
         self._tell(
             f"trace of {which}: {self._folder / name.replace('{rank}', '*')} (open it at "
             f"ui.perfetto.dev)"
         )
 
     @contextmanager
-    def kept(self, done: Callable[[], int], under_way: Callable[[], int]) -> Iterator[None]:
+    def write_on_exit(
+        self, done: Callable[[], int], under_way: Callable[[], int]
+    ) -> Iterator[None]:
         """Write an unfinished trace when the block ends, also if the run fails.
 
         Not if devices are lost or the run is interrupted. `done` returns the last completed step,
@@ -66,8 +68,8 @@ class Profiling:
         except Exception as error:
             if not isinstance(error, DevicesLost | Interrupted):
                 try:
-                    self.after(under_way(), over=True)
+                    self.write_after(under_way(), over=True)
                 except WeftError as trouble:  # the first error matters more
                     error.add_note(f"the trace of its steps is lost: {trouble}")
             raise
-        self.after(max(done(), self._first or 0), over=True)
+        self.write_after(max(done(), self._first_step or 0), over=True)

@@ -21,16 +21,22 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weft.errors import ConfigError, DevicesLost, RunError
-from weft.runtime.nodes import Node, by_rank, in_order, threads_of
-from weft.runtime.processes import Process, descendants, kill
-from weft.runtime.scratch import Scratch, remove_leftovers
-from weft.runtime.signals import quiet
-from weft.runtime.supervised import Wire
-from weft.runtime.watch import Watch, check_listens, listens
+from weft.runtime.nodes import RayNode, count_threads, order_bundles, sort_nodes
+from weft.runtime.processes import ProcessId, find_descendants, kill_processes
+from weft.runtime.scratch import ScratchFolder, remove_leftovers
+from weft.runtime.signals import silence_library
+from weft.runtime.supervisor_pipe import SupervisorPipe
+from weft.runtime.watch import AddressWatch, can_connect, check_listens
 
 if TYPE_CHECKING:
-    from weft.runtime.device_process import Activity, Command, Report, Want, Where
-    from weft.runtime.dispatch import Given, Lost
+    from weft.runtime.device_process import (
+        CommandReport,
+        DeviceActivity,
+        DeviceCommand,
+        ProcessAddress,
+        TensorRequest,
+    )
+    from weft.runtime.dispatch import CommandTensors, DeviceLoss
 
 START_SECONDS = 300.0  # for all device processes to start, including imports
 PLACE_SECONDS = 600.0  # for the cluster to have enough free devices
@@ -41,7 +47,7 @@ SILENT_SECONDS = 300.0
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 ACTIVITY_SECONDS = 5.0  # for a device to report its activity; a frozen process does not
-HERE = "Ray's raylet on this machine"
+LOCAL_RAYLET = "Ray's raylet on this machine"
 # Ray's head or raylet counts as lost if its port refuses connections for so long; after 60 s Ray
 # would end this process.
 OWN_GONE_SECONDS = 2.0
@@ -51,13 +57,13 @@ GONE_SECONDS = 20.0
 THREADS = {"control": 1, "io": 4, "poll": 1}
 
 
-class _Peers:
-    """Implements `weft.runtime.device_process.Peers` with the other actors."""
+class _RayPeers:
+    """Implements `weft.runtime.device_process.PeerTransport` with the other actors."""
 
     def __init__(self) -> None:
         self.actors: Sequence[Any] = ()
 
-    def ask(self, want: Want) -> Any:
+    def request(self, want: TensorRequest) -> Any:
         return self.actors[want.rank].export.remote(want.ids, want.keys)
 
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
@@ -69,18 +75,20 @@ def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
         found: list[bytes] = ray.get(list(promises), timeout=seconds)
         return found
     except GetTimeoutError:
-        raise _late(seconds) from None
+        raise _build_late_error(seconds) from None
     except RayTaskError as error:
         raise RunError(f"tensors of another device cannot be read: {error.cause}") from error
     except RayError as error:
-        raise DevicesLost(f"tensors of another device are lost ({_reason(error)})") from error
+        raise DevicesLost(
+            f"tensors of another device are lost ({_describe_error(error)})"
+        ) from error
 
 
-def _late(seconds: float) -> DevicesLost:
+def _build_late_error(seconds: float) -> DevicesLost:
     return DevicesLost(f"tensors of another device did not arrive within {seconds:g} s")
 
 
-class _Device:
+class _DeviceActor:
     """Ray actor of one device.
 
     `prepare` imports `weft.runtime.device_process`, after setting the environment.
@@ -90,7 +98,9 @@ class _Device:
         self._rank = rank
 
     @ray.method(concurrency_group="control")
-    def prepare(self, environment: Mapping[str, str], folder: str, paths: Sequence[str]) -> Where:
+    def prepare(
+        self, environment: Mapping[str, str], folder: str, paths: Sequence[str]
+    ) -> ProcessAddress:
         """Set environment, working directory and import paths, create the process and describe it."""
         os.environ.update(environment)
         if not os.path.isdir(folder):
@@ -102,9 +112,9 @@ class _Device:
         sys.path[:0] = [path for path in paths if path not in sys.path]
         from weft.runtime.device_process import DeviceProcess
 
-        self._peers = _Peers()
+        self._peers = _RayPeers()
         self._process = DeviceProcess(self._rank, self._peers)
-        return self._process.where(ray.util.get_node_ip_address())
+        return self._process.describe_address(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="control")
     def open_store(self, address: str, world: int) -> int:
@@ -120,15 +130,15 @@ class _Device:
         self,
         place: int,
         number: int,
-        command: Command,
+        command: DeviceCommand,
         ranks: Sequence[int],
-        wants: Sequence[Want],
+        wants: Sequence[TensorRequest],
         shared: Sequence[Any],
     ) -> None:
         self._process.receive(place, number, command, ranks, wants, shared)
 
     @ray.method(concurrency_group="poll")
-    def next_reports(self, seconds: float) -> list[Report]:
+    def next_reports(self, seconds: float) -> list[CommandReport]:
         return self._process.next_reports(seconds)
 
     @ray.method(concurrency_group="io")
@@ -140,12 +150,12 @@ class _Device:
         return self._process.peak_memory_gb()
 
     @ray.method(concurrency_group="io")
-    def activity(self) -> Activity:
+    def activity(self) -> DeviceActivity:
         return self._process.activity()
 
 
 class RayDevices:
-    """Implements `weft.runtime.dispatch.Devices`.
+    """Implements `weft.runtime.dispatch.DeviceTransport`.
 
     `close` kills the actors, and the Ray cluster if it was started for them.
     """
@@ -153,121 +163,131 @@ class RayDevices:
     def __init__(
         self,
         actors: Sequence[Any],
-        where: Sequence[Where],
+        where: Sequence[ProcessAddress],
         nodes: Sequence[str],
-        cluster: Cluster,
+        cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the group of devices; `nodes` are the ids of the actors' machines, by rank."""
+        """Create the group of devices; `list_nodes` are the ids of the actors' machines, by rank."""
         self._actors = list(actors)
-        self.where = list(where)
+        self.addresses = list(where)
         self._nodes = list(nodes)
         self._cluster = cluster
         self._group = group
-        self._wire = Wire.of(os.environ)
-        self._wire.anew()
+        self._pipe = SupervisorPipe.from_environment(os.environ)
+        self._pipe.report_released()
         # pending request for reports -> (rank, start time)
         self._polls: dict[Any, tuple[int, float]] = {}
         for rank in range(len(actors)):
-            self._poll(rank)
+            self._request_reports(rank)
 
     def send(
         self,
         rank: int,
         place: int,
         number: int,
-        command: Command,
+        command: DeviceCommand,
         ranks: Sequence[int],
-        given: Given,
+        given: CommandTensors,
     ) -> None:
-        from weft.runtime.commands import Call
+        from weft.runtime.commands import RunCall
 
-        if isinstance(command, Call):
-            self._wire.began(
-                number, command.mfc, command.step, ranks, [str(self.where[each]) for each in ranks]
+        if isinstance(command, RunCall):
+            self._pipe.report_call(
+                number,
+                command.mfc,
+                command.step,
+                ranks,
+                [str(self.addresses[each]) for each in ranks],
             )
         self._actors[rank].receive.remote(
             place, number, command, tuple(ranks), list(given.wants), list(given.shared)
         )
 
-    def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
-        from weft.runtime.dispatch import Lost
+    def receive(self) -> list[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
+        from weft.runtime.dispatch import DeviceLoss
 
-        self._cluster.check_there()
+        self._cluster.check_not_lost()
         if not self._polls:
             time.sleep(POLL_SECONDS)
             return []
         ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=POLL_SECONDS)
-        found: list[tuple[int, Sequence[Report] | Lost]] = []
+        found: list[tuple[int, Sequence[CommandReport] | DeviceLoss]] = []
         for each in ready:
             rank, _ = self._polls.pop(each)
             try:
-                reports: Sequence[Report] = ray.get(each)
+                reports: Sequence[CommandReport] = ray.get(each)
                 found.append((rank, reports))
-                self._poll(rank)
-                self._wire.heard(rank, reports)
+                self._request_reports(rank)
+                self._pipe.report_finished(rank, reports)
             except RayError as error:
-                self._cluster.answers()
+                self._cluster.is_alive()
                 # the loss of Ray explains more than the loss of a device
-                self._cluster.check_there()
+                self._cluster.check_not_lost()
                 node = self._cluster.find_lost_node(self._nodes[rank])
                 if node is not None:
                     reason = f"its node {node.address} is lost"
                 else:
-                    reason = _reason(error)
-                found.append((rank, Lost(reason)))
+                    reason = _describe_error(error)
+                found.append((rank, DeviceLoss(reason)))
         for each, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
-                found.append((rank, Lost(f"it has not responded for {self._cluster.silent_s:g} s")))
+                found.append(
+                    (rank, DeviceLoss(f"it has not responded for {self._cluster.silent_s:g} s"))
+                )
         return found
 
     def share(self, raw: bytes) -> Any:
-        self._cluster.check_here()
+        self._cluster.check_local_raylet()
         return ray.put(raw)
 
-    def export(self, wants: Sequence[Want]) -> list[bytes]:
+    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
         asked = [self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants]
         if self._cluster.wait(asked, EXPORT_SECONDS):
-            raise _late(EXPORT_SECONDS)
-        self._cluster.check_here()
+            raise _build_late_error(EXPORT_SECONDS)
+        self._cluster.check_local_raylet()
         return _take(asked, EXPORT_SECONDS)
 
     def peak_memory_gb(self) -> float:
         asked = [actor.peak_memory_gb.remote() for actor in self._actors]
-        return max(_ask(self._cluster, asked, "its peak memory", EXPORT_SECONDS, self._nodes))
+        return max(
+            _collect_answers(self._cluster, asked, "its peak memory", EXPORT_SECONDS, self._nodes)
+        )
 
-    def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
-        if not self._cluster.answers():
+    def describe_activities(self, ranks: Sequence[int]) -> dict[int, DeviceActivity]:
+        if not self._cluster.is_alive():
             return {}
         asked = {self._actors[rank].activity.remote(): rank for rank in ranks}
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ACTIVITY_SECONDS)
-        found: dict[int, Activity] = {}
+        found: dict[int, DeviceActivity] = {}
         for each in ready:
             with suppress(RayError):
                 found[asked[each]] = ray.get(each)
         return found
 
     def close(self, deadline_s: float) -> None:
-        if self._cluster.answers():
+        if self._cluster.is_alive():
             with suppress(RayError):
                 for actor in self._actors:
                     ray.kill(actor)
                 remove_placement_group(self._group)
         self._cluster.close()
 
-    def _poll(self, rank: int) -> None:
+    def _request_reports(self, rank: int) -> None:
         self._polls[self._actors[rank].next_reports.remote(POLL_SECONDS)] = (rank, time.monotonic())
 
 
-class Cluster:
+class RayCluster:
     """Ray cluster that this process has joined.
 
     `scratch` is the folder of a cluster started by this process. A device without answer for
     `silent_s` seconds counts as dead.
     """
 
-    def __init__(self, scratch: Scratch | None = None, processes: Iterable[Process] = ()) -> None:
+    def __init__(
+        self, scratch: ScratchFolder | None = None, processes: Iterable[ProcessId] = ()
+    ) -> None:
         self._scratch = scratch
         self._processes = set(processes)
         self.silent_s = SILENT_SECONDS
@@ -276,50 +296,52 @@ class Cluster:
         host, _, port = context.gcs_address.rpartition(":")
         places = {
             "Ray's head": (host, int(port)),
-            HERE: (here["NodeManagerAddress"], here["NodeManagerPort"]),
+            LOCAL_RAYLET: (here["NodeManagerAddress"], here["NodeManagerPort"]),
         }
-        self._watch = Watch(places, OWN_GONE_SECONDS if scratch is not None else GONE_SECONDS)
+        self._watch = AddressWatch(
+            places, OWN_GONE_SECONDS if scratch is not None else GONE_SECONDS
+        )
 
     @property
-    def gone(self) -> str | None:
+    def lost_part(self) -> str | None:
         """Description of the lost part of Ray, or None."""
-        return self._watch.gone
+        return self._watch.lost_part
 
-    def answers(self) -> bool:
+    def is_alive(self) -> bool:
         """Check now whether Ray is alive.
 
         A request to a dead Ray blocks for a minute, after which Ray ends this process.
         """
         self._watch.check()
-        return self.gone is None
+        return self.lost_part is None
 
-    def check_here(self) -> None:
+    def check_local_raylet(self) -> None:
         """Raise `DevicesLost` if this machine's raylet does not answer.
 
         Ray ends a process that uses the object store of a dead raylet.
         """
-        self._watch.check(HERE)
-        self.check_there()
+        self._watch.check(LOCAL_RAYLET)
+        self.check_not_lost()
 
-    def check_there(self) -> None:
+    def check_not_lost(self) -> None:
         """Raise `DevicesLost` if part of Ray is known to be lost.
 
         The supervisor gets the report first because Ray can end this process at any moment.
         """
-        if self.gone is not None:
-            Wire.of(os.environ).gone(self.gone)
-            raise DevicesLost(self.gone)
+        if self.lost_part is not None:
+            SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
+            raise DevicesLost(self.lost_part)
 
     @classmethod
-    def start(cls, cpus: int, gpus: int) -> Cluster:
+    def start(cls, cpus: int, gpus: int) -> RayCluster:
         """Start a private Ray cluster on this machine, which ends with this process.
 
         Must be called from the main thread, since the cluster's processes end with the thread that
         started them. Raises `RunError` if Ray does not start.
         """
         remove_leftovers()
-        scratch = Scratch()
-        before = frozenset(descendants())
+        scratch = ScratchFolder()
+        before = frozenset(find_descendants())
         # The token is only in this environment, which the cluster's processes inherit.
         wanted = {
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -329,7 +351,7 @@ class Cluster:
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         try:
-            with quiet("ray"):
+            with silence_library("ray"):
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -342,17 +364,19 @@ class Cluster:
                     configure_logging=False,
                 )
         except Exception as error:  # Ray raises no specific class
-            kill(descendants() - before)
+            kill_processes(find_descendants() - before)
             scratch.remove()
-            raise RunError(f"Ray did not start on this machine: {_reason(error)}") from error
-        return cls(scratch, descendants() - before)
+            raise RunError(
+                f"Ray did not start on this machine: {_describe_error(error)}"
+            ) from error
+        return cls(scratch, find_descendants() - before)
 
     @classmethod
-    def join(cls, address: str) -> Cluster:
+    def join(cls, address: str) -> RayCluster:
         """Join the cluster at `address`. Raises `ConfigError` if none answers there."""
         try:
             check_listens(address)  # fail at once; Ray itself would retry for minutes
-            with quiet("ray"):
+            with silence_library("ray"):
                 if ray.is_initialized():
                     ray.shutdown()  # left over from a failed attempt
                 ray.init(
@@ -365,39 +389,43 @@ class Cluster:
         except (
             Exception
         ) as error:  # a head that has just restarted fails in many ways, including Ray's assertions
-            with quiet("ray"), suppress(Exception):
+            with silence_library("ray"), suppress(Exception):
                 # a partial connection, to a head that has no node yet, would make the next
                 # attempt fail
                 ray.shutdown()
             raise ConfigError(
-                f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start "
+                f"ray_address={address!r}: no Ray cluster answers there ({_describe_error(error)}); start "
                 f"one with "
                 "`ray start --head` and give its address, or write mode=local"
             ) from error
 
-    def nodes(self) -> list[Node]:
+    def list_nodes(self) -> list[RayNode]:
         """Return the machines that are up: this one first, the others by address.
 
         Device 0 is then on the machine where the run was started.
         """
-        up = [Node.of(node) for node in ray.nodes() if node["Alive"]]
-        return in_order(up, ray.get_runtime_context().get_node_id())
+        up = [RayNode.from_listing(node) for node in ray.nodes() if node["Alive"]]
+        return sort_nodes(up, ray.get_runtime_context().get_node_id())
 
-    def find_lost_node(self, id: str) -> Node | None:
+    def find_lost_node(self, id: str) -> RayNode | None:
         """Return the machine with this id if Ray lists it as dead or its raylet does not listen."""
         for listed in ray.nodes():
             if listed["NodeID"] == id:
                 raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
-                return None if listed["Alive"] and listens(raylet) else Node.of(listed)
+                return (
+                    None
+                    if listed["Alive"] and can_connect(raylet)
+                    else RayNode.from_listing(listed)
+                )
         return None
 
-    def launch(self, count: int, device: str, environment: Mapping[str, str]) -> Launch:
-        """Start the processes of `count` devices, packed onto few machines; see `Launch`."""
-        return Launch(self, count, device, environment)
+    def launch(self, count: int, device: str, environment: Mapping[str, str]) -> DeviceLaunch:
+        """Start the processes of `count` devices, packed onto few machines; see `DeviceLaunch`."""
+        return DeviceLaunch(self, count, device, environment)
 
-    def remember(self, pids: Collection[int]) -> None:
+    def add_processes(self, pids: Collection[int]) -> None:
         """Remember local device processes, so that `close` can kill them."""
-        self._processes |= {process for process in descendants() if process.pid in pids}
+        self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
         """Wait for the promises and return the late ones.
@@ -407,60 +435,62 @@ class Cluster:
         late = list(promises)
         end = time.monotonic() + seconds
         while late and time.monotonic() < end:
-            self.check_there()
+            self.check_not_lost()
             _, late = ray.wait(late, num_returns=len(late), timeout=POLL_SECONDS)
         return late
 
     def close(self) -> None:
         """Disconnect; a cluster started by this process is stopped and its files are removed."""
         self._watch.close()
-        with quiet("ray"):
+        with silence_library("ray"):
             ray.shutdown()
         if self._scratch is not None:
-            kill(self._processes)  # helper processes survive if part of Ray was lost
+            kill_processes(self._processes)  # helper processes survive if part of Ray was lost
             self._scratch.remove()
 
 
-class Launch:
-    """Device processes that start in the background; `devices` waits for them.
+class DeviceLaunch:
+    """Device processes that start in the background; `wait_for_devices` waits for them.
 
     Each device uses its share of the machine's CPUs as threads, unless `OMP_NUM_THREADS` is set. To
     cancel, close the `cluster`.
     """
 
     def __init__(
-        self, cluster: Cluster, count: int, device: str, environment: Mapping[str, str]
+        self, cluster: RayCluster, count: int, device: str, environment: Mapping[str, str]
     ) -> None:
         self.cluster = cluster
         self._device = device
         self._environment = environment
         self._actors: list[Any] = []
         self._nodes: list[str] = []  # ids of the actors' machines, by rank
-        self._asked: list[Any] = []  # pending descriptions of the processes
+        self._descriptions: list[Any] = []  # pending descriptions of the processes
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         self._group = placement_group([bundle] * count, strategy="PACK")
-        if self._has_place(POLL_SECONDS):
-            self._begin()
+        if self._wait_for_placement(POLL_SECONDS):
+            self._start_actors()
 
-    def devices(self) -> RayDevices:
+    def wait_for_devices(self) -> RayDevices:
         """Wait until all processes have started and joined the process group.
 
         Raises `RunError` if they do not start in time.
         """
         if not self._actors:
-            if not self._has_place(PLACE_SECONDS):
+            if not self._wait_for_placement(PLACE_SECONDS):
                 remove_placement_group(self._group)
                 count = self._group.bundle_count
                 raise RunError(
                     f"the cluster did not have {count} free devices within {PLACE_SECONDS:g} s; "
                     f"other programs use them"
                 )
-            self._begin()
+            self._start_actors()
         cluster = self.cluster
         actors = self._actors
-        where = _ask(cluster, self._asked, "its process", START_SECONDS, self._nodes)
+        where = _collect_answers(
+            cluster, self._descriptions, "its process", START_SECONDS, self._nodes
+        )
         address = where[0].address
-        (port,) = _ask(
+        (port,) = _collect_answers(
             cluster,
             [actors[0].open_store.remote(address, len(actors))],
             "its process",
@@ -468,45 +498,49 @@ class Launch:
             self._nodes,
         )
         asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
-        _ask(cluster, asked, "the other ranks", START_SECONDS, self._nodes)
-        cluster.remember([each.pid for each in where])
+        _collect_answers(cluster, asked, "the other ranks", START_SECONDS, self._nodes)
+        cluster.add_processes([each.pid for each in where])
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
-    def _has_place(self, seconds: float) -> bool:
+    def _wait_for_placement(self, seconds: float) -> bool:
         """Wait until the placement group is ready, and return whether it is.
 
         `PlacementGroup.ready` is not used because it would start a process.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.cluster.check_there()
+            self.cluster.check_not_lost()
             try:
-                if self._group.wait(POLL_SECONDS) and self._find_place():
+                if self._group.wait(POLL_SECONDS) and self._find_placement():
                     return True
             except RayError:
-                self.cluster.answers()
-                self.cluster.check_there()  # the loss of Ray explains more
+                self.cluster.is_alive()
+                self.cluster.check_not_lost()  # the loss of Ray explains more
                 raise
         return False
 
-    def _find_place(self) -> bool:
+    def _find_placement(self) -> bool:
         """Look up the machine of each device; return False while one of them is not up.
 
         A lost machine may have returned under another id, to which Ray moves the devices.
         """
-        nodes = self.cluster.nodes()
-        self._on: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        self._up = [node for node in nodes if node.id in self._on.values()]
-        return {node.id for node in self._up} == set(self._on.values())
+        nodes = self.cluster.list_nodes()
+        self._node_of_bundle: dict[int, str] = placement_group_table(self._group)[
+            "bundles_to_node_id"
+        ]
+        self._live_nodes = [node for node in nodes if node.id in self._node_of_bundle.values()]
+        return {node.id for node in self._live_nodes} == set(self._node_of_bundle.values())
 
-    def _begin(self) -> None:
+    def _start_actors(self) -> None:
         """Start the actors and request their descriptions.
 
         An actor answers once it has imported everything a device needs.
         """
-        threads = threads_of(self._on, self._up)
-        actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
-        for rank, index in enumerate(by_rank(self._on, self._up)):
+        threads = count_threads(self._node_of_bundle, self._live_nodes)
+        actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(
+            _DeviceActor
+        )
+        for rank, index in enumerate(order_bundles(self._node_of_bundle, self._live_nodes)):
             actor = actor_class.options(
                 num_cpus=1,
                 num_gpus=int(self._device == "cuda"),
@@ -514,20 +548,20 @@ class Launch:
                     self._group, placement_group_bundle_index=index
                 ),
             ).remote(rank)
-            node = self._on[index]
+            node = self._node_of_bundle[index]
             own_threads = os.environ.get("OMP_NUM_THREADS") or str(threads[node])
             told = {**self._environment, "OMP_NUM_THREADS": own_threads}
             self._actors.append(actor)
             self._nodes.append(node)
-            self._asked.append(
+            self._descriptions.append(
                 actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path])
             )
 
 
-def _ask(
-    cluster: Cluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
+def _collect_answers(
+    cluster: RayCluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
 ) -> list[Any]:
-    """Return one answer per rank; `nodes` are the machines of the ranks.
+    """Return one answer per rank; `list_nodes` are the machines of the ranks.
 
     Raises `DevicesLost` naming the ranks that did not answer or the lost machine, or the error that
     a device raised.
@@ -547,18 +581,18 @@ def _ask(
                 f"device {rank} failed: {type(error.cause).__name__}: {error.cause}"
             ) from error
         except RayActorError as error:
-            cluster.answers()
-            cluster.check_there()  # the loss of Ray explains more
+            cluster.is_alive()
+            cluster.check_not_lost()  # the loss of Ray explains more
             node = cluster.find_lost_node(nodes[rank])
             if node is not None:
                 reason = f"its node {node.address} is lost"
             else:
-                reason = _reason(error)
+                reason = _describe_error(error)
             raise DevicesLost(f"device {rank} died: {reason}") from error
     return found
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         return "its process ended (killed, out of memory, or crashed; see weft logs)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from weft import __version__
 from weft.observe.run_files import RECORD
-from weft.observe.run_record import RunRecord, Start
-from weft.redaction import masked_words
+from weft.observe.run_record import RunRecord, RunStart
+from weft.redaction import mask_words
 from weft.runtime import disk
 
 LIBRARIES = ("torch", "transformers")
 GIT_SECONDS = 5.0
 
 
-def record_start(
+def record_process(
     run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()
 ) -> None:
     """Append this process to the run's `run.json`.
@@ -31,28 +31,30 @@ def record_start(
     Secrets in its command are masked. `chosen` are options that weft chose.
     """
     before = RunRecord.read(run)
-    command = command_of(sys.argv, sys.orig_argv)
-    start = Start(
+    command = build_command(sys.argv, sys.orig_argv)
+    start = RunStart(
         time=time.time(),
         step=step,
-        command=masked_words(command),
+        command=mask_words(command),
         folder=str(Path.cwd()),
         host=socket.gethostname(),
         hardware=hardware,
-        commit=commit_of(Path(__file__).resolve().parents[3]),
-        versions=versions(),
+        commit=read_commit(Path(__file__).resolve().parents[3]),
+        versions=read_versions(),
     )
     record = replace(
         before,
-        algorithm=quickstart_of(command) or before.algorithm,
+        algorithm=parse_quickstart(command) or before.algorithm,
         total_steps=total_steps,
         chosen=list(chosen),
         starts=[*before.starts, start],
     )
-    disk.write_text(run / RECORD, json.dumps(record.plain(), indent=1, ensure_ascii=False) + "\n")
+    disk.write_text(
+        run / RECORD, json.dumps(record.to_plain(), indent=1, ensure_ascii=False) + "\n"
+    )
 
 
-def command_of(words: Sequence[str], original: Sequence[str]) -> list[str]:
+def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
     """Return the command to type again: `weft ...` or `python ...`."""
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
@@ -62,7 +64,7 @@ def command_of(words: Sequence[str], original: Sequence[str]) -> list[str]:
     return ["python", *given]
 
 
-def quickstart_of(command: Sequence[str]) -> str | None:
+def parse_quickstart(command: Sequence[str]) -> str | None:
     """Return the NAME of `weft quickstart NAME`, or None for other commands."""
     words = list(command)
     if words[:1] == ["weft"] and words[1:2] == ["quickstart"]:
@@ -81,7 +83,7 @@ def quickstart_of(command: Sequence[str]) -> str | None:
     return names[0] if names else None
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of Python, weft, torch and transformers."""
     found = {"weft": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
@@ -92,7 +94,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit_of(folder: Path) -> str:
+def read_commit(folder: Path) -> str:
     """Return the git commit of the checkout at `folder`, or "" if there is none.
 
     A `+` is appended if tracked files are modified.

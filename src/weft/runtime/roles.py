@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
-from weft.engine.torch.adapters_off import shares_base
+from weft.engine.torch.adapters_off import can_share_base
 from weft.errors import CheckpointError, ConfigError, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
@@ -21,26 +21,26 @@ from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends
 from weft.topology import Mesh
 
-Place = tuple[str, Mesh]  # (role, mesh of one of its engines)
-What = Literal["weights", "optimizer"]
+EngineKey = tuple[str, Mesh]  # (role, mesh of one of its engines)
+OffloadableState = Literal["weights", "optimizer"]
 
 
 @runtime_checkable
-class WithAdapters(Protocol):
+class SupportsDisablingAdapters(Protocol):
     """Engine that can be used with its adapters disabled."""
 
     def without_adapters(self) -> Engine | None: ...
 
 
 @runtime_checkable
-class Trains(Protocol):
+class ReportsTrainedNames(Protocol):
     """Engine that knows which parameters its train steps change."""
 
     @property
     def trained_names(self) -> frozenset[str]: ...
 
 
-class Roles:
+class RoleEngines:
     """Engines of this rank.
 
     `specs` include the learning rate schedules; `groups` are required for layouts with several
@@ -55,38 +55,40 @@ class Roles:
         groups: ProcessGroups | None = None,
     ) -> None:
         self._meshes = {
-            role: mesh for role, mesh in experiment.meshes().items() if rank in mesh.ranks
+            role: mesh for role, mesh in experiment.build_meshes().items() if rank in mesh.ranks
         }
         self._rank = rank
         self._groups = groups
-        self._engines: dict[Place, Engine] = {}
-        self._away: set[tuple[Place, What]] = set()  # state offloaded to host memory by hooks
+        self._engines: dict[EngineKey, Engine] = {}
+        self._offloaded: set[tuple[EngineKey, OffloadableState]] = (
+            set()
+        )  # state offloaded to host memory by hooks
         written = {sync.target for sync in experiment.graph.syncs}
         shared: dict[str, Engine] = {}
         here = {role: spec for role, spec in specs.items() if role in self._meshes}
         # build engines with adapters before roles that share their base
         for role, spec in sorted(here.items(), key=lambda each: not each[1].trained):
-            base = None if role in written else self._base(role, here)
+            base = None if role in written else self._find_shared_base(role, here)
             if base is not None:
                 shared[role] = base
             self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
         # Number of the weights that each copy has, assigned by the driver; None during a
         # transfer.
-        self._weights: dict[Place, int | None] = {}
-        for role, mesh in experiment.copies():
+        self._weights: dict[EngineKey, int | None] = {}
+        for role, mesh in experiment.list_copies():
             if rank in mesh.ranks:
                 self._engines[role, mesh] = self._build(specs[role].mirror(), mesh)
                 self._weights[role, mesh] = 0
         for target, source in experiment.init_from.items():
-            if target not in shared and self._alike(source, target):
-                self._copy(source, target, eta=1.0, partly=True)
+            if target not in shared and self._has_equal_meshes(source, target):
+                self._copy_parameters(source, target, eta=1.0, partly=True)
         for sync in experiment.graph.syncs:
-            if self._alike(sync.source, sync.target):
+            if self._has_equal_meshes(sync.source, sync.target):
                 # raise ConfigError now rather than after the first step
-                self._common(sync.source, sync.target, partly=False)
+                self._list_common(sync.source, sync.target, partly=False)
 
     @property
-    def places(self) -> list[Place]:
+    def engine_keys(self) -> list[EngineKey]:
         """(role, mesh) of all engines on this rank."""
         return list(self._engines)
 
@@ -100,12 +102,12 @@ class Roles:
             engine = backend(spec, mesh.layout, RankMesh(mesh, self._rank, self._groups))
         return engine
 
-    def _alike(self, source: str, target: str) -> bool:
+    def _has_equal_meshes(self, source: str, target: str) -> bool:
         """Return whether both roles are on the same mesh, so that each rank copies its own part."""
         here = self._meshes.get(source)
         return here is not None and here == self._meshes.get(target)
 
-    def _base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
+    def _find_shared_base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
         """Return a trained role's engine without adapters if `role` can share it, else None.
 
         The base must match, the mesh must have the same parts, and the engine must support it.
@@ -114,9 +116,9 @@ class Roles:
             engine = self._engines.get((trained, self._meshes[trained]))
             near = self._meshes[trained]
             if (
-                shares_base(specs[role], spec)
-                and near.parts_as(self._meshes[role])
-                and isinstance(engine, WithAdapters)
+                can_share_base(specs[role], spec)
+                and near.has_same_parts(self._meshes[role])
+                and isinstance(engine, SupportsDisablingAdapters)
             ):
                 return engine.without_adapters()
         return None
@@ -134,7 +136,7 @@ class Roles:
         Raises `RunError` if a copy does not have the required `weights`, or newer ones with
         `or_newer`.
         """
-        place = self._place(role, mesh)
+        place = self._build_key(role, mesh)
         has = self._weights.get(place)
         if place in self._weights and (
             weights is None or has is None or has < weights or (has > weights and not or_newer)
@@ -145,33 +147,33 @@ class Roles:
         self.onload(role, "weights", mesh)
         return self._engines[place]
 
-    def offload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
+    def offload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
         """Move weights or optimizer state to host memory, if they are not there.
 
         Engines move back whatever they need themselves.
         """
-        place = self._place(role, mesh)
+        place = self._build_key(role, mesh)
         self._engines[place].offload(what)
-        self._away.add((place, what))
+        self._offloaded.add((place, what))
 
-    def onload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
+    def onload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
         """Move offloaded weights or optimizer state back to the device."""
-        place = self._place(role, mesh)
-        if (place, what) in self._away:
+        place = self._build_key(role, mesh)
+        if (place, what) in self._offloaded:
             self._engines[place].onload(what)
-            self._away.discard((place, what))
+            self._offloaded.discard((place, what))
 
-    def at(self, place: Place) -> Engine | None:
+    def find_engine(self, place: EngineKey) -> Engine | None:
         """Return the engine without moving its weights; None if it is not on this rank."""
         return self._engines.get(place)
 
     @contextmanager
-    def refreshing(self, place: Place, weights: int | None) -> Iterator[Engine | None]:
+    def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
         """Yield the engine whose weights are replaced; a copy is unusable until the block ends."""
         copy = place in self._weights
         if copy:
             self._weights[place] = None
-        yield self.at(place)
+        yield self.find_engine(place)
         if copy:
             self._weights[place] = weights
 
@@ -180,14 +182,14 @@ class Roles:
 
         It equals the source's version.
         """
-        return self._copy(sync.source, sync.target, sync.eta, partly=False)
+        return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
         """Save the state of each role's own engine, without frozen weights that never changed."""
         for role in self._meshes:
             directory = folder / role
             directory.mkdir(parents=True, exist_ok=True)  # shared by all ranks of the role
-            self._engine(role).save_state(directory)
+            self._get_own_engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
         """Load the state of each role's own engine.
@@ -208,9 +210,9 @@ class Roles:
 
     def describe(self) -> dict[str, Mapping[str, Any]]:
         """Return the description of each role's own engine."""
-        return {role: self._engine(role).description for role in self._meshes}
+        return {role: self._get_own_engine(role).description for role in self._meshes}
 
-    def describe_copies(self) -> dict[Place, Mapping[str, Any]]:
+    def describe_copies(self) -> dict[EngineKey, Mapping[str, Any]]:
         """Return the description of each copy."""
         return {
             place: engine.description
@@ -218,32 +220,32 @@ class Roles:
             if place in self._weights
         }
 
-    def trained_names(self, role: str) -> frozenset[str] | None:
+    def get_trained_names(self, role: str) -> frozenset[str] | None:
         """Return the parameters that train steps change; None if the engine does not know."""
-        engine = self._engine(role)
-        return engine.trained_names if isinstance(engine, Trains) else None
+        engine = self._get_own_engine(role)
+        return engine.trained_names if isinstance(engine, ReportsTrainedNames) else None
 
-    def _engine(self, role: str) -> Engine:
+    def _get_own_engine(self, role: str) -> Engine:
         return self._engines[role, self._meshes[role]]
 
-    def _place(self, role: str, mesh: Mesh | None) -> Place:
+    def _build_key(self, role: str, mesh: Mesh | None) -> EngineKey:
         return role, mesh or self._meshes[role]
 
-    def _copy(self, source: str, target: str, eta: float, *, partly: bool) -> int:
+    def _copy_parameters(self, source: str, target: str, eta: float, *, partly: bool) -> int:
         """Copy parameters between two engines on this rank; return the target's version."""
-        names = self._common(source, target, partly=partly)
+        names = self._list_common(source, target, partly=partly)
         giver = self.engine(source)
         taker = self.engine(target)
         taker.write(giver.read(names), version=giver.version, eta=eta)
         return taker.version
 
-    def _common(self, source: str, target: str, *, partly: bool) -> list[str]:
-        have = self._engine(source).slices()
-        want = self._engine(target).slices()
-        return common(source, have, target, want, partly=partly)
+    def _list_common(self, source: str, target: str, *, partly: bool) -> list[str]:
+        have = self._get_own_engine(source).slices()
+        want = self._get_own_engine(target).slices()
+        return list_common_parameters(source, have, target, want, partly=partly)
 
 
-def common(
+def list_common_parameters(
     source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool
 ) -> list[str]:
     """Return the names of parameters that both roles have.

@@ -12,9 +12,9 @@ from weft.engine.seen import choose_ids
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.runtime.group import WorkerGroup
-from weft.runtime.pieces import Pieces
+from weft.runtime.token_texts import TokenDecoder
 
-SHOWN = 4  # completions shown for an ordinary step
+SHOWN_SAMPLES = 4  # completions shown for an ordinary step
 GROUPS = 3
 COMPLETIONS = 8  # completions per id shown for a detailed step, which has GROUPS ids
 # per completion: maximum number of tokens listed one by one, and of characters kept
@@ -28,7 +28,7 @@ BY_TOKEN = ("logprobs", "ref_logprobs", "loss_mask", "versions")
 PAIRS = ("rank", "comparison")
 
 
-def detailed(step: int) -> bool:
+def is_detailed_step(step: int) -> bool:
     """Return whether whole groups of this step are kept with values per token.
 
     All steps at first, then about 45 in each power of ten.
@@ -36,7 +36,7 @@ def detailed(step: int) -> bool:
     return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
 
-class Samples:
+class SampleReader:
     """Read a few samples of a step before its tensors are dropped.
 
     These are completions if the graph generates, otherwise rows that were trained on.
@@ -50,36 +50,36 @@ class Samples:
         last: int | None = None,
     ) -> None:
         """Create a reader; step `last`, if known, is always shown in detail."""
-        self._last = last
+        self._last_step = last
         self._group = group
         self._tokenizer = tokenizer
-        self._pieces = Pieces(tokenizer)
+        self._decode_tokens = TokenDecoder(tokenizer)
         calls = [
             node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"
         ]
-        self._generates = any("completion" in node.output_keys for node in calls)
+        self._has_generation = any("completion" in node.output_keys for node in calls)
         self._names = {made: key for node in calls for key, made in node.output_key_remap.items()}
         self._keys = list(dict.fromkeys(key for node in graph.nodes for key in node.outputs))
 
-    def rows(
+    def read_rows(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None = None
     ) -> list[dict[str, Any]]:
         """Return samples of step `step`, which used `ids`.
 
         A detailed step has whole groups, one row per completion with values per token. Other steps
-        have the first completion of up to `SHOWN` ids. `seen` has the training call's log-probs or
+        have the first completion of up to `SHOWN_SAMPLES` ids. `seen` has the training call's log-probs or
         scores of a few ids.
         """
-        if self._generates and not self._in_detail(step):
-            batch = self._fetch(ids[:SHOWN], self._keys)
+        if self._has_generation and not self._is_detailed(step):
+            batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)
             return [row for _, row in self._read(batch) if row["k"] == 0]
-        if self._generates:
-            chosen: SequenceSample | None = self._generated(ids)
+        if self._has_generation:
+            chosen: SequenceSample | None = self._fetch_generated(ids)
         else:
-            chosen = self._trained(ids, step, seen)
-        return [] if chosen is None else list(self._detailed(chosen))
+            chosen = self._fetch_trained(ids, step, seen)
+        return [] if chosen is None else list(self._iterate_detailed(chosen))
 
-    def generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+    def read_generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Return a row for every completion of these ids.
 
         Fields: id, prompt, completion, completion_ids, logprobs, finish_reason.
@@ -103,8 +103,8 @@ class Samples:
             )
         return rows
 
-    def _in_detail(self, step: int) -> bool:
-        return step == self._last or detailed(step)
+    def _is_detailed(self, step: int) -> bool:
+        return step == self._last_step or is_detailed_step(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
         """Fetch generated keys under their usual names, undoing the graph's key remapping.
@@ -121,17 +121,17 @@ class Samples:
             {name: key for name, key in self._names.items() if name in batch.keys}
         )
 
-    def _generated(self, ids: Sequence[str]) -> SequenceSample:
+    def _fetch_generated(self, ids: Sequence[str]) -> SequenceSample:
         return self._fetch(ids[:GROUPS], [*self._keys, "loss_mask"])
 
-    def _trained(
+    def _fetch_trained(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None
     ) -> SequenceSample | None:
         """Return the rows in `seen`, which are the same in every layout; if none, the first rows.
 
         Returns None if this step is not shown, or if the rows have no completions.
         """
-        if not self._in_detail(step):
+        if not self._is_detailed(step):
             return None
         known = set(ids)
         if seen is not None:
@@ -147,7 +147,7 @@ class Samples:
             return batch
         return batch.update(seen.select(ids=told).to("cpu"))
 
-    def _detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
+    def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         """Yield a row per completion, with values per token."""
         counts = batch.lengths["completion"].tolist()
         held = {
@@ -162,15 +162,15 @@ class Samples:
             if row["k"] >= COMPLETIONS:
                 continue
             values = {key: each[index].tolist() for key, each in held.items()}
-            row |= _reference([column[owners[index]] for column in references])
-            row |= self._by_token(completions[index].tolist(), values)
+            row |= _find_reference([column[owners[index]] for column in references])
+            row |= self._format_by_token(completions[index].tolist(), values)
             if "finished" in row:
                 row["finish_reason"] = "stop" if row["finished"] else "length"
             elif "rank" not in row and "logprobs" in values:
-                row |= _loss(values)
+                row |= _compute_loss(values)
             yield row
 
-    def _by_token(
+    def _format_by_token(
         self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]
     ) -> dict[str, Any]:
         """Return token texts with `logprobs`, `trained` (0 or 1) and `advantages` per token.
@@ -178,7 +178,7 @@ class Samples:
         `trained` is left out if all tokens are trained, `advantages` if they are equal. `advantage`
         is the mean; `log_ratio` is the sum of log-probs minus reference log-probs.
         """
-        made: dict[str, Any] = {"tokens": self._pieces(tokens[:TOKENS])}
+        made: dict[str, Any] = {"tokens": self._decode_tokens(tokens[:TOKENS])}
         if "logprobs" in values:
             made["logprobs"] = [round(value, 4) for value in values["logprobs"][:TOKENS]]
         mask = values.get("loss_mask", [1.0] * len(tokens))
@@ -227,8 +227,8 @@ class Samples:
             row = {
                 "id": batch.ids[owner],
                 "k": index - int(batch.offsets["completion"][owner]),
-                "prompt": _short(prompts[owner]),
-                "completion": _short(
+                "prompt": _shorten(prompts[owner]),
+                "completion": _shorten(
                     self._tokenizer.decode_after(
                         prompt_ids[owner], tokens.tolist(), skip_special=True
                     )
@@ -237,20 +237,20 @@ class Samples:
             yield index, row | {name: values[index] for name, values in columns.items()}
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """Cut out the middle of a very long text."""
     if len(text) <= TEXT:
         return text
     return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
 
 
-def _reference(values: Sequence[Any]) -> dict[str, Any]:
+def _find_reference(values: Sequence[Any]) -> dict[str, Any]:
     """Return {"answer": first usable reference value}, or an empty mapping."""
     found = next((value for value in values if isinstance(value, str | int | float)), None)
-    return {} if found is None else {"answer": _short(str(found))}
+    return {} if found is None else {"answer": _shorten(str(found))}
 
 
-def _loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _compute_loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the mean cross-entropy of the trained tokens."""
     mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
     trained = [-value for value, counts in zip(values["logprobs"], mask, strict=True) if counts]

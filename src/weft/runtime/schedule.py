@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.data.batches import Loader
+from weft.data.batches import BatchLoader
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 
 
 @dataclass(frozen=True)
-class Horizon:
+class RunLength:
     """Length of a run, with `num_ids` ids and `firings[node]` firings per epoch.
 
     `steps` is `max_steps` for a run that trains, over as many epochs as needed; otherwise it is
@@ -28,7 +28,7 @@ class Horizon:
     steps: int
 
     @classmethod
-    def of(cls, experiment: Experiment, loader: Loader) -> Horizon:
+    def from_experiment(cls, experiment: Experiment, loader: BatchLoader) -> RunLength:
         """Compute the length of the run. Raises `ConfigError` if it has no steps."""
         num_ids = loader.num_ids
         batches = loader.batches_per_epoch
@@ -39,8 +39,8 @@ class Horizon:
         }
         per_epoch = firings[experiment.steps_follow]
         epochs = control.total_train_epochs
-        by_batch = experiment.node(experiment.steps_follow).batch_size == 0
-        steps = loader.num_batches(epochs) if by_batch else per_epoch * epochs
+        by_batch = experiment.get_node(experiment.steps_follow).batch_size == 0
+        steps = loader.count_batches(epochs) if by_batch else per_epoch * epochs
         if control.max_steps is not None:
             if steps and math.isinf(experiment.most_epochs):
                 steps = control.max_steps
@@ -61,15 +61,15 @@ class Horizon:
         firings = math.ceil(self.firings[node] * share - 1e-9)
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
-    def trained_updates(self, experiment: Experiment, node: str) -> int:
+    def count_trained_updates(self, experiment: Experiment, node: str) -> int:
         """Return the optimizer steps of a training node in which its role is not frozen."""
         per_epoch, total = self.updates(experiment, node)
         optimizer = experiment.roles[
-            next(n.role for n in experiment.trained_nodes() if n.name == node)
+            next(n.role for n in experiment.list_trained_nodes() if n.name == node)
         ].optimizer
-        return optimizer.schedule(total, per_epoch).total_steps
+        return optimizer.build_schedule(total, per_epoch).total_steps
 
-    def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
+    def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
         """Return the roles' specs with run options; trained roles also get their schedule."""
         control = experiment.control
         specs = {
@@ -82,44 +82,46 @@ class Horizon:
             )
             for role, spec in experiment.roles.items()
         }
-        for node in experiment.trained_nodes():
+        for node in experiment.list_trained_nodes():
             per_epoch, total = self.updates(experiment, node.name)
             spec = specs[node.role]
-            specs[node.role] = replace(spec, schedule=spec.optimizer.schedule(total, per_epoch))
+            specs[node.role] = replace(
+                spec, schedule=spec.optimizer.build_schedule(total, per_epoch)
+            )
         return specs
 
 
 @dataclass
-class Every:
+class ActionFrequency:
     """Schedule by steps, epochs or seconds; any of the three suffices."""
 
     steps: int | None = None
     epochs: int | None = None
     secs: float | None = None
     last_epochs: int = 0
-    since: float = field(default_factory=time.monotonic)
+    last_time: float = field(default_factory=time.monotonic)
 
     @property
     def wanted(self) -> bool:
         """True if any frequency is set."""
         return self.steps is not None or self.epochs is not None or self.secs is not None
 
-    def due(self, step: int, epochs_done: int) -> bool:
+    def check_due(self, step: int, epochs_done: int) -> bool:
         """Return whether the action is due; call once after each step."""
         by_step = self.steps is not None and step % self.steps == 0
         by_epoch = (
             self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs
         )
-        by_time = self.secs is not None and time.monotonic() - self.since >= self.secs
+        by_time = self.secs is not None and time.monotonic() - self.last_time >= self.secs
         self.last_epochs = epochs_done
         if by_step or by_epoch or by_time:
-            self.since = time.monotonic()
+            self.last_time = time.monotonic()
             return True
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_epochs": self.last_epochs, "elapsed": time.monotonic() - self.since}
+        return {"last_epochs": self.last_epochs, "elapsed": time.monotonic() - self.last_time}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.last_epochs = state["last_epochs"]
-        self.since = time.monotonic() - state["elapsed"]
+        self.last_time = time.monotonic() - state["elapsed"]

@@ -13,7 +13,7 @@ PREFIX = "weft-"
 LOCK = "owner.lock"
 
 
-class Scratch:
+class ScratchFolder:
     """Temporary folder `weft-PID-...` of this process.
 
     Its lock is released by the operating system when the process ends, even if it is killed.
@@ -36,7 +36,7 @@ def remove_leftovers() -> list[Path]:
     """Remove folders of this user's dead processes and return their paths."""
     gone = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        held = _abandoned(folder)
+        held = _lock_if_abandoned(folder)
         if held is not None:
             shutil.rmtree(folder, ignore_errors=True)
             held.close()
@@ -44,7 +44,7 @@ def remove_leftovers() -> list[Path]:
     return gone
 
 
-def _abandoned(folder: Path) -> IO[str] | None:
+def _lock_if_abandoned(folder: Path) -> IO[str] | None:
     """Lock the folder and return the lock file, if its owner is dead.
 
     Returns None for folders of other users, in use, or being created.

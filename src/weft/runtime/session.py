@@ -13,26 +13,26 @@ from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftErr
 from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
-from weft.observe.observer import METRICS, Observer
-from weft.observe.plan import Plan
-from weft.observe.progress import Show
+from weft.observe.observer import METRICS, RunObserver
+from weft.observe.plan import RunPlan
+from weft.observe.progress import DisplayOptions
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
-from weft.redaction import masked
+from weft.redaction import mask_values
 from weft.runtime import disk
-from weft.runtime.checkpoints import Checkpoints
+from weft.runtime.checkpoints import CheckpointStore
 from weft.runtime.directory import RunDirectory, Status
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.firing_recorder import FiringRecorder
 from weft.runtime.fixed_prompts import FixedPrompts
 from weft.runtime.group import WorkerGroup
-from weft.runtime.master import NUMERICS, Master, StepResult
-from weft.runtime.profiling import Profiling
-from weft.runtime.record import record_start
-from weft.runtime.recovery import RecoveryPoint, RecoveryPoints, named_point
-from weft.runtime.samples import Samples
-from weft.runtime.schedule import Every, Horizon
-from weft.runtime.signals import Signals
+from weft.runtime.master import NUMERICS_KEY, Master, StepResult
+from weft.runtime.profiling import StepProfiler
+from weft.runtime.record import record_process
+from weft.runtime.recovery_points import RecoveryPoint, RecoveryPointStore, find_named_point
+from weft.runtime.samples import SampleReader
+from weft.runtime.schedule import ActionFrequency, RunLength
+from weft.runtime.signals import SignalHandlers
 
 RECOVERY_SECONDS = (
     # a recovery point is written after the first step that ends this long after the last one,
@@ -40,16 +40,16 @@ RECOVERY_SECONDS = (
     600.0
 )
 CLOSE_SECONDS = 10.0
-LAST_BITS = "its numbers may differ in the last bits from those of an uninterrupted run"
+LAST_BITS_WARNING = "its numbers may differ in the last bits from those of an uninterrupted run"
 
 
 @dataclass(frozen=True)
-class Parts:
+class SessionParts:
     """Components of a session.
 
     `plan` is shown before the first step, unless `plan_shown`: then the user saw it before the
-    devices started. `farewell` formats the peak memory, in GiB, as a line for the end of the run
-    and says whether it should be shown. `ending` are the last lines of a finished run. `data` has
+    devices started. `format_peak_memory` formats the peak memory, in GiB, as a line for the end of the run
+    and says whether it should be shown. `ending_lines` are the last lines of a finished run. `data` has
     rows that are tokenized in the background.
     """
 
@@ -58,11 +58,11 @@ class Parts:
     group: WorkerGroup
     master: Master
     evaluator: Evaluator | None
-    samples: Samples
-    horizon: Horizon
-    plan: Plan = field(default_factory=Plan)
-    farewell: Callable[[float], tuple[str, bool]] | None = None
-    ending: Sequence[str] = ()
+    samples: SampleReader
+    horizon: RunLength
+    plan: RunPlan = field(default_factory=RunPlan)
+    format_peak_memory: Callable[[float], tuple[str, bool]] | None = None
+    ending_lines: Sequence[str] = ()
     hardware: str = ""  # description of the device, for the report
     plan_shown: bool = False
     fixed_prompts: FixedPrompts | None = None
@@ -70,31 +70,31 @@ class Parts:
 
 
 class Session:
-    """Run the master and everything scheduled between steps (`_between`)."""
+    """Run the master and everything scheduled between steps (`_finish_step`)."""
 
-    def __init__(self, parts: Parts, show: Show | None = None) -> None:
+    def __init__(self, parts: SessionParts, show: DisplayOptions | None = None) -> None:
         self._parts = parts
         self._control = parts.experiment.control
         self._master = parts.master
         self._group = parts.group
         self._directory = parts.directory
-        self._points = RecoveryPoints(parts.directory.recover)
+        self._points = RecoveryPointStore(parts.directory.recovery_folder)
         roles = parts.experiment.saved_roles
         limit = self._control.save_total_limit
-        self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
+        self._checkpoints = CheckpointStore(parts.directory, roles, parts.group, limit)
         evaluates = parts.evaluator is not None or parts.fixed_prompts is not None
-        self._due = frequencies(self._control, evaluates=evaluates)
+        self._frequencies = build_frequencies(self._control, evaluates=evaluates)
         self._saved_step = self._point_step = self._evaluated_step = 0
-        self._under_way = 0  # running step, or step whose metrics are being written
-        self._signals = Signals()
-        self._profiling = Profiling(
+        self._running_step = 0  # running step, or step whose metrics are being written
+        self._signals = SignalHandlers()
+        self._profiling = StepProfiler(
             self._control.profile_steps, self._group, self._directory.path / PROFILE, self._tell
         )
-        self._show = show or Show()
+        self._show = show or DisplayOptions()
         self._notes: list[str] = []  # messages collected until the observer is open
         self._recorder: FiringRecorder | None = None
-        self._observer: Observer | None = None
-        self._peak: float | None = None  # peak memory in GiB at the last step
+        self._observer: RunObserver | None = None
+        self._peak_memory_gb: float | None = None  # peak memory in GiB at the last step
 
     @property
     def step(self) -> int:
@@ -102,7 +102,7 @@ class Session:
         return self._master.position.step
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Plan that is shown before the first step."""
         return self._parts.plan
 
@@ -118,26 +118,26 @@ class Session:
         """
         point = self._find_point(own=instead_of is not None) if goes_on else None
         if point is None and self._control.resume_from is not None:
-            point = named_point(Path(self._control.resume_from))
+            point = find_named_point(Path(self._control.resume_from))
         if point is not None:
-            self._take_up(point)
+            self._restore_point(point)
         elif goes_on and self._control.recover_mode == "resume":
             raise ConfigError(
                 f"recover_mode=resume: {self._directory.path} contains no intact recovery point; "
                 f"recover_mode=auto starts again"
             )
         elif goes_on:
-            if self._points.found():
+            if self._points.list_points():
                 why = "no recovery point is intact"
             else:
                 why = "the run stopped before its first recovery point"
             self._notes.append(f"{why}; starting again")
         self._points.drop_after(self.step)
-        config = write_beginning(self._parts, self.step, anew=instead_of is None)
+        config = write_start_files(self._parts, self.step, anew=instead_of is None)
         if instead_of is not None:
-            instead_of.retire()
+            instead_of.close_view()
         names = self._control.experiment_name, self._control.trial_name
-        self._observe(
+        self._open_observer(
             RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None
         )
         self._tell(
@@ -155,15 +155,15 @@ class Session:
             return
         if status != "finished":  # first, because later writes may fail on a full disk
             self._directory.set_status(status, self.step)
-        if self._parts.farewell is not None and self._peak is not None:
-            line, needed = self._parts.farewell(self._peak)
+        if self._parts.format_peak_memory is not None and self._peak_memory_gb is not None:
+            line, needed = self._parts.format_peak_memory(self._peak_memory_gb)
             (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
         if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
-        self._observer.close(status, self._parts.ending if status == "finished" else ())
+        self._observer.close(status, self._parts.ending_lines if status == "finished" else ())
         # before the status, so that a run killed here is resumed and ends with a report
-        self._observer.last_report(status)
+        self._observer.build_last_report(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
 
@@ -171,13 +171,13 @@ class Session:
         """Return the lines of metrics.jsonl."""
         return list(read_rows(self._directory.path / METRICS))
 
-    def let_go(self, why: str) -> None:
+    def release_devices(self, why: str) -> None:
         """Release the devices without waiting; keep the terminal view for the next session."""
         self._tell(why)
         self._group.close(0.0)
         self._close_data()
 
-    def retire(self) -> None:
+    def close_view(self) -> None:
         """Close the view of a session that is replaced."""
         assert self._observer is not None, "the session is open"
         self._observer.close("interrupted")
@@ -188,8 +188,8 @@ class Session:
         Returns None if `resume_from` names a point of this run, unless `own`: this process has
         written newer points.
         """
-        self._points.mend()
-        self._checkpoints.mend()
+        self._points.remove_partial()
+        self._checkpoints.remove_partial()
         named = self._control.resume_from
         if (
             not own
@@ -197,24 +197,24 @@ class Session:
             and self._directory.path.resolve() in Path(named).expanduser().resolve().parents
         ):
             return None  # resume_from names a point of this run; the caller uses that
-        return self._points.newest(self._notes.append)
+        return self._points.find_newest(self._notes.append)
 
-    def _take_up(self, point: RecoveryPoint) -> None:
+    def _restore_point(self, point: RecoveryPoint) -> None:
         """Restore a recovery point; warn of numerical settings that differ from the saved ones."""
         state = self._master.load(point.directory)
-        for name, every in self._due.items():
+        for name, every in self._frequencies.items():
             every.load_state_dict(state["due"][name])
         self._saved_step = state["saved_step"]
         self._evaluated_step = state["evaluated_step"]
         self._point_step = self.step
-        apart = differences(state[NUMERICS], self._group.numerics())
+        apart = describe_differences(state[NUMERICS_KEY], self._group.describe_numerics())
         if apart:
-            self._notes.append(f"warning: {apart}: the run continues, but {LAST_BITS}")
+            self._notes.append(f"warning: {apart}: the run continues, but {LAST_BITS_WARNING}")
 
-    def _observe(self, info: RunInfo, *, plan: bool) -> None:
+    def _open_observer(self, info: RunInfo, *, plan: bool) -> None:
         parts = self._parts
         control = self._control
-        observer = Observer.open(
+        observer = RunObserver.open(
             info,
             control.loggers,
             progress=control.progress,
@@ -232,7 +232,7 @@ class Session:
         if plan:
             observer.log_plan(self.plan)
             if not parts.plan_shown:
-                self._show.plan(self.plan, observer.view)
+                self._show.print_plan(self.plan, observer.view)
         for note in [*self._notes, *self._master.notes]:
             observer.note(note)
 
@@ -246,33 +246,35 @@ class Session:
         """
         assert self._observer is not None, "the session is open"
         with (
-            self._profiling.kept(lambda: self.step, lambda: self._under_way),
-            self._signals.heard(lambda: self._under_way, self._observer.asked),
+            self._profiling.write_on_exit(lambda: self.step, lambda: self._running_step),
+            self._signals.handle_signals(
+                lambda: self._running_step, self._observer.show_stop_request
+            ),
         ):
             if self.step == 0:
-                self._ask_fixed_prompts()
-            while not self._over():
+                self._write_fixed_completions()
+            while not self._is_over():
                 try:
-                    self._under_way = self.step + 1
-                    self._profiling.before(self._under_way)
+                    self._running_step = self.step + 1
+                    self._profiling.start_before(self._running_step)
                     result = self._master.step()
                     if result is None:
                         break
-                    self._between(result)
+                    self._finish_step(result)
                 except DevicesLost as lost:
                     if self._signals.number is None:
                         raise
-                    raise self._signals.between(
-                        self.step, resumable(self._control, self._point_step), lost
+                    raise self._signals.build_interruption(
+                        self.step, describe_resuming(self._control, self._point_step), lost
                     ) from lost
             if self.step == 0:
                 raise RunError(
                     "the run made no step: filters dropped every id before the node that steps "
                     "follow had a batch"
                 )
-            self._end()
+            self._finish_run()
 
-    def _end(self) -> None:
+    def _finish_run(self) -> None:
         """Evaluate and save after the last step, if not done.
 
         This happens if filters drop all remaining ids, so the last step was not known to be the
@@ -288,36 +290,37 @@ class Session:
                 self._write_point()
             self._checkpoints.prune()
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         position = self._master.position
         control = self._control
         if control.max_steps is not None and position.step >= control.max_steps:
             return True
         return position.epochs_done >= self._parts.experiment.most_epochs
 
-    def _between(self, result: StepResult) -> None:
+    def _finish_step(self, result: StepResult) -> None:
         """Evaluate, write metrics, save and write a recovery point after a step, as scheduled.
 
         Raises `Interrupted` if a signal was received.
         """
         # Find what is due, and write a finished trace.
         due = {
-            name: every.due(result.step, result.epochs_done) for name, every in self._due.items()
+            name: every.check_due(result.step, result.epochs_done)
+            for name, every in self._frequencies.items()
         }
-        over = self._over()
-        self._profiling.after(result.step, over=over or self._signals.number is not None)
+        over = self._is_over()
+        self._profiling.write_after(result.step, over=over or self._signals.number is not None)
         # Write the metrics, with those of an evaluation.
         line = {
             "step": result.step,
             "epoch": result.epoch,
             "step_seconds": result.seconds,
-            **result.measured,
+            **result.metrics,
         }
-        line["peak_memory_gb"] = self._peak = self._group.peak_memory_gb()
+        line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
         if due["evaluate"] or over:
             line |= self._evaluate()
         self._write_line(line)
-        for note in () if self._parts.data is None else self._parts.data.new_notes():
+        for note in () if self._parts.data is None else self._parts.data.take_new_notes():
             self._tell(note)
         # Save checkpoints, then write a recovery point.
         if due["save"] or due["milestone"] or over:
@@ -329,14 +332,14 @@ class Session:
         if saved:
             self._checkpoints.prune()
         if self._signals.number is not None and not over:
-            raise self._signals.between(
-                self.step, resumable(self._control, self._point_step, self.step)
+            raise self._signals.build_interruption(
+                self.step, describe_resuming(self._control, self._point_step, self.step)
             )
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
-        self._observer.step(line)
-        self._observer.samples(self.step, self._recorder.rows)
+        self._observer.record_step(line)
+        self._observer.record_samples(self.step, self._recorder.rows)
         self._observer.renew_report()
 
     def _evaluate(self) -> dict[str, float]:
@@ -344,38 +347,38 @@ class Session:
         if self._evaluated_step == self.step:
             return {}
         self._evaluated_step = self.step
-        self._ask_fixed_prompts()
+        self._write_fixed_completions()
         if evaluator is None:
             return {}
-        self._master.settle()
-        with self._span("evaluate"):
+        self._master.wait_until_idle()
+        with self._open_span("evaluate"):
             return evaluator.run(self.step)
 
-    def _ask_fixed_prompts(self) -> None:
+    def _write_fixed_completions(self) -> None:
         if self._parts.fixed_prompts is not None:
-            self._master.settle()
-            with self._span("eval_prompts"):
-                self._parts.fixed_prompts.answer(self.step)
+            self._master.wait_until_idle()
+            with self._open_span("eval_prompts"):
+                self._parts.fixed_prompts.write_completions(self.step)
 
     def _save(self, *, milestone: bool) -> None:
-        with self._span("save"):
+        with self._open_span("save"):
             self._checkpoints.save(self.step, milestone=milestone)
         self._saved_step = self.step
 
     def _write_point(self) -> None:
         extra = {
-            "due": {name: every.state_dict() for name, every in self._due.items()},
+            "due": {name: every.state_dict() for name, every in self._frequencies.items()},
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
         }
-        with self._span("recover"):
+        with self._open_span("recover"):
             self._points.write(self.step, lambda d: self._master.save(d, extra))
         self._point_step = self.step
 
     @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
+    def _open_span(self, name: str) -> Iterator[None]:
         assert self._observer is not None, "the session is open"
-        with self._observer.span(name, step=self.step):
+        with self._observer.time_span(name, step=self.step):
             yield
 
     def _tell(self, note: str) -> None:
@@ -386,12 +389,14 @@ class Session:
         if self._parts.data is not None:
             self._parts.data.close()
 
-    def interrupted_at_once(self) -> Interrupted | None:
+    def build_interruption(self) -> Interrupted | None:
         """Return the error of a run that a second signal stopped during a step, or None."""
-        return self._signals.at_once(self._under_way, resumable(self._control, self._point_step))
+        return self._signals.build_immediate_interruption(
+            self._running_step, describe_resuming(self._control, self._point_step)
+        )
 
 
-def resumable(control: Control, point: int, step: int | None = None) -> str:
+def describe_resuming(control: Control, point: int, step: int | None = None) -> str:
     """Return a sentence on how to resume the run.
 
     `point` is the step of the last recovery point (0: none), `step` the one after which the run
@@ -404,13 +409,13 @@ def resumable(control: Control, point: int, step: int | None = None) -> str:
     return f"rerun the same command to resume {'from there' if point == step else f'after step {point}'}"
 
 
-def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
+def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str, Any]:
     """Write the files of a starting run; return its configuration without secrets.
 
     With `anew`, also record this process in run.json.
     """
     directory = parts.directory
-    config = masked(parts.experiment.resolved())
+    config = mask_values(parts.experiment.resolve())
     directory.write_config(config)
     directory.set_status("running", step)
     disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
@@ -418,31 +423,37 @@ def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
     if anew:
         steps = parts.horizon.steps
         chosen = parts.experiment.chosen
-        record_start(
+        record_process(
             directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen
         )
     return config
 
 
-def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
+def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
     """Return the schedules of `evaluate`, `save`, `milestone` and `cut` (recovery points).
 
     Evaluation is once per epoch by default.
     """
-    evaluate = Every(control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs)
+    evaluate = ActionFrequency(
+        control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs
+    )
     if evaluates and not evaluate.wanted:
         evaluate.epochs = 1
     return {
         "evaluate": evaluate,
-        "save": Every(control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs),
-        "milestone": Every(control.save_milestone_freq_steps, control.save_milestone_freq_epochs),
-        "cut": Every(
+        "save": ActionFrequency(
+            control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs
+        ),
+        "milestone": ActionFrequency(
+            control.save_milestone_freq_steps, control.save_milestone_freq_epochs
+        ),
+        "cut": ActionFrequency(
             control.recover_freq_steps, secs=RECOVERY_SECONDS
         ),  # recovery points; the key is stored in them
     }
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe numerical settings that differ from those of the saved run."""
     return "; ".join(
         f"{name} {then.get(name)} then, {value} now"

@@ -13,18 +13,20 @@ from types import FrameType
 from weft.errors import DevicesLost, Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGAIN: dict[int, str] = {signal.SIGINT: "Ctrl-C again"}
-NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # display names
+REPEAT_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C again"}
+SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # display names
 
 
-class Signals:
+class SignalHandlers:
     """Signal handlers; `number` is the first signal received, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     @contextmanager
-    def heard(self, step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[None]:
+    def handle_signals(
+        self, step: Callable[[], int], tell: Callable[[str], None]
+    ) -> Iterator[None]:
         """Handle signals within the block, if this is the main thread.
 
         `step` returns the number of the running step; `tell` shows a line and is called from the
@@ -34,34 +36,36 @@ class Signals:
             yield
             return
 
-        def hear(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             if self.number is not None:
                 raise KeyboardInterrupt
             self.number = number
             tell(
-                f"finishing step {step()}, then stopping; {AGAIN.get(number, 'once more')} stops "
+                f"finishing step {step()}, then stopping; {REPEAT_NAMES.get(number, 'once more')} stops "
                 f"now"
             )
 
-        before = {number: signal.signal(number, hear) for number in SIGNALS}
+        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def between(self, step: int, again: str, lost: DevicesLost | None = None) -> Interrupted:
+    def build_interruption(
+        self, step: int, again: str, lost: DevicesLost | None = None
+    ) -> Interrupted:
         """Return the error of a run that was stopped by a signal after `step`.
 
         `lost` is set if the devices were lost in the next step. `again` says how to resume.
         """
         assert self.number is not None, "no signal was received"
-        how = f"stopped by {NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
+        how = f"stopped by {SIGNAL_NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
         return Interrupted(
             f"{how}{'' if lost is None else f'; in the next one {lost}'}; {again}", self.number
         )
 
-    def at_once(self, step: int, again: str) -> Interrupted | None:
+    def build_immediate_interruption(self, step: int, again: str) -> Interrupted | None:
         """Return the error of a run that a second signal stopped during `step`.
 
         Returns None if no signal was received.
@@ -72,7 +76,7 @@ class Signals:
 
 
 @contextmanager
-def quiet(library: str) -> Iterator[None]:
+def silence_library(library: str) -> Iterator[None]:
     """Suppress a library's output and restore the signal handlers that it replaces."""
     logging.getLogger(library).setLevel(logging.ERROR)
     main = threading.current_thread() is threading.main_thread()

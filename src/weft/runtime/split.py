@@ -1,7 +1,7 @@
 """Splitting of batches into minibatches and data-parallel parts, balanced by tokens.
 
 Also the reverse: joining the outputs of the parts. The master splits metadata; workers get the data
-of their parts with `take`.
+of their parts with `take_samples`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ def split(
     for epoch in range(wanted.epochs):
         order = np.arange(batch.num_ids)
         if epoch:
-            order = randomness.permutation(batch.num_ids, seed, f"minibatches/{role}/{epoch}", step)
+            order = randomness.draw_permutation(
+                batch.num_ids, seed, f"minibatches/{role}/{epoch}", step
+            )
         if epoch:
             whole = batch.select(ids=[batch.ids[index] for index in order])
         else:
             whole = batch
-        parts += minibatches(whole, wanted.of(batch), wanted.unit)
-    return [over_ranks(part, ranks, wanted.unit) for part in parts]
+        parts += split_minibatches(whole, wanted.count_for_batch(batch), wanted.unit)
+    return [split_over_ranks(part, ranks, wanted.unit) for part in parts]
 
 
-def minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
+def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
     """Split into `count` minibatches of consecutive ids, as equal in number as possible.
 
     Groups stay whole if this gives equal sizes or if the loss needs whole groups; otherwise single
@@ -47,12 +49,12 @@ def minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceS
     if count == 1:
         return [batch]
     if unit == "sequence" and batch.num_ids % count:
-        batch = single_completions(batch)
+        batch = split_completions(batch)
     runs = np.array_split(np.arange(batch.num_ids), count)
     return [batch.select(ids=[batch.ids[index] for index in run]) for run in runs]
 
 
-def over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
+def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
     """Split into one part of consecutive ids per rank, minimizing the tokens of the largest.
 
     Groups stay whole unless there are fewer groups than ranks and the loss does not compare their
@@ -61,12 +63,12 @@ def over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSa
     if ranks == 1:
         return [batch]
     if unit == "sequence" and batch.num_ids < ranks:
-        batch = single_completions(batch)
+        batch = split_completions(batch)
     parts = batch.split(min(ranks, batch.num_ids))
     return parts + [batch.select(ids=[])] * (ranks - len(parts))
 
 
-def single_completions(batch: SequenceSample) -> SequenceSample:
+def split_completions(batch: SequenceSample) -> SequenceSample:
     """Return the batch with one completion per id (`id[k]`), each with its prompt.
 
     Values that an id has once are repeated for each completion.
@@ -89,7 +91,7 @@ def single_completions(batch: SequenceSample) -> SequenceSample:
         lengths[key] = [[int(size)] for size in sizes[chosen]]
         if key in batch.data:
             sequences = batch.sequences(key)
-            data[key] = arrays.concat([sequences[index] for index in chosen])
+            data[key] = arrays.concatenate([sequences[index] for index in chosen])
     metadata = {
         name: [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
         for name, values in {OWNER: batch.ids, **batch.metadata}.items()
@@ -97,15 +99,15 @@ def single_completions(batch: SequenceSample) -> SequenceSample:
     return SequenceSample.from_groups(ids, lengths, data, metadata)
 
 
-def owners(parts: Sequence[SequenceSample]) -> list[str]:
+def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
     """Return the original ids of the split batch, in the order of its parts."""
     return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
 
 
-def take(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
+def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
     """Return the parts that are given as metadata, with the data of `batch`."""
     if any(OWNER in part.metadata for part in parts):
-        single = single_completions(batch)
+        single = split_completions(batch)
     else:
         single = batch
     return [
@@ -116,7 +118,9 @@ def take(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[Sequenc
     ]
 
 
-def join(outputs: Sequence[SequenceSample | None], ids: Sequence[str]) -> SequenceSample | None:
+def join_outputs(
+    outputs: Sequence[SequenceSample | None], ids: Sequence[str]
+) -> SequenceSample | None:
     """Join the outputs of all ranks in the order of `ids`; None if there are no outputs."""
     made = [each for each in outputs if each is not None and each.num_ids]
     return SequenceSample.gather(made).select(ids=ids) if made else None

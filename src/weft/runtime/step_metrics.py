@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Measured:
+class FiringMetrics:
     """Metrics of one firing, its number of ids and its duration in seconds."""
 
     metrics: Mapping[str, float]
@@ -22,24 +22,24 @@ class StepMetrics:
     Most nodes fire once per step; with a refilling filter some fire several times.
     """
 
-    firings: dict[str, list[Measured]] = field(default_factory=dict)
+    firings: dict[str, list[FiringMetrics]] = field(default_factory=dict)
 
-    def add(self, node: str, measured: Measured) -> None:
+    def add(self, node: str, measured: FiringMetrics) -> None:
         """Add one firing."""
         self.firings.setdefault(node, []).append(measured)
 
-    def close(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Return `time/{node}` and `{node}/{metric}` since the last call."""
         line: dict[str, float] = {
             f"time/{node}": sum(f.seconds for f in fired) for node, fired in self.firings.items()
         }
         for node, fired in self.firings.items():
-            line |= {f"{node}/{name}": value for name, value in join(fired).items()}
+            line |= {f"{node}/{name}": value for name, value in join_metrics(fired).items()}
         self.firings = {}
         return line
 
 
-def join(fired: Iterable[Measured]) -> dict[str, float]:
+def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
     """Join the metrics of several firings.
 
     Counts (`num_*`) are summed, `*_max` and `*_min` take the largest and smallest value,

@@ -10,30 +10,30 @@ from functools import cached_property
 from typing import Any
 
 from weft.data.sample import SequenceSample
-from weft.errors import DataError, nearest
-from weft.graph.blocks import Blocks
+from weft.errors import DataError, find_nearest
+from weft.graph.blocks import StateBlocks
 
 
 @dataclass
-class _Batch:
+class _StoredBatch:
     """Stored batch; its tensors are removed once no id needs them."""
 
     sample: SequenceSample
 
     @cached_property
-    def place(self) -> Mapping[str, int]:
+    def row_of_id(self) -> Mapping[str, int]:
         return {id: index for index, id in enumerate(self.sample.ids)}
 
-    def values(self, name: str, ids: Sequence[str]) -> Sequence[Any]:
+    def read_column(self, name: str, ids: Sequence[str]) -> Sequence[Any]:
         """Return a metadata column for these ids."""
         column = self.sample.metadata[name]
         if self.sample.ids == ids:
             return column
-        return [column[self.place[id]] for id in ids]
+        return [column[self.row_of_id[id]] for id in ids]
 
 
 @dataclass(eq=False)
-class _Held:
+class _StoredBlock:
     """Batches with the keys and metadata of a block of ids."""
 
     keys: dict[str, int] = field(default_factory=dict)  # key -> batch number
@@ -49,11 +49,11 @@ class TensorStore:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._ids = Blocks(_Held, self._copy)
-        self._batches: dict[int, _Batch] = {}
+        self._ids = StateBlocks(_StoredBlock, self._copy_block)
+        self._batches: dict[int, _StoredBatch] = {}
         # for tensors and metadata: batch -> number of blocks that need it
         self._readers: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
-        self._next = 0
+        self._next_number = 0
 
     def __contains__(self, id: str) -> bool:
         return id in self._ids
@@ -61,22 +61,22 @@ class TensorStore:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def keys(self, id: str) -> list[str]:
+    def list_keys(self, id: str) -> list[str]:
         """Return the keys of an id."""
         return list(self._ids[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
         """Add a batch, replacing keys that an id already has; return its metadata."""
         with self._lock:
-            number = self._next
-            self._next = self._next + 1
-            self._batches[number] = _Batch(sample)
-            for held in self._ids.apart(sample.ids):
+            number = self._next_number
+            self._next_number = self._next_number + 1
+            self._batches[number] = _StoredBatch(sample)
+            for held in self._ids.separate_states(sample.ids):
                 before = held.read()
                 held.keys.update(dict.fromkeys(sample.keys, number))
                 held.columns.update(dict.fromkeys(sample.metadata, number))
-                self._count(held, before)
-            self._free([number])
+                self._update_counts(held, before)
+            self._free_batches([number])
         return sample.meta()
 
     def fetch(
@@ -89,13 +89,13 @@ class TensorStore:
         """
         with self._lock:
             ids = tuple(ids)
-            parts = self._parts(ids)
+            parts = self._find_blocks(ids)
             wanted = [*keys, *(key for key in optional if all(key in held.keys for held in parts))]
             by_origin: dict[tuple[int, ...], list[str]] = {}
             for key in wanted:
                 missing = next((held for held in parts if key not in held.keys), None)
                 if missing is not None:
-                    close = nearest(key, missing.keys) or list(missing.keys)
+                    close = find_nearest(key, missing.keys) or list(missing.keys)
                     raise DataError(
                         f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}"
                     )
@@ -108,10 +108,10 @@ class TensorStore:
                 {key: sample.lengths[key] for sample in found for key in sample.keys},
                 {key: sample.offsets[key] for sample in found for key in sample.keys},
                 {key: value for sample in found for key, value in sample.data.items()},
-                self._metadata(ids, parts),
+                self._collect_metadata(ids, parts),
             )
 
-    def batches(self) -> Iterator[SequenceSample]:
+    def iterate_batches(self) -> Iterator[SequenceSample]:
         """Yield all contents; ids with equal keys and metadata columns form one batch."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for id, held in self._ids.items():
@@ -127,21 +127,21 @@ class TensorStore:
                     before = held.read()
                     held.keys = {}
                     held.columns = {}
-                    self._count(held, before)
+                    self._update_counts(held, before)
 
-    def _copy(self, held: _Held) -> _Held:
-        new = _Held(dict(held.keys), dict(held.columns))
-        self._count(new, (set(), set()))
+    def _copy_block(self, held: _StoredBlock) -> _StoredBlock:
+        new = _StoredBlock(dict(held.keys), dict(held.columns))
+        self._update_counts(new, (set(), set()))
         return new
 
-    def _count(self, held: _Held, before: tuple[set[int], set[int]]) -> None:
+    def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
         """Update the reference counts of batches after a block has changed."""
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
             readers.subtract(old - new)
-        self._free(set().union(*before))
+        self._free_batches(set().union(*before))
 
-    def _free(self, numbers: Iterable[int]) -> None:
+    def _free_batches(self, numbers: Iterable[int]) -> None:
         """Drop unreferenced batches, and tensors of batches referenced for metadata only."""
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
@@ -151,27 +151,27 @@ class TensorStore:
                 whole = self._batches[number].sample
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
-    def _parts(self, ids: Sequence[str]) -> dict[_Held, list[str]]:
+    def _find_blocks(self, ids: Sequence[str]) -> dict[_StoredBlock, list[str]]:
         """Return the blocks of these ids, with the ids in each.
 
         Raises `DataError` for a missing id.
         """
         parts = {}
-        for block, chosen in self._ids.parts(ids).items():
+        for block, chosen in self._ids.group_by_block(ids).items():
             if block is None:
                 raise DataError(f"id {chosen[0]!r} is not in the store of {len(self._ids)} ids")
-            parts[block.known] = chosen
+            parts[block.state] = chosen
         return parts
 
-    def _metadata(
-        self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]]
+    def _collect_metadata(
+        self, ids: tuple[str, ...], parts: Mapping[_StoredBlock, list[str]]
     ) -> dict[str, tuple[Any, ...]]:
         """Return all metadata columns of any id; ids without a value get None."""
         found: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
             if len(parts) == 1:
                 (held,) = parts
-                found[name] = tuple(self._batches[held.columns[name]].values(name, ids))
+                found[name] = tuple(self._batches[held.columns[name]].read_column(name, ids))
                 continue
             value: dict[str, Any] = {}
             for held, chosen in parts.items():
@@ -179,7 +179,7 @@ class TensorStore:
                     value.update(
                         zip(
                             chosen,
-                            self._batches[held.columns[name]].values(name, chosen),
+                            self._batches[held.columns[name]].read_column(name, chosen),
                             strict=True,
                         )
                     )
@@ -189,7 +189,7 @@ class TensorStore:
     def _collect(
         self,
         ids: tuple[str, ...],
-        parts: Mapping[_Held, list[str]],
+        parts: Mapping[_StoredBlock, list[str]],
         origin: Sequence[int],
         keys: list[str],
     ) -> SequenceSample:

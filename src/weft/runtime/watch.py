@@ -8,49 +8,49 @@ import threading
 import time
 from collections.abc import Mapping
 
-EVERY_SECONDS = 1.0
+INTERVAL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
-BEGIN_SECONDS = 20.0
+CONNECT_SECONDS = 20.0
 # Start of an HTTP/2 connection (RFC 9113, section 3.4): a fixed text, then a SETTINGS frame
 # from either side, here an empty one. The fourth byte of a frame is its type.
 FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
 
-class Watch:
+class AddressWatch:
     """Watch `places`, (host, port) by name.
 
-    `gone` describes the first that has not answered for `seconds`, or is None.
+    `lost_part` describes the first that has not answered for `seconds`, or is None.
     """
 
     def __init__(self, places: Mapping[str, tuple[str, int]], seconds: float) -> None:
-        self.gone: str | None = None
-        self._places = places
+        self.lost_part: str | None = None
+        self._addresses = places
         self._seconds = seconds
-        self._over = threading.Event()
-        threading.Thread(target=self._look, name="weft-watch", daemon=True).start()
+        self._closed = threading.Event()
+        threading.Thread(target=self._poll_addresses, name="weft-watch", daemon=True).start()
 
     def check(self, *names: str) -> None:
         """Check the named addresses now, by default all."""
-        for name in names or self._places:
-            if self.gone is None and not listens(self._places[name]):
-                self.gone = self._told(name)
+        for name in names or self._addresses:
+            if self.lost_part is None and not can_connect(self._addresses[name]):
+                self.lost_part = self._describe_loss(name)
 
     def close(self) -> None:
         """Stop watching."""
-        self._over.set()
+        self._closed.set()
 
-    def _look(self) -> None:
-        heard = dict.fromkeys(self._places, time.monotonic())
-        while self.gone is None and not self._over.wait(EVERY_SECONDS):
-            for name, place in self._places.items():
-                if listens(place):
+    def _poll_addresses(self) -> None:
+        heard = dict.fromkeys(self._addresses, time.monotonic())
+        while self.lost_part is None and not self._closed.wait(INTERVAL_SECONDS):
+            for name, place in self._addresses.items():
+                if can_connect(place):
                     heard[name] = time.monotonic()
                 elif time.monotonic() - heard[name] > self._seconds:
-                    self.gone = self._told(name)
+                    self.lost_part = self._describe_loss(name)
 
-    def _told(self, name: str) -> str:
-        host, port = self._places[name]
+    def _describe_loss(self, name: str) -> str:
+        host, port = self._addresses[name]
         return f"{name} ({host}:{port}) does not respond"
 
 
@@ -63,7 +63,7 @@ def check_listens(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in address:
         return
-    with socket.create_connection((host, int(port)), timeout=BEGIN_SECONDS) as line:
+    with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as line:
         if os.environ.get("RAY_USE_TLS", "0") == "1":
             return
         line.sendall(PREFACE)
@@ -74,7 +74,7 @@ def check_listens(address: str) -> None:
         raise OSError("another program listens there")
 
 
-def listens(place: tuple[str, int]) -> bool:
+def can_connect(place: tuple[str, int]) -> bool:
     """Return whether a connection to the (host, port) can be made."""
     try:
         socket.create_connection(place, timeout=ANSWER_SECONDS).close()

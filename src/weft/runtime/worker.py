@@ -9,24 +9,30 @@ from pathlib import Path
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.profile import labelled
+from weft.engine.profile import label_work
 from weft.engine.spec import ModelSpec
 from weft.errors import NotFinite, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import Hook, MFCDef, Offload
-from weft.interfaces.base import MFCResult, Model, Updates
+from weft.interfaces.base import MFCResult, Model, PendingUpdates
 from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
-from weft.runtime.cache import OutputCache, fingerprint
-from weft.runtime.check import calls_of, implements
-from weft.runtime.edges import no_values, on_edges, read_inputs
-from weft.runtime.events import Announced, Outbox
+from weft.runtime.cache import OutputCache, compute_fingerprint
+from weft.runtime.check import collect_calls, implements_method
+from weft.runtime.events import EventSink, OutputsAnnounced
 from weft.runtime.group import SECONDS, STARTED, SampleMeta
-from weft.runtime.roles import Roles
-from weft.runtime.saved import ENGINES, INTERFACES, read_interfaces, read_samples, write_samples
-from weft.runtime.split import owners, take
+from weft.runtime.node_data import make_empty_sample, read_inputs, to_edge_outputs
+from weft.runtime.roles import RoleEngines
+from weft.runtime.split import collect_owners, take_samples
 from weft.runtime.state import write_state
 from weft.runtime.store import TensorStore
+from weft.runtime.worker_state_files import (
+    ENGINES_FOLDER,
+    INTERFACES_FILE,
+    read_interfaces,
+    read_samples,
+    write_samples,
+)
 from weft.topology import Mesh
 
 
@@ -53,23 +59,23 @@ class Worker:
         self._device = device
         self._cache = cache
         self.store = TensorStore()
-        self.calls = calls_of(experiment)
+        self.calls = collect_calls(experiment)
         self._interfaces = {
             name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()
         }
         self._caches: dict[str, OutputCache] = {}
-        self.roles = Roles(experiment, specs, rank, groups)
-        self._meshes = {name: experiment.mesh_of(node) for name, node in self.calls.items()}
+        self.roles = RoleEngines(experiment, specs, rank, groups)
+        self._meshes = {name: experiment.get_mesh(node) for name, node in self.calls.items()}
         self._rank = rank
 
-    def call(
+    def run_call(
         self,
         name: str,
         step: int,
         minibatches: Sequence[SampleMeta],
-        early: Outbox | None = None,
+        early: EventSink | None = None,
         weights: int | None = None,
-        updates: Updates | None = None,
+        updates: PendingUpdates | None = None,
     ) -> MFCResult:
         """Run the call `name` on these minibatches and return outputs as metadata.
 
@@ -79,17 +85,17 @@ class Worker:
         A `RunError` names node, role and ids; other errors get them as a note.
         """
         node = self.calls[name]
-        ids = owners(minibatches)
+        ids = collect_owners(minibatches)
         where = f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
         started = time.time()
         clock = time.perf_counter()
         try:
-            model = self.model(
+            model = self.build_model(
                 node.role, step, self._meshes[name], weights, or_newer=node.interruptible
             )
             model = replace(model, announce=self._announce(node, name, early), updates=updates)
-            with labelled(name):
-                result = self._call(node, name, model, minibatches)
+            with label_work(name):
+                result = self._run_interface(node, name, model, minibatches)
         except RunError as error:
             raise (NotFinite if isinstance(error, NotFinite) else RunError)(
                 f"{where}: {error}"
@@ -101,39 +107,39 @@ class Worker:
         made = self.store.put(result.outputs) if result.outputs else None
         return MFCResult(made, {**result.metrics, **times}, result.seen)
 
-    def _call(
+    def _run_interface(
         self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
     ) -> MFCResult:
-        ids = owners(minibatches)
+        ids = collect_owners(minibatches)
         if ids:
             batch = read_inputs(self.store, node, ids)
         else:
-            batch = no_values(minibatches[0])
+            batch = make_empty_sample(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
         model = replace(model, max_tokens=limit)
-        self._hooks(node.pre_hooks, model, self._meshes[name], before=True)
+        self._run_hooks(node.pre_hooks, model, self._meshes[name], before=True)
         if node.cache:
-            result = self._cached(node, name, model, batch)
+            result = self._call_with_cache(node, name, model, batch)
         else:
-            given = take(batch, minibatches) if node.trains else batch
+            given = take_samples(batch, minibatches) if node.trains else batch
             result = getattr(self._interfaces[name], node.method)(model, given)
-        self._hooks(node.post_hooks, model, self._meshes[name], before=False)
-        return replace(result, outputs=on_edges(node, result.outputs, ids))
+        self._run_hooks(node.post_hooks, model, self._meshes[name], before=False)
+        return replace(result, outputs=to_edge_outputs(node, result.outputs, ids))
 
     def _announce(
-        self, node: MFCDef, name: str, early: Outbox | None
+        self, node: MFCDef, name: str, early: EventSink | None
     ) -> Callable[[SequenceSample], None] | None:
         if early is None:
             return None
 
         def announce(made: SequenceSample) -> None:
-            outputs = on_edges(node, made, made.ids)
+            outputs = to_edge_outputs(node, made, made.ids)
             assert outputs is not None
-            early.put(Announced(name, self.store.put(outputs)))
+            early.put(OutputsAnnounced(name, self.store.put(outputs)))
 
         return announce
 
-    def model(
+    def build_model(
         self,
         role: str,
         step: int,
@@ -157,15 +163,15 @@ class Worker:
             schedule=self._specs[role].schedule,
         )
 
-    def mesh_of(self, name: str) -> Mesh:
+    def get_mesh(self, name: str) -> Mesh:
         """Return the mesh of the call `name`."""
         return self._meshes[name]
 
     def save(self, role: str, directory: Path) -> None:
         """Write a Hugging Face directory, by the training interface's `save` if it has one."""
         for name, node in self.calls.items():
-            if node.role == role and node.trains and implements(node.interface, "save"):
-                self._interfaces[name].save(self.model(role, 0), directory)
+            if node.role == role and node.trains and implements_method(node.interface, "save"):
+                self._interfaces[name].save(self.build_model(role, 0), directory)
                 return
         self.roles.engine(role).save_model(directory, self._tokenizers[role])
 
@@ -175,25 +181,26 @@ class Worker:
         All but the engines is written to `own`, this device's folder (default: `point`).
         """
         own = own or point
-        self.roles.save_state(point / ENGINES)
+        self.roles.save_state(point / ENGINES_FOLDER)
         stateful = {
             n: self._interfaces[n].state_dict()
             for n, node in self.calls.items()
-            if self._rank in self._meshes[n].ranks and implements(node.interface, "state_dict")
+            if self._rank in self._meshes[n].ranks
+            and implements_method(node.interface, "state_dict")
         }
-        write_state(own / INTERFACES, stateful)
+        write_state(own / INTERFACES_FILE, stateful)
         write_samples(own, self.store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
         """Load a recovery point of any number of devices, with the tensors in folders `held`."""
-        self.roles.load_state(point / ENGINES)
+        self.roles.load_state(point / ENGINES_FOLDER)
         for name, state in read_interfaces(point).items():
             if self._rank in self._meshes[name].ranks:
                 self._interfaces[name].load_state_dict(state)
         for sample in read_samples(held):
             self.store.put(sample)
 
-    def _hooks(self, hooks: Iterable[Hook], model: Model, mesh: Mesh, *, before: bool) -> None:
+    def _run_hooks(self, hooks: Iterable[Hook], model: Model, mesh: Mesh, *, before: bool) -> None:
         for hook in hooks:
             if not isinstance(hook, Offload):
                 functions.get(hook.function)(model, **hook.args)
@@ -202,10 +209,12 @@ class Worker:
             else:
                 self.roles.offload(model.role, hook.what, mesh)
 
-    def _cached(self, node: MFCDef, name: str, model: Model, batch: SequenceSample) -> MFCResult:
+    def _call_with_cache(
+        self, node: MFCDef, name: str, model: Model, batch: SequenceSample
+    ) -> MFCResult:
         """Return cached outputs; run the interface on missing ids, whose metrics are returned."""
         if name not in self._caches:
-            folder = f"{name.replace('/', '-')}-{fingerprint(node, model.engine)}"
+            folder = f"{name.replace('/', '-')}-{compute_fingerprint(node, model.engine)}"
             self._caches[name] = OutputCache(self._cache / folder)
         metrics: dict[str, float] = {}
 
@@ -215,5 +224,5 @@ class Worker:
             assert result.outputs is not None, f"node {name!r} has no outputs to cache"
             return result.outputs.select(ids=missing.ids, keys=node.output_keys)
 
-        outputs, known = self._caches[name].call(batch, compute)
+        outputs, known = self._caches[name].get_or_compute(batch, compute)
         return MFCResult(outputs, {**metrics, "cached_fraction": known / max(1, batch.num_ids)})

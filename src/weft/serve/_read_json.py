@@ -28,7 +28,12 @@ def main() -> None:
     while head := given.read(8):
         answer: tuple[str, Any]
         try:
-            answer = "ok", Compact().value(json.loads(given.read(int.from_bytes(head, "little"))))
+            answer = (
+                "ok",
+                CompactConverter().convert_value(
+                    json.loads(given.read(int.from_bytes(head, "little")))
+                ),
+            )
         except (ValueError, RecursionError) as error:
             answer = "error", f"the body is not JSON: {error}"
         content = pickle.dumps(answer, protocol=5)
@@ -36,7 +41,7 @@ def main() -> None:
         out.flush()
 
 
-class Compact:
+class CompactConverter:
     """Converts long lists of numbers to arrays and counts all other values.
 
     Raises `ValueError` for more than `MOST_VALUES` of them.
@@ -45,18 +50,19 @@ class Compact:
     def __init__(self) -> None:
         self._count = 0
 
-    def value(self, found: Any, *, arrays: bool = False) -> Any:
+    def convert_value(self, found: Any, *, arrays: bool = False) -> Any:
         if isinstance(found, dict):
             self._add(len(found))
             return {
-                key: self.value(each, arrays=arrays or key in ARRAYS) for key, each in found.items()
+                key: self.convert_value(each, arrays=arrays or key in ARRAYS)
+                for key, each in found.items()
             }
         if not isinstance(found, list):
             return found
-        if arrays and len(found) >= SHORT and (array := as_array(found)) is not None:
+        if arrays and len(found) >= SHORT and (array := convert_numbers(found)) is not None:
             return array
         self._add(len(found))
-        return [self.value(each, arrays=arrays) for each in found]
+        return [self.convert_value(each, arrays=arrays) for each in found]
 
     def _add(self, count: int) -> None:
         self._count += count
@@ -64,7 +70,7 @@ class Compact:
             raise ValueError(f"it has more than {MOST_VALUES:,} values")
 
 
-def as_array(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
+def convert_numbers(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
     """Return the numbers as int64, or float64 if any is a float.
 
     Returns None if the list contains anything else, or an integer too large for int64.

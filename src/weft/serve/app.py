@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import DataError, UserError
-from weft.serve.asgi import Exchange, Gone, Message, Refused
-from weft.serve.background import BackgroundWork, decompressed
-from weft.serve.inference_api import MODEL, Inference
-from weft.serve.limits import Limits
-from weft.serve.metrics import Metrics
-from weft.serve.openai_api import Completions
-from weft.serve.served import Served
+from weft.serve.asgi import ClientDisconnected, HttpExchange, Message, RequestRefused
+from weft.serve.background import BackgroundWork, decompress_body
+from weft.serve.inference_api import MODEL, InferenceEndpoint
+from weft.serve.limits import ServerLimits
+from weft.serve.metrics import ServerMetrics
+from weft.serve.openai_api import CompletionEndpoints
+from weft.serve.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -27,26 +27,26 @@ OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
 
 
 @dataclass(frozen=True)
-class App:
+class ServerApp:
     """The ASGI application of the HTTP port.
 
     Requests must carry `token` as `Authorization: Bearer TOKEN`; with None, no token is needed.
     """
 
-    models: Mapping[str, Served]
-    limits: Limits
+    models: Mapping[str, ServedModel]
+    limits: ServerLimits
     token: str | None
-    metrics: Metrics
+    metrics: ServerMetrics
     started: int
     background: BackgroundWork
 
     @property
-    def policy(self) -> Served | None:
+    def policy(self) -> ServedModel | None:
         return next((model for model in self.models.values() if model.spec is not None), None)
 
     @property
-    def inference(self) -> Inference:
-        return Inference(self.models, self.metrics, self.limits.most_load, self.background)
+    def inference_endpoint(self) -> InferenceEndpoint:
+        return InferenceEndpoint(self.models, self.metrics, self.limits.most_load, self.background)
 
     async def __call__(
         self,
@@ -56,23 +56,25 @@ class App:
     ) -> None:
         if scope["type"] != "http":
             raise ValueError(f"this server supports only HTTP, not {scope['type']}")
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         began = time.perf_counter()
-        endpoint = self._endpoint(exchange.path)
+        endpoint = self._find_endpoint(exchange.path)
         status = ""
         try:
             async with asyncio.timeout(self.limits.seconds):
-                await self._answer(exchange)
-        except Gone:
-            self.metrics.abandoned()
+                await self._route_request(exchange)
+        except ClientDisconnected:
+            self.metrics.count_abandoned()
             status = "abandoned"
         except Exception as error:
-            refused = _as_refused(error, self.limits.seconds)
+            refused = _convert_exception(error, self.limits.seconds)
             status = str(refused.status)
             await self._refuse(exchange, refused)
-        self.metrics.answered(endpoint, status or str(exchange.status), time.perf_counter() - began)
+        self.metrics.count_answer(
+            endpoint, status or str(exchange.status), time.perf_counter() - began
+        )
 
-    def _endpoint(self, path: str) -> str:
+    def _find_endpoint(self, path: str) -> str:
         """Return the metrics label of a path.
 
         Unknown paths share one label, so that clients cannot create new time series.
@@ -82,12 +84,12 @@ class App:
         match = MODEL.fullmatch(path)
         return f"/v2/models{match['rest'] or ''}" if match else "other"
 
-    async def _answer(self, exchange: Exchange) -> None:
-        """Route a request to its endpoint. Raises `Refused` for unknown paths and methods."""
+    async def _route_request(self, exchange: HttpExchange) -> None:
+        """Route a request to its endpoint. Raises `RequestRefused` for unknown paths and methods."""
         if exchange.path == "/v2/health/live" and exchange.method == "GET":
             return await exchange.reply(200, b"")
         if exchange.path == "/v2/health/ready" and exchange.method == "GET":
-            ready = all(model.worker.alive for model in self.models.values())
+            ready = all(model.worker.is_alive for model in self.models.values())
             return await exchange.reply(200 if ready else 503, b"")
         self._check_allowed(exchange)
         if exchange.path in COMPLETIONS:
@@ -96,22 +98,24 @@ class App:
         if exchange.path == "/v1/models" or exchange.path.startswith("/v1/models/"):
             self._check_method(exchange, "GET")
             return await exchange.reply_json(
-                self._listed(exchange.path.removeprefix("/v1/models").lstrip("/"))
+                self._describe_models(exchange.path.removeprefix("/v1/models").lstrip("/"))
             )
         if exchange.path in ("/v2", "/v2/"):
             self._check_method(exchange, "GET")
-            return await exchange.reply_json(self.inference.about())
+            return await exchange.reply_json(self.inference_endpoint.describe_server())
         if match := MODEL.fullmatch(exchange.path):
-            return await self._model(exchange, match["name"], match["version"], match["rest"])
-        raise Refused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
+            return await self._answer_model_request(
+                exchange, match["name"], match["version"], match["rest"]
+            )
+        raise RequestRefused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
 
-    async def _complete(self, exchange: Exchange, *, chat: bool) -> None:
-        """Answer a completion request with the policy. Raises `Refused` for any other model."""
-        body = await self.background.read(await self._body(exchange))
+    async def _complete(self, exchange: HttpExchange, *, chat: bool) -> None:
+        """Answer a completion request with the policy. Raises `RequestRefused` for any other model."""
+        body = await self.background.read(await self._read_body(exchange))
         name = body.get("model")
         policy = self.policy
         if not isinstance(name, str):
-            raise Refused(400, "model is missing or not a string", param="model")
+            raise RequestRefused(400, "model is missing or not a string", param="model")
         if policy is None or name != policy.name:
             if policy:
                 here = f"this server has {policy.name}"
@@ -124,38 +128,42 @@ class App:
             else:
                 scores = here
             what = "no text generation by" if name in self.models else "unknown model"
-            raise Refused(
+            raise RequestRefused(
                 404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found"
             )
-        await Completions(policy, self.metrics, self.limits, self.background).answer(
-            exchange, body, chat=chat
-        )
+        await CompletionEndpoints(
+            policy, self.metrics, self.limits, self.background
+        ).answer_request(exchange, body, chat=chat)
 
-    async def _body(self, exchange: Exchange) -> bytes:
+    async def _read_body(self, exchange: HttpExchange) -> bytes:
         """Return the request's body, decompressed."""
         limit = self.limits.body_bytes
-        body = await exchange.body(limit, self.limits.body_seconds)
+        body = await exchange.read_body(limit, self.limits.body_seconds)
         encoding = exchange.headers.get("content-encoding", "").strip().lower()
         if encoding:
-            return await self.background.run(decompressed, body, encoding, limit)
+            return await self.background.run(decompress_body, body, encoding, limit)
         return body
 
-    async def _model(
-        self, exchange: Exchange, name: str, version: str | None, rest: str | None
+    async def _answer_model_request(
+        self, exchange: HttpExchange, name: str, version: str | None, rest: str | None
     ) -> None:
         """Answer a request below `/v2/models/NAME`."""
-        served = self.inference.model(name, version)
+        served = self.inference_endpoint.get_model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")
         if rest is None:
-            await exchange.reply_json(served.metadata())
+            await exchange.reply_json(served.build_metadata())
         elif rest == "/ready":
-            await exchange.reply(200 if served.worker.alive else 503, b"")
+            await exchange.reply(200 if served.worker.is_alive else 503, b"")
         elif rest == "/infer":
-            await self.inference.answer(exchange, await self._body(exchange), served)
+            await self.inference_endpoint.answer_request(
+                exchange, await self._read_body(exchange), served
+            )
         else:
-            raise Refused(404, "/config is an extension of Triton; this server has /v2/models/NAME")
+            raise RequestRefused(
+                404, "/config is an extension of Triton; this server has /v2/models/NAME"
+            )
 
-    def _listed(self, name: str) -> dict[str, Any]:
+    def _describe_models(self, name: str) -> dict[str, Any]:
         """Return OpenAI's description of the model `name`, or of all models for ""."""
         cards = {
             each: {"id": each, "object": "model", "created": self.started, "owned_by": "weft"}
@@ -164,33 +172,37 @@ class App:
         if not name:
             return {"object": "list", "data": list(cards.values())}
         if name not in cards:
-            raise Refused(
+            raise RequestRefused(
                 404,
                 f"unknown model {name[:80]!r}; this server has {', '.join(cards)}",
                 code="model_not_found",
             )
         return cards[name]
 
-    def _check_allowed(self, exchange: Exchange) -> None:
-        """Raise `Refused` unless the request carries the server's token.
+    def _check_allowed(self, exchange: HttpExchange) -> None:
+        """Raise `RequestRefused` unless the request carries the server's token.
 
         Without a token on the server, requests with an `Origin` header are refused, because they
         come from scripts of other web pages.
         """
         if self.token is None:
             if "origin" in exchange.headers:
-                raise Refused(403, "requests from web pages are refused if the server has no token")
+                raise RequestRefused(
+                    403, "requests from web pages are refused if the server has no token"
+                )
             return
-        if not allowed(exchange.headers.get("authorization"), self.token):
-            raise Refused(
+        if not is_authorized(exchange.headers.get("authorization"), self.token):
+            raise RequestRefused(
                 401, "send the server's token: Authorization: Bearer TOKEN", code="invalid_api_key"
             )
 
-    def _check_method(self, exchange: Exchange, method: str) -> None:
+    def _check_method(self, exchange: HttpExchange, method: str) -> None:
         if exchange.method != method:
-            raise Refused(405, f"{exchange.method} is not allowed for this path; use {method}")
+            raise RequestRefused(
+                405, f"{exchange.method} is not allowed for this path; use {method}"
+            )
 
-    async def _refuse(self, exchange: Exchange, refused: Refused) -> None:
+    async def _refuse(self, exchange: HttpExchange, refused: RequestRefused) -> None:
         """Send an error in the form of the endpoint's protocol.
 
         If the answer has begun, send it as the last event of the stream.
@@ -198,9 +210,9 @@ class App:
         if exchange.path.startswith("/v2"):
             value: dict[str, Any] = {"error": refused.message}
         else:
-            value = {"error": _as_openai(refused)}
+            value = {"error": _build_error_object(refused)}
         if exchange.status is not None:
-            await exchange.part(json.dumps(value))
+            await exchange.send_event(json.dumps(value))
             await exchange.end()
             return
         headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(
@@ -211,7 +223,7 @@ class App:
         await exchange.reply_json(value, refused.status, headers)
 
 
-def allowed(header: str | None, token: str) -> bool:
+def is_authorized(header: str | None, token: str) -> bool:
     """Return whether an `Authorization` header carries the token, compared in constant time."""
     scheme, _, given = (header or "").partition(" ")
     return (
@@ -220,30 +232,30 @@ def allowed(header: str | None, token: str) -> bool:
     )
 
 
-def _as_refused(error: Exception, seconds: float) -> Refused:
+def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
     """Convert an exception to an error response.
 
     Details of internal errors go to the server's log only.
     """
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         return error
     if isinstance(error, TimeoutError):
-        return Refused(
+        return RequestRefused(
             504, f"no answer within {seconds:g} seconds, the server's --timeout", code="timeout"
         )
     if isinstance(error, DataError):
-        return Refused(400, str(error))
+        return RequestRefused(400, str(error))
     if isinstance(error, UserError):
-        return Refused(400, str(error))
+        return RequestRefused(400, str(error))
     log.error("a request failed", exc_info=error)
-    return Refused(
+    return RequestRefused(
         500,
         f"the request failed: {type(error).__name__}; see the server's log",
         code="server_error",
     )
 
 
-def _as_openai(refused: Refused) -> dict[str, Any]:
+def _build_error_object(refused: RequestRefused) -> dict[str, Any]:
     kinds = {
         401: "authentication_error",
         403: "permission_error",

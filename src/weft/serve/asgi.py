@@ -20,7 +20,7 @@ ENCODINGS = ("gzip", "deflate")
 DRAIN = 4
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request answered with an error status.
 
     `param` names the invalid field and `code` the kind of error, both as in OpenAI's API.
@@ -36,12 +36,12 @@ class Refused(Exception):
         self.code = code
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """Raised when the client has closed the connection."""
 
 
 @dataclass
-class Exchange:
+class HttpExchange:
     """One request and its reply."""
 
     scope: Mapping[str, Any]
@@ -64,10 +64,10 @@ class Exchange:
     def path(self) -> str:
         return str(self.scope["path"])
 
-    async def body(self, limit: int, seconds: float) -> bytes:
+    async def read_body(self, limit: int, seconds: float) -> bytes:
         """Read the whole body.
 
-        Raises `Refused` if it exceeds `limit` bytes or takes more than `seconds`, and `Gone` if the
+        Raises `RequestRefused` if it exceeds `limit` bytes or takes more than `seconds`, and `ClientDisconnected` if the
         client disconnects before its end.
         """
         parts = []
@@ -77,36 +77,40 @@ class Exchange:
                 while True:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
-                        raise Gone
+                        raise ClientDisconnected
                     size += len(message.get("body", b""))
                     if size <= limit:
                         parts.append(message.get("body", b""))
                     if not message.get("more_body") or size > DRAIN * limit:
                         break
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {seconds:g} seconds") from None
+            raise RequestRefused(
+                408, f"the body did not arrive within {seconds:g} seconds"
+            ) from None
         if size > limit:
-            raise Refused(413, f"the body has more than {limit} bytes, the server's --max-body-mb")
+            raise RequestRefused(
+                413, f"the body has more than {limit} bytes, the server's --max-body-mb"
+            )
         return b"".join(parts)
 
-    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+    async def await_unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` and return its result; cancel it if the client disconnects.
 
-        Raises `Gone` on disconnect. The body must have been read before.
+        Raises `ClientDisconnected` on disconnect. The body must have been read before.
         """
         task = asyncio.ensure_future(work)
-        left = asyncio.ensure_future(self._left())
+        left = asyncio.ensure_future(self._wait_for_disconnect())
         try:
             await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise Gone
+                raise ClientDisconnected
             return task.result()
         finally:
             for one in (task, left):
                 one.cancel()
             await asyncio.gather(task, left, return_exceptions=True)
 
-    async def _left(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         """Wait until the client disconnects."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
@@ -120,14 +124,14 @@ class Exchange:
     ) -> None:
         """Send a complete reply, compressed if the client accepts it and the body is large."""
         more = dict(headers or {})
-        encoding = self._encoding() if len(body) >= WORTH_COMPRESSING else None
+        encoding = self._choose_encoding() if len(body) >= WORTH_COMPRESSING else None
         if encoding is not None:
-            body = await asyncio.to_thread(compressed, body, encoding)
+            body = await asyncio.to_thread(compress_body, body, encoding)
             more |= {"content-encoding": encoding, "vary": "accept-encoding"}
         await self._start(status, {"content-type": kind, "content-length": str(len(body)), **more})
         await self.send({"type": "http.response.body", "body": body})
 
-    def _encoding(self) -> str | None:
+    def _choose_encoding(self) -> str | None:
         """Return the first of `ENCODINGS` that the client accepts, or None."""
         taken = {}
         for entry in self.headers.get("accept-encoding", "").lower().split(","):
@@ -145,7 +149,7 @@ class Exchange:
     ) -> None:
         await self.reply(status, json.dumps(value).encode(), headers=headers)
 
-    async def part(self, text: str) -> None:
+    async def send_event(self, text: str) -> None:
         """Send one server-sent event; the first one starts the reply."""
         if self.status is None:
             await self._start(
@@ -166,7 +170,7 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-def compressed(body: bytes, encoding: str) -> bytes:
+def compress_body(body: bytes, encoding: str) -> bytes:
     if encoding == "gzip":
         return gzip.compress(body, 1, mtime=0)
     return zlib.compress(body, 1)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError
 from weft.protocol.tensors import read_object
-from weft.serve.asgi import Refused
+from weft.serve.asgi import RequestRefused
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class BackgroundWork:
         for _ in range(THREADS):
             copies.put(replace(tokenizer, hf=copy.deepcopy(tokenizer.hf)))
 
-    def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+    def get_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return this thread's copy of a prepared tokenizer."""
         name = f"tokenizer-{id(tokenizer)}"
         if name not in self._own.__dict__:
@@ -83,7 +83,7 @@ class BackgroundWork:
         and several threads in a row would hold it for tenths of a second.
         """
         with self._long_texts if len(text) > LARGE else nullcontext():
-            return self.tokenizer(tokenizer).encode(text, bos=bos)
+            return self.get_tokenizer(tokenizer).encode(text, bos=bos)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -118,16 +118,16 @@ class BackgroundWork:
         return value
 
 
-def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the body without its content encoding.
 
-    Raises `Refused` for an unknown encoding, invalid data, or more than `limit` bytes of output;
+    Raises `RequestRefused` for an unknown encoding, invalid data, or more than `limit` bytes of output;
     output beyond the limit is never produced.
     """
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise Refused(
+        raise RequestRefused(
             415,
             f"content-encoding {encoding[:40]!r} is not supported; send gzip, deflate or no "
             f"encoding",
@@ -136,14 +136,14 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     try:
         made = reader.decompress(body, limit + 1)
     except zlib.error as error:
-        raise Refused(400, f"the body is not valid {encoding}: {error}") from None
+        raise RequestRefused(400, f"the body is not valid {encoding}: {error}") from None
     if len(made) > limit:
-        raise Refused(
+        raise RequestRefused(
             413,
             f"the body has more than {limit} bytes once decompressed, the server's --max-body-mb",
         )
     if not reader.eof or reader.unused_data:
-        raise Refused(
+        raise RequestRefused(
             400, f"the body is not valid {encoding}: it is truncated or followed by other data"
         )
     return made

@@ -16,9 +16,9 @@ import grpc
 
 from weft.errors import DataError, UserError
 from weft.protocol import messages
-from weft.serve.app import App, allowed
-from weft.serve.asgi import Refused
-from weft.serve.served import VERSION
+from weft.serve.app import ServerApp, is_authorized
+from weft.serve.asgi import RequestRefused
+from weft.serve.served_model import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ OPEN = ("ServerLive", "ServerReady")  # calls that need no token
 
 
 @dataclass(frozen=True)
-class Calls:
+class GrpcCallHandlers:
     """Handlers of the protocol's calls. Inference runs in `loop`, the HTTP server's event loop."""
 
-    app: App
+    app: ServerApp
     loop: asyncio.AbstractEventLoop
     inferring: threading.BoundedSemaphore = field(
         default_factory=lambda: threading.BoundedSemaphore(THREADS - SPARE)
@@ -50,9 +50,9 @@ class Calls:
         try:
             self._check_allowed(name, context)
             return getattr(self, f"_{name}")(request, context)
-        except (Refused, UserError) as error:
+        except (RequestRefused, UserError) as error:
             code = CODES.get(
-                error.status if isinstance(error, Refused) else 400, grpc.StatusCode.INTERNAL
+                error.status if isinstance(error, RequestRefused) else 400, grpc.StatusCode.INTERNAL
             )
             status = code.name
             context.abort(code, str(error))
@@ -67,43 +67,51 @@ class Calls:
                 f"the request failed: {type(error).__name__}; see the server's log",
             )
         finally:
-            self.app.metrics.answered(f"grpc/{name}", status, time.perf_counter() - began)
+            self.app.metrics.count_answer(f"grpc/{name}", status, time.perf_counter() - began)
 
     def _check_allowed(self, name: str, context: Any) -> None:
         held = dict(context.invocation_metadata()).get("authorization")
-        if name not in OPEN and self.app.token is not None and not allowed(held, self.app.token):
-            raise Refused(401, "send the server's token: metadata authorization: Bearer TOKEN")
+        if (
+            name not in OPEN
+            and self.app.token is not None
+            and not is_authorized(held, self.app.token)
+        ):
+            raise RequestRefused(
+                401, "send the server's token: metadata authorization: Bearer TOKEN"
+            )
 
     def _ServerLive(self, request: Any, context: Any) -> Any:
-        return messages.message("ServerLiveResponse")(live=True)
+        return messages.get_message_class("ServerLiveResponse")(live=True)
 
     def _ServerReady(self, request: Any, context: Any) -> Any:
-        return messages.message("ServerReadyResponse")(
-            ready=all(m.worker.alive for m in self.app.models.values())
+        return messages.get_message_class("ServerReadyResponse")(
+            ready=all(m.worker.is_alive for m in self.app.models.values())
         )
 
     def _ModelReady(self, request: Any, context: Any) -> Any:
-        served = self.app.inference.model(request.name, request.version)
-        return messages.message("ModelReadyResponse")(ready=served.worker.alive)
+        served = self.app.inference_endpoint.get_model(request.name, request.version)
+        return messages.get_message_class("ModelReadyResponse")(ready=served.worker.is_alive)
 
     def _ServerMetadata(self, request: Any, context: Any) -> Any:
-        return messages.message("ServerMetadataResponse")(**self.app.inference.about())
+        return messages.get_message_class("ServerMetadataResponse")(
+            **self.app.inference_endpoint.describe_server()
+        )
 
     def _ModelMetadata(self, request: Any, context: Any) -> Any:
-        return messages.message("ModelMetadataResponse")(
-            **self.app.inference.model(request.name, request.version).metadata()
+        return messages.get_message_class("ModelMetadataResponse")(
+            **self.app.inference_endpoint.get_model(request.name, request.version).build_metadata()
         )
 
     def _ModelInfer(self, request: Any, context: Any) -> Any:
         if not self.inferring.acquire(blocking=False):
-            raise Refused(429, "the server is at its request limit; try again later")
+            raise RequestRefused(429, "the server is at its request limit; try again later")
         try:
             return self._infer(request, context)
         finally:
             self.inferring.release()
 
     def _infer(self, request: Any, context: Any) -> Any:
-        served = self.app.inference.model(request.model_name, request.model_version)
+        served = self.app.inference_endpoint.get_model(request.model_name, request.model_version)
         inputs = messages.read_tensors(request.inputs, request.raw_input_contents)
         for output in request.outputs:
             if output.name != served.output:
@@ -111,8 +119,8 @@ class Calls:
                     f"model {served.name!r} has no output {output.name!r}; it has {served.output}"
                 )
         parameters = messages.read_parameters(request.parameters)
-        made = self._run(self.app.inference.infer(served, inputs, parameters), context)
-        reply = messages.message("ModelInferResponse")(
+        made = self._run(self.app.inference_endpoint.infer(served, inputs, parameters), context)
+        reply = messages.get_message_class("ModelInferResponse")(
             model_name=served.name, model_version=VERSION, id=request.id
         )
         messages.write_tensors(made, reply.outputs, reply.raw_output_contents)
@@ -134,15 +142,15 @@ class Calls:
             future.cancel()
 
 
-def grpc_server(app: App, loop: asyncio.AbstractEventLoop) -> grpc.Server:
+def build_grpc_server(app: ServerApp, loop: asyncio.AbstractEventLoop) -> grpc.Server:
     """Return a gRPC server that has no port yet and is not started."""
-    calls = Calls(app, loop)
+    calls = GrpcCallHandlers(app, loop)
     limit = app.limits.body_bytes
 
-    def handler(name: str) -> grpc.RpcMethodHandler:
+    def build_handler(name: str) -> grpc.RpcMethodHandler:
         return grpc.unary_unary_rpc_method_handler(
             lambda request, context: calls.answer(name, request, context),
-            request_deserializer=messages.message(f"{name}Request").FromString,
+            request_deserializer=messages.get_message_class(f"{name}Request").FromString,
             response_serializer=lambda reply: reply.SerializeToString(),
         )
 
@@ -154,7 +162,7 @@ def grpc_server(app: App, loop: asyncio.AbstractEventLoop) -> grpc.Server:
             ("grpc.so_reuseport", 0),
         ],
     )
-    handlers = {name: handler(name) for name in messages.CALLS}
+    handlers = {name: build_handler(name) for name in messages.CALLS}
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(messages.SERVICE, handlers),)
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 from weft import __version__
 from weft.errors import DataError
-from weft.protocol.tensors import LENGTH_HEADER, flag, header_size, pack, tensors_of
-from weft.serve.asgi import Exchange, Refused
+from weft.protocol.tensors import LENGTH_HEADER, compute_header_size, pack, read_flag, read_tensors
+from weft.serve.asgi import HttpExchange, RequestRefused
 from weft.serve.background import BackgroundWork
-from weft.serve.metrics import Metrics
-from weft.serve.served import IDS, PLATFORM, VERSION, Served
+from weft.serve.metrics import ServerMetrics
+from weft.serve.served_model import IDS, PLATFORM, VERSION, ServedModel
 
 MODEL = re.compile(
     r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?(?P<rest>/ready|/infer|/config)?"
@@ -22,40 +22,42 @@ EXTENSIONS = ["binary_tensor_data"]
 
 
 @dataclass(frozen=True)
-class Inference:
+class InferenceEndpoint:
     """Metadata and inference for all served models."""
 
-    models: Mapping[str, Served]
-    metrics: Metrics
+    models: Mapping[str, ServedModel]
+    metrics: ServerMetrics
     most_load: int
     background: BackgroundWork
 
-    def about(self) -> dict[str, Any]:
+    def describe_server(self) -> dict[str, Any]:
         """Return the server's metadata."""
         return {"name": PLATFORM, "version": __version__, "extensions": EXTENSIONS}
 
-    def model(self, name: str, version: str | None) -> Served:
-        """Return the model of this name and version. Raises `Refused` if there is none."""
+    def get_model(self, name: str, version: str | None) -> ServedModel:
+        """Return the model of this name and version. Raises `RequestRefused` if there is none."""
         if name not in self.models or version not in (None, "", VERSION):
             shown = name if version in (None, "") else f"{name} version {version}"
-            raise Refused(
+            raise RequestRefused(
                 404, f"unknown model {shown[:80]!r}; this server has {', '.join(self.models)}"
             )
         return self.models[name]
 
-    async def answer(self, exchange: Exchange, body: bytes, served: Served) -> None:
-        """Answer an `infer` request. Raises `Refused` for invalid requests and when overloaded."""
+    async def answer_request(
+        self, exchange: HttpExchange, body: bytes, served: ServedModel
+    ) -> None:
+        """Answer an `infer` request. Raises `RequestRefused` for invalid requests and when overloaded."""
         try:
-            size = header_size(body, _length(exchange))
+            size = compute_header_size(body, _read_header_length(exchange))
             header = await self.background.read(body[:size])
-            inputs = await self.background.run(tensors_of, body, size, header, "inputs")
-            wanted, binary = _outputs(header, served)
+            inputs = await self.background.run(read_tensors, body, size, header, "inputs")
+            wanted, binary = _read_outputs(header, served)
             parameters = header.get("parameters") or {}
             if not isinstance(parameters, Mapping):
                 raise DataError("parameters must be an object")
-            made = await exchange.unless_gone(self.infer(served, inputs, parameters))
+            made = await exchange.await_unless_disconnected(self.infer(served, inputs, parameters))
         except DataError as error:
-            raise Refused(400, str(error)) from None
+            raise RequestRefused(400, str(error)) from None
         head = {"model_name": served.name, "model_version": VERSION}
         if header.get("id") is not None:
             head["id"] = header["id"]
@@ -69,22 +71,22 @@ class Inference:
             )
 
     async def infer(
-        self, served: Served, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
+        self, served: ServedModel, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the model's outputs by name.
 
-        Raises `DataError` for invalid inputs and `Refused` when the model is overloaded.
+        Raises `DataError` for invalid inputs and `RequestRefused` when the model is overloaded.
         """
         if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
-            raise Refused(
+            raise RequestRefused(
                 429, "the server is at its load limit; try again later", code="overloaded"
             )
         made = await served.infer(inputs, parameters, self.background)
-        self.metrics.tokens(scored=int(inputs[IDS].size))
+        self.metrics.count_tokens(scored=int(inputs[IDS].size))
         return made
 
 
-def _length(exchange: Exchange) -> int | None:
+def _read_header_length(exchange: HttpExchange) -> int | None:
     text = exchange.headers.get(LENGTH_HEADER.lower())
     if text is None:
         return None
@@ -93,9 +95,9 @@ def _length(exchange: Exchange) -> int | None:
     return int(text)
 
 
-def _outputs(header: Mapping[str, Any], served: Served) -> tuple[list[str], set[str]]:
+def _read_outputs(header: Mapping[str, Any], served: ServedModel) -> tuple[list[str], set[str]]:
     """Return (names of the requested outputs, those to send as bytes). Raises `DataError`."""
-    usual = flag(header, "binary_data_output", False)
+    usual = read_flag(header, "binary_data_output", False)
     asked = header.get("outputs")
     if asked is None or asked == []:
         asked = [{"name": served.output}]
@@ -106,7 +108,7 @@ def _outputs(header: Mapping[str, Any], served: Served) -> tuple[list[str], set[
             raise DataError(
                 f"model {served.name!r} has no output {entry.get('name')!r}; it has {served.output}"
             )
-    if any(flag(entry, "binary_data", usual) for entry in asked):
+    if any(read_flag(entry, "binary_data", usual) for entry in asked):
         binary = {served.output}
     else:
         binary = set()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits on a single request and on the load of each model."""
 
     body_bytes: int = 16 * 2**20

@@ -21,7 +21,7 @@ HELP = {
 
 
 @dataclass
-class Metrics:
+class ServerMetrics:
     """Thread-safe counters of the server."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -30,31 +30,31 @@ class Metrics:
     seconds: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def answered(self, endpoint: str, status: str, seconds: float) -> None:
+    def count_answer(self, endpoint: str, status: str, seconds: float) -> None:
         with self._lock:
             self.requests[endpoint, status] += 1
             self.buckets[bisect_left(BUCKETS, seconds)] += 1
             self.seconds += seconds
 
-    def abandoned(self) -> None:
+    def count_abandoned(self) -> None:
         with self._lock:
             self.counts["weft_abandoned_total"] += 1
 
-    def tokens(self, prompt: int = 0, generated: int = 0, scored: int = 0) -> None:
+    def count_tokens(self, prompt: int = 0, generated: int = 0, scored: int = 0) -> None:
         with self._lock:
             self.counts["weft_prompt_tokens_total"] += prompt
             self.counts["weft_generated_tokens_total"] += generated
             self.counts["weft_scored_tokens_total"] += scored
 
-    def text(self, loads: dict[str, int]) -> str:
+    def format_text(self, loads: dict[str, int]) -> str:
         """Return all metrics in Prometheus's text format; `loads` maps each model to its load."""
         with self._lock:
-            lines = _head("weft_requests_total", "counter")
+            lines = _format_head("weft_requests_total", "counter")
             for (endpoint, status), count in sorted(self.requests.items()):
                 lines.append(
                     f'weft_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}'
                 )
-            lines += _head("weft_request_seconds", "histogram")
+            lines += _format_head("weft_request_seconds", "histogram")
             total = 0
             for bound, count in zip((*map(str, BUCKETS), "+Inf"), self.buckets, strict=True):
                 total += count
@@ -65,15 +65,17 @@ class Metrics:
             ]
             for name in HELP:
                 if name.endswith("_total") and name != "weft_requests_total":
-                    lines += [*_head(name, "counter"), f"{name} {self.counts[name]}"]
-        lines += _head("weft_load", "gauge")
-        lines += [f'weft_load{{model="{_escaped(model)}"}} {load}' for model, load in loads.items()]
+                    lines += [*_format_head(name, "counter"), f"{name} {self.counts[name]}"]
+        lines += _format_head("weft_load", "gauge")
+        lines += [
+            f'weft_load{{model="{_escape_label(model)}"}} {load}' for model, load in loads.items()
+        ]
         return "\n".join(lines) + "\n"
 
 
-def _head(name: str, kind: str) -> list[str]:
+def _format_head(name: str, kind: str) -> list[str]:
     return [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
 
 
-def _escaped(label: str) -> str:
+def _escape_label(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.engine.spec import GenerationSpec
-from weft.errors import nearest
-from weft.serve.asgi import Refused
+from weft.errors import find_nearest
+from weft.serve.asgi import RequestRefused
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -21,7 +21,7 @@ COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING)
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION = (*COMMON, "prompt")
 # OpenAI fields that weft does not support -> values that have no effect and are accepted.
-IDLE: Mapping[str, Sequence[Any]] = {
+UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
@@ -49,7 +49,7 @@ IDLE: Mapping[str, Sequence[Any]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionSettings:
     """Checked settings of a completion request."""
 
     sampling: GenerationSpec
@@ -65,44 +65,46 @@ class Asked:
     logprobs: int | None
 
 
-def read_asked(
+def read_settings(
     body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool
-) -> Asked:
+) -> CompletionSettings:
     """Check the fields of a request.
 
-    Raises `Refused` naming the field, its value and the rule.
+    Raises `RequestRefused` naming the field, its value and the rule.
     """
     _check_names(body, CHAT if chat else COMPLETION)
-    temperature = number(body, "temperature", 1.0, 0.0, 2.0)
-    stops = _stops(body.get("stop"))
-    stream = flag(body, "stream")
+    temperature = read_number(body, "temperature", 1.0, 0.0, 2.0)
+    stops = _read_stops(body.get("stop"))
+    stream = read_flag(body, "stream")
     greedy = temperature == 0.0
-    logprobs = _logprobs(body, chat=chat)
+    logprobs = _read_logprobs(body, chat=chat)
     sampling = GenerationSpec(
         max_new_tokens=most_new_tokens,
         temperature=1.0 if greedy else temperature,
         greedy=greedy,
-        top_p=number(body, "top_p", 1.0, 0.0, 1.0, above=True),
-        top_k=whole(body, "top_k", 0, 0, 2**31),
-        min_p=number(body, "min_p", 0.0, 0.0, 1.0),
+        top_p=read_number(body, "top_p", 1.0, 0.0, 1.0, above=True),
+        top_k=read_integer(body, "top_k", 0, 0, 2**31),
+        min_p=read_number(body, "min_p", 0.0, 0.0, 1.0),
         stop=list(stops),
         stop_ids=list(stop_ids),
         top_logprobs=logprobs or 0,
     )
-    return Asked(
+    return CompletionSettings(
         sampling=sampling,
-        max_new_tokens=_max_tokens(body, most_new_tokens, chat=chat),
+        max_new_tokens=_read_max_tokens(body, most_new_tokens, chat=chat),
         may_be_fewer=body.get("max_tokens") is None and body.get("max_completion_tokens") is None,
-        count=whole(body, "n", 1, 1, MOST_CHOICES),
-        seed=whole(body, "seed", 0, -(2**63), 2**63 - 1) if body.get("seed") is not None else None,
+        count=read_integer(body, "n", 1, 1, MOST_CHOICES),
+        seed=read_integer(body, "seed", 0, -(2**63), 2**63 - 1)
+        if body.get("seed") is not None
+        else None,
         stops=stops,
         stream=stream,
-        usage_at_end=_usage_at_end(body, stream),
+        usage_at_end=_read_usage_at_end(body, stream),
         logprobs=logprobs,
     )
 
 
-def number(
+def read_number(
     body: Mapping[str, Any],
     name: str,
     default: float,
@@ -117,7 +119,7 @@ def number(
         return default
     fits = type(value) in (int, float) and least <= value <= most and not (above and value == least)
     if not fits:
-        raise wrong(
+        raise build_field_error(
             name,
             value,
             f"must be a number {'above' if above else 'from'} {least:g} "
@@ -126,52 +128,58 @@ def number(
     return float(value)
 
 
-def whole(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+def read_integer(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
     """Return an integer from `least` to `most`."""
     value = body.get(name)
     if value is None:
         return default
     if type(value) is not int or not least <= value <= most:
-        raise wrong(name, value, f"must be a whole number from {least} to {most}")
+        raise build_field_error(name, value, f"must be a whole number from {least} to {most}")
     return value
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
     """Return a Boolean field, False if absent."""
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise wrong(name, value, "must be true or false")
+        raise build_field_error(name, value, "must be true or false")
     return bool(value)
 
 
-def wrong(name: str, value: Any, rule: str) -> Refused:
+def build_field_error(name: str, value: Any, rule: str) -> RequestRefused:
     """Return the error for an invalid field value."""
     shown = repr(value)
-    return Refused(
+    return RequestRefused(
         400, f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param=name
     )
 
 
 def _check_names(body: Mapping[str, Any], taken: Sequence[str]) -> None:
     for name, value in body.items():
-        if name in taken or value is None or (name in IDLE and value in IDLE[name]):
+        if (
+            name in taken
+            or value is None
+            or (name in UNSUPPORTED_FIELDS and value in UNSUPPORTED_FIELDS[name])
+        ):
             continue
-        if name in IDLE or name in CHAT or name in COMPLETION:
-            raise Refused(
+        if name in UNSUPPORTED_FIELDS or name in CHAT or name in COMPLETION:
+            raise RequestRefused(
                 400,
                 f"{name} is not supported by this endpoint; leave it out",
                 param=name,
                 code="unsupported_parameter",
             )
-        close = nearest(name, taken)
+        close = find_nearest(name, taken)
         if close:
             hint = f"did you mean {' or '.join(close)}?"
         else:
             hint = f"known: {', '.join(sorted(taken))}"
-        raise Refused(400, f"unknown field {name!r}; {hint}", param=name, code="unknown_parameter")
+        raise RequestRefused(
+            400, f"unknown field {name!r}; {hint}", param=name, code="unknown_parameter"
+        )
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _read_stops(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
@@ -180,7 +188,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         or len(texts) > MOST_STOPS
         or not all(isinstance(t, str) and t for t in texts)
     ):
-        raise wrong(
+        raise build_field_error(
             "stop",
             value,
             f"must be a string or a list of up to {MOST_STOPS} strings, none of them empty",
@@ -188,39 +196,39 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
+def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
     names = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if len(names) > 1:
-        raise Refused(
+        raise RequestRefused(
             400,
             "max_tokens and max_completion_tokens cannot both be set; set one of them",
             param=names[0],
         )
     if not names:
         return most if chat else min(COMPLETION_TOKENS, most)
-    return whole(body, names[0], most, 1, most)
+    return read_integer(body, names[0], most, 1, most)
 
 
-def _usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
+def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
     options = body.get("stream_options")
     if options is None:
         return False
     if not stream or not isinstance(options, Mapping) or set(options) - {"include_usage"}:
-        raise wrong(
+        raise build_field_error(
             "stream_options", options, "must be {include_usage: true}, and requires stream=true"
         )
-    return flag(options, "include_usage")
+    return read_flag(options, "include_usage")
 
 
-def _logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
+def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
     """Return the number of likeliest alternatives per token; None if no log-probs are requested."""
     if not chat:
         if body.get("logprobs") is not None:
-            return whole(body, "logprobs", 0, 0, MOST_TOP)
+            return read_integer(body, "logprobs", 0, 0, MOST_TOP)
         return None
-    top = whole(body, "top_logprobs", 0, 0, MOST_TOP_OF_CHAT)
-    if flag(body, "logprobs"):
+    top = read_integer(body, "top_logprobs", 0, 0, MOST_TOP_OF_CHAT)
+    if read_flag(body, "logprobs"):
         return top
     if top:
-        raise wrong("top_logprobs", top, "requires logprobs=true")
+        raise build_field_error("top_logprobs", top, "requires logprobs=true")
     return None

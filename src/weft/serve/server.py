@@ -16,19 +16,19 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.serve.app import App
-from weft.serve.asgi import Exchange, Message, Refused
+from weft.serve.app import ServerApp
+from weft.serve.asgi import HttpExchange, Message, RequestRefused
 from weft.serve.background import BackgroundWork
-from weft.serve.limits import Limits
-from weft.serve.metrics import TYPE, Metrics
-from weft.serve.served import Served
+from weft.serve.limits import ServerLimits
+from weft.serve.metrics import TYPE, ServerMetrics
+from weft.serve.served_model import ServedModel
 
 GRACE_S = 5.0  # time for running requests to finish at shutdown
 CONNECTIONS = 2048
 
 
 @dataclass(frozen=True)
-class Ports:
+class ServerPorts:
     """Addresses to listen on. Port 0 picks a free port; None disables the protocol."""
 
     host: str = "127.0.0.1"
@@ -41,12 +41,12 @@ class Ports:
 class Server:
     """Context manager that serves models while open. `urls` maps each protocol to its address."""
 
-    models: Sequence[Served]
-    ports: Ports
-    limits: Limits
+    models: Sequence[ServedModel]
+    ports: ServerPorts
+    limits: ServerLimits
     token: str | None
     urls: dict[str, str] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
     background: BackgroundWork = field(default_factory=BackgroundWork)
     _loop: asyncio.AbstractEventLoop | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -56,18 +56,20 @@ class Server:
     def __enter__(self) -> Server:
         """Start listening. Raises `ConfigError` for a port that is taken."""
         models = {model.name: model for model in self.models}
-        app = App(models, self.limits, self.token, self.metrics, int(time.time()), self.background)
-        http = _listening("--port", self.ports.host, self.ports.http)
+        app = ServerApp(
+            models, self.limits, self.token, self.metrics, int(time.time()), self.background
+        )
+        http = _open_socket("--port", self.ports.host, self.ports.http)
         try:
             own = None
             if self.ports.metrics is not None:
-                own = _listening("--metrics-port", self.ports.host, self.ports.metrics)
+                own = _open_socket("--metrics-port", self.ports.host, self.ports.metrics)
             for model in self.models:
                 self.background.prepare(model.tokenizer)
                 model.worker.start()
             self._serve(app, http, "http")
             if own is not None:
-                self._serve(self._page, own, "metrics")
+                self._serve(self._serve_metrics, own, "metrics")
             if self.ports.grpc is not None:
                 self._start_grpc(app, self.ports.grpc)
         except BaseException:
@@ -130,13 +132,13 @@ class Server:
             time.sleep(0.01)
         self._servers.append(server)
         self._threads.append(thread)
-        self.urls[name] = f"http://{_shown(listening.getsockname())}"
+        self.urls[name] = f"http://{_format_address(listening.getsockname())}"
 
-    def _start_grpc(self, app: App, port: int) -> None:
-        from weft.serve.grpc_server import grpc_server
+    def _start_grpc(self, app: ServerApp, port: int) -> None:
+        from weft.serve.grpc_server import build_grpc_server
 
         assert self._loop is not None
-        server = grpc_server(app, self._loop)
+        server = build_grpc_server(app, self._loop)
         host = f"[{self.ports.host}]" if ":" in self.ports.host else self.ports.host
         try:
             bound = server.add_insecure_port(f"{host}:{port}")
@@ -150,21 +152,23 @@ class Server:
         self._grpc = server
         self.urls["grpc"] = f"grpc://{host}:{bound}"
 
-    async def _page(
+    async def _serve_metrics(
         self,
         scope: Any,
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
         """Serve the metrics page; needs no token, since it contains only counts."""
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         if exchange.path != "/metrics":
-            return await exchange.reply_json({"error": Refused(404, "see /metrics").message}, 404)
-        text = self.metrics.text({model.name: model.worker.load for model in self.models})
+            return await exchange.reply_json(
+                {"error": RequestRefused(404, "see /metrics").message}, 404
+            )
+        text = self.metrics.format_text({model.name: model.worker.load for model in self.models})
         await exchange.reply(200, text.encode(), TYPE)
 
 
-def _listening(option: str, host: str, port: int) -> socket.socket:
+def _open_socket(option: str, host: str, port: int) -> socket.socket:
     """Return a socket bound to the port. Raises `ConfigError` if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -178,6 +182,6 @@ def _listening(option: str, host: str, port: int) -> socket.socket:
     return made
 
 
-def _shown(address: Any) -> str:
+def _format_address(address: Any) -> str:
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

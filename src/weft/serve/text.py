@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.data.pieces import Pieces
+from weft.data.token_bytes import TokenBytes
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import TokenEvent
 
@@ -13,7 +13,7 @@ CONTEXT = 4  # last prompt tokens, on which the text of the first new tokens may
 
 
 @dataclass(frozen=True)
-class Said:
+class EmittedToken:
     """A token whose text has been emitted.
 
     `piece` is its bytes, `offset` its position in the completion in characters, and `top` the
@@ -39,60 +39,62 @@ class GrowingText:
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         stops: Sequence[str] = (),
-        pieces: Pieces | None = None,
+        pieces: TokenBytes | None = None,
     ) -> None:
-        self._pieces = pieces or Pieces(tokenizer)
+        self._pieces = pieces or TokenBytes(tokenizer)
         self._stops = [stop for stop in stops if stop]
         self._decoder = StreamDecoder(tokenizer)
         self._decoder.feed(list(prompt)[-CONTEXT:])
         self._text = ""
-        self._shown = 0
-        self._held: list[Said] = []
-        self._ready: list[Said] = []
+        self._num_emitted = 0
+        self._pending_tokens: list[EmittedToken] = []
+        self._emitted_tokens: list[EmittedToken] = []
         self.count = 0  # tokens fed
         self.finish: str | None = None
 
     @property
-    def text(self) -> str:
-        return self._text[: self._shown]
+    def final_text(self) -> str:
+        return self._text[: self._num_emitted]
 
     def feed(self, event: TokenEvent) -> str:
         """Add a token and return the text that is now final."""
         self.count += 1
-        top = tuple((self._pieces.of(id), logprob) for id, logprob in event.top)
-        self._held.append(Said(self._pieces.of(event.token), event.logprob, len(self._text), top))
+        top = tuple((self._pieces.get_bytes(id), logprob) for id, logprob in event.top)
+        self._pending_tokens.append(
+            EmittedToken(self._pieces.get_bytes(event.token), event.logprob, len(self._text), top)
+        )
         self._text += self._decoder.feed([event.token])
         self.finish = event.finish
         if self.finish is not None:
             self._text += self._decoder.flush()
-        until = self._until()
-        new = self._text[self._shown : until]
-        self._shown = until
-        self._ready += [said for said in self._held if said.offset < until]
-        self._held = [said for said in self._held if said.offset >= until]
+        until = self._count_final()
+        new = self._text[self._num_emitted : until]
+        self._num_emitted = until
+        self._emitted_tokens += [said for said in self._pending_tokens if said.offset < until]
+        self._pending_tokens = [said for said in self._pending_tokens if said.offset >= until]
         return new
 
-    def take(self) -> list[Said]:
+    def take(self) -> list[EmittedToken]:
         """Return the tokens whose text became final since the last call."""
-        taken = self._ready
-        self._ready = []
+        taken = self._emitted_tokens
+        self._emitted_tokens = []
         return taken
 
-    def _until(self) -> int:
+    def _count_final(self) -> int:
         """Return the number of characters that are final."""
         found = [
             at
             for stop in self._stops
-            if (at := self._text.find(stop, max(0, self._shown - len(stop) + 1))) >= 0
+            if (at := self._text.find(stop, max(0, self._num_emitted - len(stop) + 1))) >= 0
         ]
         if found:
-            return max(self._shown, min(found))
+            return max(self._num_emitted, min(found))
         if self.finish is not None:
             return len(self._text)
-        held = [self._begins(stop) for stop in self._stops]
-        return max(self._shown, len(self._text) - max(held, default=0))
+        held = [self._match_stop_start(stop) for stop in self._stops]
+        return max(self._num_emitted, len(self._text) - max(held, default=0))
 
-    def _begins(self, stop: str) -> int:
+    def _match_stop_start(self, stop: str) -> int:
         """Return the length of the longest start of `stop` that the text ends with."""
         return next(
             (

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.base import Output, host_array
+from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
@@ -32,7 +32,7 @@ MOST_SETTINGS = 256  # sampling settings per generator; for more, a new one is o
 
 
 @dataclass(frozen=True)
-class Job:
+class CompletionJob:
     """`count` completions of one prompt.
 
     `tell` is called in the worker's thread with each token event. If the job fails, it is called
@@ -47,7 +47,7 @@ class Job:
     tell: Callable[[TokenEvent | Exception], None]
     draws_as: str | None = None
 
-    def requests(self, sampling: GenerationSpec) -> list[Request]:
+    def build_requests(self, sampling: GenerationSpec) -> list[Request]:
         """Return one engine request per completion."""
         return [
             Request(
@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScoredRows:
     """Token sequences to score.
 
     `starts[i]` is the index of the first scored token of row i; the tokens before it are its
@@ -75,13 +75,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringJob:
     """A request to score rows.
 
     `want` names the output and `future` receives one vector per row.
     """
 
-    rows: Rows
+    rows: ScoredRows
     want: Output
     temperature: float
     future: Future[list[Vector]]
@@ -92,7 +92,7 @@ class Scoring:
 
 
 @dataclass
-class Worker:
+class ServingWorker:
     """Runs sampling and scoring of one network in a thread.
 
     `spec` has the sampling defaults; without it the network only scores. `load` is the number of
@@ -102,14 +102,16 @@ class Worker:
     engine: Engine
     spec: GenerationSpec | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
-    _commands: queue.SimpleQueue[Job | Scoring | str | None] = field(
+    _commands: queue.SimpleQueue[CompletionJob | ScoringJob | str | None] = field(
         default_factory=queue.SimpleQueue
     )
-    _jobs: dict[str, Job] = field(default_factory=dict)  # running jobs by id
-    _left: dict[str, int] = field(default_factory=dict)  # job id -> unfinished completions
+    _jobs: dict[str, CompletionJob] = field(default_factory=dict)  # running jobs by id
+    _num_unfinished: dict[str, int] = field(
+        default_factory=dict
+    )  # job id -> unfinished completions
     # jobs that wait for a generator with room for their settings
-    _next: list[Job] = field(default_factory=list)
-    _scorings: list[Scoring] = field(default_factory=list)
+    _waiting_jobs: list[CompletionJob] = field(default_factory=list)
+    _scorings: list[ScoringJob] = field(default_factory=list)
     # repr -> sampling settings that the open generator has seen
     _settings: dict[str, GenerationSpec] = field(default_factory=dict)
     _stopping: bool = False
@@ -124,7 +126,7 @@ class Worker:
         return self._load
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
@@ -137,23 +139,25 @@ class Worker:
         if self._thread is not None:
             self._thread.join()
 
-    def generate(self, job: Job) -> None:
+    def generate(self, job: CompletionJob) -> None:
         """Queue a job."""
-        self._count(job.count)
+        self._change_load(job.count)
         self._commands.put(job)
 
     def cancel(self, id: str) -> None:
         """Stop the completions of a job; its `tell` is not called again."""
         self._commands.put(id)
 
-    def score(self, rows: Rows, want: Output, temperature: float = 1.0) -> Future[list[Vector]]:
+    def score(
+        self, rows: ScoredRows, want: Output, temperature: float = 1.0
+    ) -> Future[list[Vector]]:
         """Queue rows and return a future with one vector per row.
 
         A vector has the log-probs of the row's tokens from `starts` on, or its score.
         """
         future: Future[list[Vector]] = Future()
-        self._count(len(rows.tokens))
-        self._commands.put(Scoring(rows, want, temperature, future))
+        self._change_load(len(rows.tokens))
+        self._commands.put(ScoringJob(rows, want, temperature, future))
         return future
 
     # -- in the worker's thread
@@ -162,30 +166,30 @@ class Worker:
         """Serve until stopped, opening a generator whenever jobs are waiting."""
         while not self._stopping:
             try:
-                self._take(wait=not self._next)
-                self._score()
-                if self.spec is None or not self._next:
+                self._read_commands(wait=not self._waiting_jobs)
+                self._score_waiting()
+                if self.spec is None or not self._waiting_jobs:
                     continue
                 self._settings.clear()
                 with self.engine.generating(self.spec) as generator:
                     self._generate(generator)
             except Exception as error:  # fail the current work, but keep serving
                 self._fail(error)
-        self._take(wait=False)
+        self._read_commands(wait=False)
         self._fail(RunError("the server is stopping"))
 
     def _generate(self, generator: Generator) -> None:
         """Decode until the worker stops, or until waiting jobs need a new generator."""
         while not self._stopping:
-            self._take(wait=generator.idle and not self._next, generator=generator)
-            self._score()
-            self._admit(generator)
-            if generator.idle and self._next:
+            self._read_commands(wait=generator.idle and not self._waiting_jobs, generator=generator)
+            self._score_waiting()
+            self._admit_jobs(generator)
+            if generator.idle and self._waiting_jobs:
                 return
             for event in [] if generator.idle else generator.step():
-                self._tell(event)
+                self._pass_event(event)
 
-    def _take(self, wait: bool, generator: Generator | None = None) -> None:
+    def _read_commands(self, wait: bool, generator: Generator | None = None) -> None:
         """Read all queued commands; with `wait`, block until there is at least one."""
         while True:
             try:
@@ -196,52 +200,52 @@ class Worker:
             if command is None:
                 self._stopping = True
                 return
-            if isinstance(command, Scoring):
+            if isinstance(command, ScoringJob):
                 self._scorings.append(command)
-            elif isinstance(command, Job):
-                self._next.append(command)
+            elif isinstance(command, CompletionJob):
+                self._waiting_jobs.append(command)
             elif command in self._jobs and generator is not None:
                 generator.abort([command])
-                self._close(command)
+                self._remove_job(command)
             else:
-                dropped = [job for job in self._next if job.id == command]
-                self._next = [job for job in self._next if job.id != command]
-                self._count(-sum(job.count for job in dropped))
+                dropped = [job for job in self._waiting_jobs if job.id == command]
+                self._waiting_jobs = [job for job in self._waiting_jobs if job.id != command]
+                self._change_load(-sum(job.count for job in dropped))
 
-    def _admit(self, generator: Generator) -> None:
+    def _admit_jobs(self, generator: Generator) -> None:
         """Add waiting jobs to the running batch while the generator has room for their settings."""
-        while self._next and not self._stopping:
-            job = self._next[0]
+        while self._waiting_jobs and not self._stopping:
+            job = self._waiting_jobs[0]
             said = repr(job.sampling)
             if said not in self._settings and len(self._settings) >= MOST_SETTINGS:
                 return
-            self._next.pop(0)
-            self._jobs[job.id], self._left[job.id] = job, job.count
+            self._waiting_jobs.pop(0)
+            self._jobs[job.id], self._num_unfinished[job.id] = job, job.count
             try:
-                generator.submit(job.requests(self._settings.setdefault(said, job.sampling)))
+                generator.submit(job.build_requests(self._settings.setdefault(said, job.sampling)))
             except UserError as error:
                 generator.abort([job.id])
-                self._close(job.id)
+                self._remove_job(job.id)
                 job.tell(error)
 
-    def _tell(self, event: TokenEvent) -> None:
+    def _pass_event(self, event: TokenEvent) -> None:
         """Pass a token event to its job and count finished completions."""
         job = self._jobs.get(event.id)
         if job is None:
             return
         if event.finish is not None:
-            self._left[event.id] -= 1
-            self._count(-1)
-            if not self._left[event.id]:
-                self._close(event.id)
+            self._num_unfinished[event.id] -= 1
+            self._change_load(-1)
+            if not self._num_unfinished[event.id]:
+                self._remove_job(event.id)
         job.tell(event)
 
-    def _close(self, id: str) -> None:
+    def _remove_job(self, id: str) -> None:
         """Remove a job that has finished or been cancelled."""
-        self._count(-self._left.pop(id))
+        self._change_load(-self._num_unfinished.pop(id))
         del self._jobs[id]
 
-    def _score(self) -> None:
+    def _score_waiting(self) -> None:
         """Score the waiting rows, batched by kind; if a batch fails, score each request alone."""
         waiting = self._scorings
         self._scorings = []
@@ -264,15 +268,15 @@ class Worker:
                     scoring.future.set_exception(found)
                 else:
                     scoring.future.set_result(found)
-        self._count(-sum(len(scoring.rows.tokens) for scoring in waiting))
+        self._change_load(-sum(len(scoring.rows.tokens) for scoring in waiting))
 
-    def _forward_alone(self, scoring: Scoring) -> list[Vector] | Exception:
+    def _forward_alone(self, scoring: ScoringJob) -> list[Vector] | Exception:
         try:
             return self._forward([scoring])[0]
         except Exception as error:
             return error
 
-    def _forward(self, group: Sequence[Scoring]) -> list[list[Vector] | Exception]:
+    def _forward(self, group: Sequence[ScoringJob]) -> list[list[Vector] | Exception]:
         """Score a group of one kind in one forward pass; return the vectors of each request."""
         rows = [
             (ids, start)
@@ -280,11 +284,11 @@ class Worker:
             for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True)
         ]
         want, temperature = group[0].kind
-        batch = as_sample([ids for ids, _ in rows], [start for _, start in rows])
+        batch = build_sample([ids for ids, _ in rows], [start for _, start in rows])
         made = self.engine.forward(
             batch, frozenset({want}), temperature=temperature, max_tokens=self.max_tokens
         )
-        found = [host_array(values) for values in made.select(ids=batch.ids).sequences(want)]
+        found = [to_host_array(values) for values in made.select(ids=batch.ids).sequences(want)]
         split: list[list[Vector] | Exception] = []
         for scoring in group:
             count = len(scoring.rows.tokens)
@@ -294,26 +298,28 @@ class Worker:
 
     def _fail(self, error: Exception) -> None:
         """Fail all running and waiting jobs and scorings with `error`."""
-        jobs = [*self._jobs.values(), *self._next]
+        jobs = [*self._jobs.values(), *self._waiting_jobs]
         scorings = self._scorings
         self._scorings = []
-        self._count(-sum(self._left.values()) - sum(job.count for job in self._next))
+        self._change_load(
+            -sum(self._num_unfinished.values()) - sum(job.count for job in self._waiting_jobs)
+        )
         self._jobs.clear()
-        self._left.clear()
-        self._next.clear()
-        self._count(-sum(len(scoring.rows.tokens) for scoring in scorings))
+        self._num_unfinished.clear()
+        self._waiting_jobs.clear()
+        self._change_load(-sum(len(scoring.rows.tokens) for scoring in scorings))
         for job in jobs:
             job.tell(error)
         for scoring in scorings:
             if scoring.future.set_running_or_notify_cancel():
                 scoring.future.set_exception(error)
 
-    def _count(self, more: int) -> None:
+    def _change_load(self, more: int) -> None:
         with self._lock:
             self._load += more
 
 
-def as_sample(
+def build_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
     """Return rows as a sample with one id per row, split into prompt and completion."""

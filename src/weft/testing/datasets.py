@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
-from weft.data.byte_tokenizer import byte_level
+from weft.data.batches import BatchingOptions, BatchLoader, MapLoader, SourceSubset, StreamLoader
+from weft.data.byte_tokenizer import build_byte_level
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, is_by_index
-from weft.data.mixture import Share
-from weft.data.progress import silent
+from weft.data.mixture import SourceShare
+from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.registry import datasets
@@ -40,14 +40,16 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
     batches in every pass. Both: consistent keys and lengths, token ids within the vocabulary,
     samples that survive serialization, and exact resumption at every batch.
 
-    `tokenizer` defaults to `small_tokenizer()`. Prints one line that lists the checks.
+    `tokenizer` defaults to `build_small_tokenizer()`. Prints one line that lists the checks.
     """
-    words = tokenizer or small_tokenizer()
+    words = tokenizer or build_small_tokenizer()
     make = datasets.get(cls) if isinstance(cls, str) else cls
     with tempfile.TemporaryDirectory() as folder:
 
         def build() -> Any:
-            return make(util=DatasetUtility(words, cache_dir=folder, progress=silent), **args)
+            return make(
+                util=DatasetUtility(words, cache_dir=folder, progress=skip_progress), **args
+            )
 
         dataset = build()
         if is_by_index(dataset):
@@ -61,9 +63,9 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
     print(f"check_dataset({make.__name__}): {said}")
 
 
-def small_tokenizer() -> Tokenizer:
+def build_small_tokenizer() -> Tokenizer:
     """Return a byte-level tokenizer with `<s>`, `</s>` and a chat template; reads no file."""
-    hf = byte_level()
+    hf = build_byte_level()
     hf.chat_template = TEMPLATE
     return Tokenizer(hf)
 
@@ -91,13 +93,15 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
     for other, what in ((dataset, "a second access"), (build(), "a second build")):
         assert len(other) == count, f"{what} has {len(other)} samples, the first {count}"
         for index, sample in zip(indices, samples, strict=True):
-            _same(sample, other[index], f"[{index}] in {what}")
+            _check_same_sample(sample, other[index], f"[{index}] in {what}")
 
-    def loader() -> Loader:
-        part = Part("data", build(), np.arange(count))
-        return MapLoader([part], [Share("data", count)], Batching(max(1, count // BATCHES)), seed=1)
+    def make_loader() -> BatchLoader:
+        part = SourceSubset("data", build(), np.arange(count))
+        return MapLoader(
+            [part], [SourceShare("data", count)], BatchingOptions(max(1, count // BATCHES)), seed=1
+        )
 
-    resumed = _check_resume(loader)
+    resumed = _check_resume(make_loader)
     keys = ", ".join(samples[0].keys)
     return (
         f"{len(samples)} of {count} samples by index, with the keys {keys}: one id each and no id "
@@ -121,7 +125,7 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
         again = list(islice(iter(other), SAMPLES))
         assert len(again) == len(first), f"{what} has {len(again)} batches, the first {len(first)}"
         for number, (one, two) in enumerate(zip(first, again, strict=True)):
-            _same(one, two, f"batch {number} in {what}")
+            _check_same_sample(one, two, f"batch {number} in {what}")
     resumed = _check_resume(lambda: StreamLoader(build(), "data"))
     return (
         f"{len(first)} batches of an iterable dataset, with the keys {', '.join(first[0].keys)}: "
@@ -165,7 +169,7 @@ def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> No
     if "loss_mask" in sample.keys:
         same = np.array_equal(sample.lengths["loss_mask"], sample.lengths["completion"])
         assert same, f"{where}: 'loss_mask' and 'completion' differ in length"
-    _same(
+    _check_same_sample(
         sample,
         SequenceSample.from_bytes(sample.to_bytes()),
         f"{where} after to_bytes and from_bytes",
@@ -177,7 +181,7 @@ def _check_keys(samples: Sequence[SequenceSample]) -> None:
     assert len(keys) == 1, f"samples differ in their keys: {[sorted(found) for found in keys]}"
 
 
-def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
+def _check_same_sample(one: SequenceSample, other: SequenceSample, where: str) -> None:
     assert one.ids == other.ids, f"{where}: ids {other.ids[:3]} instead of {one.ids[:3]}"
     assert set(one.keys) == set(other.keys), f"{where}: keys differ"
     assert dict(one.metadata) == dict(other.metadata), f"{where}: metadata differ"
@@ -188,7 +192,7 @@ def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
         assert torch.equal(one.data[key], other.data[key]), f"{where}: values of {key!r} differ"
 
 
-def _check_resume(make: Callable[[], Loader]) -> str:
+def _check_resume(make: Callable[[], BatchLoader]) -> str:
     """Check that a new loader continues with the same batches from each of the first positions.
 
     Returns a description of the check.
@@ -202,7 +206,7 @@ def _check_resume(make: Callable[[], Loader]) -> str:
     for position, state in enumerate(states[:-1]):
         again = make()
         again.load_state_dict(state)
-        _same(
+        _check_same_sample(
             batches[position],
             again.next_batch(),
             f"the batch at position {position} after a restart",

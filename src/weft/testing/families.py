@@ -23,7 +23,7 @@ from weft.checkpoints import hf_io
 from weft.models.families.base import Family
 from weft.models.kv.slots import KVCache
 from weft.models.network.packed import pack
-from weft.models.network.parameters import canonical, values
+from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 from weft.registry import families
 
@@ -42,9 +42,9 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
     assert families.get(family.name) is family, (
         f"{family.name} is not registered; call register_hf_family"
     )
-    with _no_bars(), tempfile.TemporaryDirectory() as folder:
+    with _disable_progress_bars(), tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        reference = reference_model(family, "lm", seed, overrides)
+        reference = build_reference_model(family, "lm", seed, overrides)
         reference.save_pretrained(directory / "theirs")
         check_config(family, reference)
         check_language_model(family, reference, directory, seed)
@@ -65,7 +65,7 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def _disable_progress_bars() -> Iterator[None]:
     """Disable the progress bars of `transformers` within the context."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
@@ -76,7 +76,9 @@ def _no_bars() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-def reference_model(family: Family, head: str, seed: int, overrides: Mapping[str, Any]) -> Any:
+def build_reference_model(
+    family: Family, head: str, seed: int, overrides: Mapping[str, Any]
+) -> Any:
     """Return a `transformers` model with random values in every parameter, biases and norms too."""
     values = {**family.tiny, "pad_token_id": 0, **overrides}
     config = transformers.AutoConfig.for_model(family.name, **values)
@@ -116,11 +118,11 @@ def check_language_model(family: Family, reference: Any, directory: Path, seed: 
     `transformers` and compared again.
     """
     network = hf_io.load(directory / "theirs")
-    sequences = _sequences(network.config.vocab_size, seed)
+    sequences = _make_sequences(network.config.vocab_size, seed)
     _check_values(network, reference, sequences)
     check_gradients(family, network, reference, sequences)
     check_cache(network, sequences)
-    hf_io.save(directory / "ours", values(network), network.config)
+    hf_io.save(directory / "ours", find_canonical_values(network), network.config)
     again = transformers.AutoModelForCausalLM.from_pretrained(
         directory / "ours", attn_implementation="eager"
     )
@@ -139,10 +141,12 @@ def check_language_model(family: Family, reference: Any, directory: Path, seed: 
 def _check_values(network: Transformer, reference: Any, sequences: list[Tensor]) -> None:
     packed = pack(sequences)
     logprobs = network(packed, LOGPROBS)["logprobs"]
-    logits = network.next_token_logits(network.hidden(packed))
+    logits = network.next_token_logits(network.compute_hidden(packed))
     theirs = [reference(s[None]).logits[0].float() for s in sequences]
     assert_close(logits, torch.cat(theirs), msg=lambda m: f"logits: {m}")
-    assert_close(logprobs, _naive_logprobs(theirs, sequences), msg=lambda m: f"log-probs: {m}")
+    assert_close(
+        logprobs, _compute_naive_logprobs(theirs, sequences), msg=lambda m: f"log-probs: {m}"
+    )
     alone = torch.cat([network(pack([s]), LOGPROBS)["logprobs"] for s in sequences])
     assert_close(logprobs, alone, msg=lambda m: f"packed and one by one: {m}")
 
@@ -157,7 +161,7 @@ def check_gradients(
     reference.zero_grad()
     (network(pack(sequences), LOGPROBS)["logprobs"] * weights).mean().backward()
     theirs = [reference(s[None]).logits[0].float() for s in sequences]
-    (_naive_logprobs(theirs, sequences) * weights).mean().backward()
+    (_compute_naive_logprobs(theirs, sequences) * weights).mean().backward()
     with tempfile.TemporaryDirectory() as folder:
         with torch.no_grad():
             for parameter in reference.parameters():
@@ -165,8 +169,8 @@ def check_gradients(
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 )
         reference.save_pretrained(folder)
-        reader = hf_io.Reader(folder)
-        for name, stored in canonical(network).items():
+        reader = hf_io.ParameterReader(folder)
+        for name, stored in find_canonical_parameters(network).items():
             assert stored.grad is not None, f"{name} has no gradient"
             assert_close(stored.grad, reader.read(name), msg=f"gradients of {name} differ")
             assert stored.grad.abs().max() > 0, f"the gradient of {name} is zero"
@@ -176,13 +180,13 @@ def check_gradients(
 def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
     """Check that a prefill in two chunks, then single tokens, gives the uncached hidden states."""
     long = [s[:12] for s in sequences if len(s) >= 12]
-    whole = [network.hidden(pack([s])) for s in long]
+    whole = [network.compute_hidden(pack([s])) for s in long]
     cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=4)
     slots = cache.allocate(len(long))
-    network.hidden(cache.extend(slots, [s[: 4 + i] for i, s in enumerate(long)]))
-    network.hidden(cache.extend(slots, [s[4 + i : 9] for i, s in enumerate(long)]))
+    network.compute_hidden(cache.extend(slots, [s[: 4 + i] for i, s in enumerate(long)]))
+    network.compute_hidden(cache.extend(slots, [s[4 + i : 9] for i, s in enumerate(long)]))
     for place in range(9, 12):
-        states = network.hidden(cache.extend(slots, torch.stack([s[place] for s in long])))
+        states = network.compute_hidden(cache.extend(slots, torch.stack([s[place] for s in long])))
         assert_close(
             states, torch.stack([w[place] for w in whole]), msg=lambda m: f"with a cache: {m}"
         )
@@ -193,8 +197,8 @@ def check_parts(directory: Path) -> None:
 
     The parts together must be the whole checkpoint.
     """
-    reader = hf_io.Reader(directory)
-    names = reader.keymap.names("block", layer=1)
+    reader = hf_io.ParameterReader(directory)
+    names = reader.keymap.list_names("block", layer=1)
     assert names, "the key map has no block 1"
     for name in names:
         before = reader.bytes_read
@@ -209,7 +213,7 @@ def check_parts(directory: Path) -> None:
         assert reader.bytes_read - before == part.numel() * part.element_size(), (
             f"reading half of {name} reads more than its bytes"
         )
-    parts = [n for part in ("embedding", "block", "head") for n in reader.keymap.names(part)]
+    parts = [n for part in ("embedding", "block", "head") for n in reader.keymap.list_names(part)]
     assert sorted(parts) == sorted(reader.keymap.keys), (
         "the parts (embedding, blocks, head) are not the whole checkpoint"
     )
@@ -220,11 +224,11 @@ def check_classifier(
     family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]
 ) -> None:
     """Compare scores of reward models saved by `transformers` and by weft."""
-    reference = reference_model(family, "score", seed, overrides)
+    reference = build_reference_model(family, "score", seed, overrides)
     reference.save_pretrained(directory / "reward")
     network = hf_io.load(directory / "reward", "score")
     sequences = [
-        s.clamp_min(1) for s in _sequences(network.config.vocab_size, seed)
+        s.clamp_min(1) for s in _make_sequences(network.config.vocab_size, seed)
     ]  # transformers treats id 0 as padding
     scores = network(pack(sequences), SCORES)["scores"]
     assert_close(
@@ -232,7 +236,7 @@ def check_classifier(
         torch.cat([reference(s[None]).logits[0] for s in sequences]),
         msg=lambda m: f"scores: {m}",
     )
-    hf_io.save(directory / "ours-reward", values(network), network.config, "score")
+    hf_io.save(directory / "ours-reward", find_canonical_values(network), network.config, "score")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(
         directory / "ours-reward", attn_implementation="eager"
     )
@@ -244,7 +248,7 @@ def check_classifier(
     )
 
 
-def _sequences(vocab_size: int, seed: int) -> list[Tensor]:
+def _make_sequences(vocab_size: int, seed: int) -> list[Tensor]:
     """Return random sequences of ids from 1 on.
 
     Id 0 is the reference's padding, whose embedding gets no gradient in `transformers`.
@@ -253,6 +257,6 @@ def _sequences(vocab_size: int, seed: int) -> list[Tensor]:
     return [torch.randint(1, vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
-def _naive_logprobs(logits: list[Tensor], sequences: list[Tensor]) -> Tensor:
+def _compute_naive_logprobs(logits: list[Tensor], sequences: list[Tensor]) -> Tensor:
     pairs = zip(logits, sequences, strict=True)
     return torch.cat([x[:-1].log_softmax(-1).gather(1, s[1:, None])[:, 0] for x, s in pairs])

@@ -21,7 +21,7 @@ from weft.interfaces.base import MFCResult, Minibatches, Model, ModelInterface
 from weft.registry import backends
 from weft.runtime.split import split
 from weft.runtime.state import read_state, write_state
-from weft.testing.datasets import small_tokenizer
+from weft.testing.datasets import build_small_tokenizer
 from weft.topology import Layout
 
 CALLS = ("generate", "inference", "evaluate", "train_step")
@@ -60,25 +60,27 @@ def check_interface(
     increases the version by one. `state_dict` must survive writing to disk and `load_state_dict`.
     `save` must write at least one file.
 
-    `batch` defaults to `small_batch()`, which has every key of the shipped datasets and nodes
+    `batch` defaults to `build_small_batch()`, which has every key of the shipped datasets and nodes
     except `support`; `head` is the network's head: lm, value or score.
     """
     assert isinstance(cls, type), f"{cls!r} is not a class; an interface is built as cls(**args)"
-    found = [name for name in CALLS if _implements(cls, name)]
+    found = [name for name in CALLS if _has_method(cls, name)]
     assert found, f"{cls.__name__} implements none of {', '.join(CALLS)}, so no node can call it"
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(cls, args, small_batch() if batch is None else batch, head, Path(folder))
+        bench = InterfaceBench(
+            cls, args, build_small_batch() if batch is None else batch, head, Path(folder)
+        )
         for name in found:
             _check_call(bench, name)
-        if _implements(cls, "state_dict") or _implements(cls, "load_state_dict"):
+        if _has_method(cls, "state_dict") or _has_method(cls, "load_state_dict"):
             _check_state(bench, found)
-        if _implements(cls, "save"):
+        if _has_method(cls, "save"):
             _check_save(bench)
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The interface under test and its inputs. `model` always returns the same fresh weights."""
+class InterfaceBench:
+    """The interface under test and its inputs. `build_model` always returns the same fresh weights."""
 
     cls: type[Any]
     args: Mapping[str, Any]
@@ -89,9 +91,9 @@ class Bench:
     def build(self) -> Any:
         return self.cls(**self.args)
 
-    def model(self) -> Model:
+    def build_model(self) -> Model:
         """Return a random Llama with an optimizer and a byte-level tokenizer."""
-        tokenizer = small_tokenizer()
+        tokenizer = build_small_tokenizer()
         directory = self.folder / "model"
         if not directory.exists():
             directory.mkdir()
@@ -123,15 +125,15 @@ class Bench:
 
     def call(self, name: str, batch: SequenceSample | None = None) -> MFCResult:
         """Call the method `name` of a newly built interface once, on fresh weights."""
-        return _call(self.build(), name, self.model(), self.batch if batch is None else batch)
+        return _call(self.build(), name, self.build_model(), self.batch if batch is None else batch)
 
 
-def small_batch() -> SequenceSample:
+def build_small_batch() -> SequenceSample:
     """Return a batch of three ids with two completions each.
 
     It has every key that the shipped datasets and nodes produce, except `support`.
     """
-    tokenizer = small_tokenizer()
+    tokenizer = build_small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
     groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
     # Lengths of the completions; number of tokens, of completions and of ids.
@@ -143,8 +145,8 @@ def small_batch() -> SequenceSample:
     per_token = torch.linspace(-1.0, -0.1, rows)
     per_sequence = torch.linspace(-1.0, 1.0, count)
     keys: dict[str, tuple[Any, torch.Tensor]] = {
-        "prompt": ([[len(p)] for p in prompts], _flat(prompts)),
-        "completion": (lengths, _flat([c for group in groups for c in group])),
+        "prompt": ([[len(p)] for p in prompts], _concatenate_sequences(prompts)),
+        "completion": (lengths, _concatenate_sequences([c for group in groups for c in group])),
         "loss_mask": (lengths, torch.ones(rows)),
         "rank": (single, torch.tensor([0, 1] * pairs)),
         "comparison": (single, torch.zeros(count, dtype=torch.int64)),
@@ -168,7 +170,7 @@ def small_batch() -> SequenceSample:
     )
 
 
-def _implements(cls: type[Any], method: str) -> bool:
+def _has_method(cls: type[Any], method: str) -> bool:
     return any(method in vars(base) for base in cls.__mro__ if base is not ModelInterface)
 
 
@@ -176,7 +178,7 @@ def _call(interface: Any, name: str, model: Model, batch: SequenceSample) -> MFC
     method: Callable[..., MFCResult] = getattr(interface, name)
     if name != "train_step":
         return method(model, batch)
-    if _implements(type(interface), "minibatches"):
+    if _has_method(type(interface), "minibatches"):
         wanted = interface.minibatches()
     else:
         wanted = Minibatches()
@@ -191,10 +193,10 @@ def _call(interface: Any, name: str, model: Model, batch: SequenceSample) -> MFC
     )
 
 
-def _check_call(bench: Bench, name: str) -> None:
+def _check_call(bench: InterfaceBench, name: str) -> None:
     where = f"{bench.cls.__name__}.{name}"
     before = bench.batch.to_bytes()
-    model = bench.model()
+    model = bench.build_model()
     result = _call(bench.build(), name, model, bench.batch)
     assert isinstance(result, MFCResult), (
         f"{where} returns a {type(result).__name__}, not an MFCResult"
@@ -257,14 +259,14 @@ def _check_same(one: SequenceSample | None, other: SequenceSample | None, where:
             raise AssertionError(f"{where}: key {key!r}: {error}") from error
 
 
-def _check_state(bench: Bench, found: Sequence[str]) -> None:
+def _check_state(bench: InterfaceBench, found: Sequence[str]) -> None:
     for name in ("state_dict", "load_state_dict"):
-        assert _implements(bench.cls, name), (
+        assert _has_method(bench.cls, name), (
             f"{bench.cls.__name__} has only one of state_dict and load_state_dict"
         )
     used = bench.build()
     fresh = bench.build()
-    _call(used, found[-1], bench.model(), bench.batch)
+    _call(used, found[-1], bench.build_model(), bench.batch)
     for name, interface in (("one", used), ("two", fresh)):
         write_state(bench.folder / name, interface.state_dict())
     fresh.load_state_dict(read_state(bench.folder / "one"))
@@ -275,12 +277,12 @@ def _check_state(bench: Bench, found: Sequence[str]) -> None:
     )
 
 
-def _check_save(bench: Bench) -> None:
+def _check_save(bench: InterfaceBench) -> None:
     directory = bench.folder / "saved"
     directory.mkdir()
-    bench.build().save(bench.model(), directory)
+    bench.build().save(bench.build_model(), directory)
     assert any(directory.iterdir()), f"{bench.cls.__name__}.save leaves its directory empty"
 
 
-def _flat(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+def _concatenate_sequences(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.named import find, names
+from weft.data.named import find_entry, list_names
 from weft.errors import ConfigError
 from weft.registry import register_named_dataset
 
@@ -35,23 +35,23 @@ oasst_export webgpt private_tuning alpaca hf_summary hf_summary_pairs vicuna
 
 @pytest.mark.parametrize("name", [*OPEN_ASSISTANT.split(), *LATER.split()])
 def test_every_name_is_known(name: str) -> None:
-    entry = find(name)
+    entry = find_entry(name)
     assert entry.repo or entry.url or entry.note
 
 
 def test_modes() -> None:
-    assert set(RM.split()) <= set(names("rm")) and set(RL.split()) <= set(names("rl"))
+    assert set(RM.split()) <= set(list_names("rm")) and set(RL.split()) <= set(list_names("rl"))
     assert (
-        "squad_v2" not in names("rm")
-        and "red_pajama" not in names("rl")
-        and "augment_oasst" not in names("sft")
+        "squad_v2" not in list_names("rm")
+        and "red_pajama" not in list_names("rl")
+        and "augment_oasst" not in list_names("sft")
     )
     with pytest.raises(ConfigError, match="unknown mode 'sfft'; did you mean sft"):
-        names("sfft")
+        list_names("sfft")
 
 
 def test_pairs_of_languages() -> None:
-    entry = find("wmt2019_zh-en")
+    entry = find_entry("wmt2019_zh-en")
     assert (entry.name, entry.config, entry.options["source"], entry.options["target"]) == (
         "wmt2019_zh-en",
         "zh-en",
@@ -62,12 +62,12 @@ def test_pairs_of_languages() -> None:
         with pytest.raises(
             ConfigError, match="write two of ar, de, fr, en, it, nl, tr, ru, ms, ko, ja, zh"
         ):
-            find(name)
+            find_entry(name)
 
 
 def test_unknown_names_hear_of_near_ones() -> None:
     with pytest.raises(ConfigError, match="unknown dataset 'webgtp'; did you mean webgpt"):
-        find("webgtp")
+        find_entry("webgtp")
 
 
 def test_entries_of_a_file_go_first(tmp_path: Path) -> None:
@@ -76,11 +76,13 @@ def test_entries_of_a_file_go_first(tmp_path: Path) -> None:
         "mine: {reader: question_answer, modes: [sft], prompt: q, answer: a}\ngsm8k: {reader: "
         "pairs, modes: rm}\n"
     )
-    assert find("mine", [str(file)]).options == {"prompt": "q", "answer": "a"} and "mine" in names(
-        "sft", [str(file)]
-    )
+    assert find_entry("mine", [str(file)]).options == {
+        "prompt": "q",
+        "answer": "a",
+    } and "mine" in list_names("sft", [str(file)])
     assert (
-        find("gsm8k", [str(file)]).reader == "pairs" and find("gsm8k").reader == "question_answer"
+        find_entry("gsm8k", [str(file)]).reader == "pairs"
+        and find_entry("gsm8k").reader == "question_answer"
     )
     for text, wrong in (
         ("mine: {raeder: pairs, modes: [rm]}", r"mine: reader is missing; is 'raeder' meant\?"),
@@ -92,9 +94,9 @@ def test_entries_of_a_file_go_first(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=wrong):
-            find("mine", [str(file)])
+            find_entry("mine", [str(file)])
     with pytest.raises(ConfigError, match="there is no such file"):
-        find("mine", [str(tmp_path / "no.yaml")])
+        find_entry("mine", [str(tmp_path / "no.yaml")])
 
 
 def test_entries_of_a_program() -> None:
@@ -105,4 +107,4 @@ def test_entries_of_a_program() -> None:
         prompt="riddle",
         answer="solution",
     )
-    assert find("riddles-of-mine").options["prompt"] == "riddle"
+    assert find_entry("riddles-of-mine").options["prompt"] == "riddle"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.named import find, names
-from weft.data.named.example import Use, row_of
-from weft.data.named.prepare import reader_options
+from weft.data.named import find_entry, list_names
+from weft.data.named.example import ReaderContext, to_row
+from weft.data.named.prepare import list_reader_options
 from weft.errors import ConfigError
 from weft.registry import readers
 
@@ -20,10 +20,10 @@ def made(
     name: str, mode: str, rows: Iterable[dict[str, Any]], training: bool = True, **options: Any
 ) -> list[dict[str, Any]]:
     """The rows that a named dataset's reader makes of `rows` in a mode."""
-    entry = find(name)
-    use = Use(entry.name, mode, training)
+    entry = find_entry(name)
+    use = ReaderContext(entry.name, mode, training)
     examples = readers.get(entry.reader)(list(rows), use, **{**entry.options, **options})
-    return [row[1] for each in examples if (row := row_of(each, mode)) is not None]
+    return [row[1] for each in examples if (row := to_row(each, mode)) is not None]
 
 
 def said(row: dict[str, Any]) -> list[str]:
@@ -37,13 +37,13 @@ def one(name: str, mode: str, *rows: dict[str, Any], **options: Any) -> dict[str
 
 
 def test_every_entry_names_a_reader_with_its_options() -> None:
-    for name in names():
-        entry = find(name.format(source="zh", target="en"))
-        known = reader_options(readers.get(entry.reader))
+    for name in list_names():
+        entry = find_entry(name.format(source="zh", target="en"))
+        known = list_reader_options(readers.get(entry.reader))
         assert set(entry.options) <= set(known), (name, set(entry.options) - set(known))
 
 
-NO_ANSWER = str(find("ua_squad").options["otherwise"])
+NO_ANSWER = str(find_entry("ua_squad").options["otherwise"])
 SQUAD = {
     "context": "Ann sings.",
     "question": "Who?",
@@ -158,7 +158,7 @@ def test_a_context_may_be_the_replys_own() -> None:
 
 
 def test_rows_with_unwanted_phrases_or_nothing_in_them_are_left_out() -> None:
-    entry, use = find("alpaca"), Use("alpaca", "sft")
+    entry, use = find_entry("alpaca"), ReaderContext("alpaca", "sft")
     rows = [
         {"instruction": "a", "input": "", "output": "As an AI language model, I cannot"},
         {"instruction": "a", "input": "", "output": " "},
@@ -426,10 +426,11 @@ def test_pairs_of_texts_and_of_messages() -> None:
         "orca_dpo_pairs", "rm", {"system": "S", "question": "Q", "chosen": "a", "rejected": "b"}
     )
     assert said(orca) == ["S", "Q"] and orca["replies"] == ["a", "b"]
-    entry = find("orca_dpo_pairs")
+    entry = find_entry("orca_dpo_pairs")
     rows = [{"system": "S", "question": f"Q{i}", "chosen": "a", "rejected": "b"} for i in range(3)]
     groups = {
-        each.group for each in readers.get(entry.reader)(rows, Use("x", "rm"), **entry.options)
+        each.group
+        for each in readers.get(entry.reader)(rows, ReaderContext("x", "rm"), **entry.options)
     }
     assert groups == {"Q0", "Q1", "Q2"}  # a system message that all share keeps nothing together
     stack = one(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tokenizer
-from weft.engine.backends.auto import chosen
+from weft.engine.backends.auto import choose_backend
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.registry import backends
@@ -34,13 +34,13 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_types_of_weft_s_own_and_others(bloom: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert chosen(ModelSpec(path=str(tmp_path))).backend == "torch"
-    found = chosen(ModelSpec(path=str(bloom)))
+    assert choose_backend(ModelSpec(path=str(tmp_path))).backend == "torch"
+    found = choose_backend(ModelSpec(path=str(bloom)))
     assert found.backend == "hf" and "no family for models of type bloom" in found.notes[0]
-    assert chosen(ModelSpec(path=str(bloom), type="llama")).backend == "torch", (
+    assert choose_backend(ModelSpec(path=str(bloom), type="llama")).backend == "torch", (
         "who names a family wants that one"
     )
-    assert chosen(ModelSpec(path=str(bloom), backend="torch")).backend == "torch"
+    assert choose_backend(ModelSpec(path=str(bloom), backend="torch")).backend == "torch"
     with pytest.raises(CheckpointError, match="no family for models of type 'bloom'"):
         backends.get("torch")(ModelSpec(path=str(bloom)), Layout())
 

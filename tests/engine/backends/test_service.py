@@ -17,8 +17,8 @@ import pytest
 
 from tests.launch.cases import options, prepare
 from tests.serve.serving import TOKEN, make_reward, serving
+from weft.engine.service_address import ServiceAddress
 from weft.engine.service_client import ServiceClient
-from weft.engine.service_place import Place
 from weft.engine.service_spec import ServiceSpec
 from weft.errors import ConfigError, RunError
 from weft.experiments import GRPOConfig, PPOConfig
@@ -26,7 +26,7 @@ from weft.host import http
 from weft.launch import run
 from weft.protocol.tensors import LENGTH_HEADER, pack, unpack
 from weft.serve.server import Server
-from weft.serve.worker import as_sample
+from weft.serve.worker import build_sample
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def metadata(*outputs: str) -> bytes:
 
 def client(url: str, **more: Any) -> ServiceClient:
     spec = ServiceSpec(token_env=None, **more)
-    return ServiceClient("ref", Place.of("ref", url, spec), spec)
+    return ServiceClient("ref", ServiceAddress.parse("ref", url, spec), spec)
 
 
 def test_logits_are_reduced_in_small_requests() -> None:
@@ -235,7 +235,7 @@ def test_logits_are_reduced_in_small_requests() -> None:
         )
         return 200, body, {LENGTH_HEADER: str(length)}
 
-    batch = as_sample(ROWS * 10, [2, 1] * 10)
+    batch = build_sample(ROWS * 10, [2, 1] * 10)
     with answering(answer) as url:
         made = (
             client(url, concurrency=1)
@@ -272,7 +272,7 @@ def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(
             {},
         )
 
-    batch = as_sample(ROWS, [2, 1])
+    batch = build_sample(ROWS, [2, 1])
     with answering(busy) as url:
         assert client(url).compute(batch, frozenset({"scores"}), 1.0).data["scores"].tolist() == [
             1.0,
@@ -305,7 +305,7 @@ def test_a_server_that_gives_too_few_scores() -> None:
         )
 
     with answering(short) as url, pytest.raises(RunError, match="has the shape"):
-        client(url).compute(as_sample(ROWS, [2, 1]), frozenset({"scores"}), 1.0)
+        client(url).compute(build_sample(ROWS, [2, 1]), frozenset({"scores"}), 1.0)
 
 
 def test_log_probs_at_another_temperature_need_a_server_that_has_one() -> None:
@@ -313,4 +313,4 @@ def test_log_probs_at_another_temperature_need_a_server_that_has_one() -> None:
         answering(lambda *_: (200, metadata("logprobs"), {})) as url,
         pytest.raises(ConfigError, match="temperature 1"),
     ):
-        client(url).compute(as_sample(ROWS, [2, 1]), frozenset({"logprobs"}), 0.7)
+        client(url).compute(build_sample(ROWS, [2, 1]), frozenset({"logprobs"}), 0.7)

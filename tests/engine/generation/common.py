@@ -11,11 +11,11 @@ from torch import Tensor
 
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.generate import BatchGenerator, open_generator
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.models.network.config import Rope, TransformerConfig
 from weft.models.network.packed import Packed, pack
-from weft.models.network.support import Support
+from weft.models.network.support import SamplingSupport
 from weft.models.network.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def build(
 def opened(
     network: Transformer,
     spec: GenerationSpec,
-    budget: Budget | None = None,
+    budget: GenerationBudget | None = None,
     eos: Iterable[int] = (EOS,),
 ) -> AbstractContextManager[BatchGenerator]:
     return open_generator(network, spec, device=CPU, version=7, eos_ids=eos, budget=budget)
@@ -59,7 +59,7 @@ def drain(generator: BatchGenerator) -> dict[Key, list[TokenEvent]]:
     events: dict[Key, list[TokenEvent]] = {}
     while not generator.idle:
         new = generator.step()
-        assert new or generator._scheduler.filling, (
+        assert new or generator._scheduler.prefilling, (
             "a step samples something or computes a part of a prompt"
         )
         for event in new:
@@ -71,7 +71,7 @@ def generate(
     network: Transformer,
     spec: GenerationSpec,
     requests: list[Request],
-    budget: Budget | None = None,
+    budget: GenerationBudget | None = None,
 ) -> dict[Key, list[TokenEvent]]:
     with opened(network, spec, budget) as generator:
         generator.submit(requests)
@@ -92,7 +92,9 @@ def recomputed(
     if any(event.support for event in row):
         before = [0] * (len(request.prompt) - 1)
         counts = torch.tensor([*before, *(len(event.support) for event in row)])
-        support = Support(torch.tensor([id for event in row for id in event.support]), counts)
+        support = SamplingSupport(
+            torch.tensor([id for event in row for id in event.support]), counts
+        )
     temperature = 1.0 if spec.greedy else spec.temperature
     with torch.no_grad():
         return network(x, frozenset({"logprobs"}), temperature, support)["logprobs"][
@@ -108,20 +110,20 @@ class Spy:
         self.vocab_size, self.held_layers = network.vocab_size, network.held_layers
         self.passes: list[int] = []
 
-    def shares_prefixes(self, longest: int) -> bool:
-        return self.network.shares_prefixes(longest)
+    def can_share_prefixes(self, longest: int) -> bool:
+        return self.network.can_share_prefixes(longest)
 
     @property
     def prefix_tokens(self) -> int:
         return self.network.prefix_tokens
 
     @property
-    def reads_pages(self) -> bool:
-        return self.network.reads_pages
+    def can_read_pages(self) -> bool:
+        return self.network.can_read_pages
 
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+    def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
         self.passes.append(len(x.tokens))
-        return self.network.hidden(x, rows)
+        return self.network.compute_hidden(x, rows)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
         return self.network.next_token_logits(hidden_rows, wide)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.generation.blocks import Slots
+from weft.engine.generation.blocks import SlotManager
 
 
 @settings(max_examples=150, deadline=None)
@@ -18,7 +18,7 @@ from weft.engine.generation.blocks import Slots
 def test_slots_held_are_enough_and_within_the_limits(
     most: int, tokens: int, todo: list[tuple[str, int]]
 ) -> None:
-    slots, apart, here = Slots(most, tokens), {}, []
+    slots, apart, here = SlotManager(most, tokens), {}, []
     for number, (what, length) in enumerate(todo):
         if what == "a" and slots.admit(number, length):
             here.append(number)
@@ -32,23 +32,23 @@ def test_slots_held_are_enough_and_within_the_limits(
         elif what == "r" and apart:
             apart.pop(key := next(iter(apart)))
             slots.release(key)
-        assert len(slots) <= slots.num_held <= most
-        assert slots.num_held * slots.capacity + sum(apart.values()) <= tokens
+        assert len(slots) <= slots.num_slots <= most
+        assert slots.num_slots * slots.capacity + sum(apart.values()) <= tokens
 
 
 def test_slots_are_as_large_as_they_will_be_where_that_is_half_the_limit() -> None:
-    slots = Slots(8, 2000, unit=16, ahead=True)
+    slots = SlotManager(8, 2000, unit=16, ahead=True)
     slots.expect(5, 110)
-    assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (5, 112)
+    assert slots.admit("a", 10) and (slots.num_slots, slots.capacity) == (5, 112)
     slots.expect(20, 100)
-    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_held, slots.capacity) == (
+    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_slots, slots.capacity) == (
         8,
         112,
     )
     for longest, ahead in ((150, True), (110, False)):
-        slots = Slots(8, 2000, unit=16, ahead=ahead)
+        slots = SlotManager(8, 2000, unit=16, ahead=ahead)
         slots.expect(5, longest)
-        assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (8, 64), (
+        assert slots.admit("a", 10) and (slots.num_slots, slots.capacity) == (8, 64), (
             "they grow by doubling"
         )
 
@@ -60,12 +60,12 @@ def test_those_that_come_later_find_room(longest: int) -> None:
     """
     sizes = {}
     for ahead in (True, False):
-        slots, held = Slots(32, 8000, unit=16, ahead=ahead), set()
+        slots, held = SlotManager(32, 8000, unit=16, ahead=ahead), set()
         for key in range(32):
             slots.expect(key + 1, longest)
             assert slots.admit(key, 5)
             slots.start(key)
             assert slots.advance()
-            held.add((slots.num_held, slots.capacity))
+            held.add((slots.num_slots, slots.capacity))
         sizes[ahead] = len(held)
     assert sizes[True] <= sizes[False] + 3

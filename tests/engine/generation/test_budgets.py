@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.engine.generation import budgets
-from weft.engine.generation.budgets import default_budget, kv_bytes
+from weft.engine.generation.budgets import choose_default_budget, compute_kv_bytes
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.options import validate
@@ -21,28 +21,31 @@ CPU, CUDA, GIB = torch.device("cpu"), torch.device("cuda", 0), 2**30
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 GiB, of which 30 are free."""
-    monkeypatch.setattr(budgets, "memory_bytes", lambda _: 80 * GIB)
+    monkeypatch.setattr(budgets, "read_memory_bytes", lambda _: 80 * GIB)
     monkeypatch.setattr(budgets, "free_bytes", lambda _: 30 * GIB)
 
 
 def test_a_gpu_gives_a_quarter_but_no_more_than_is_free(
     gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kv_bytes(CUDA, None) == 20 * GIB
+    assert compute_kv_bytes(CUDA, None) == 20 * GIB
     monkeypatch.setattr(budgets, "free_bytes", lambda _: 10 * GIB)
-    assert kv_bytes(CUDA, None) == 9 * GIB
-    assert kv_bytes(CUDA, None, kept=4 * GIB) == 13 * GIB, "what is kept is theirs already"
+    assert compute_kv_bytes(CUDA, None) == 9 * GIB
+    assert compute_kv_bytes(CUDA, None, kept=4 * GIB) == 13 * GIB, "what is kept is theirs already"
 
 
 def test_what_the_user_says_holds_and_must_be_there(gpu: None) -> None:
-    assert kv_bytes(CUDA, 25.0) == 25 * GIB and kv_bytes(CPU, 0.5) == GIB // 2
+    assert compute_kv_bytes(CUDA, 25.0) == 25 * GIB and compute_kv_bytes(CPU, 0.5) == GIB // 2
     with pytest.raises(
         ConfigError, match=r"gen.kv_cache_gb=31: 30.0 GiB are free on cuda:0; lower it"
     ):
-        kv_bytes(CUDA, 31.0)
-    assert kv_bytes(CUDA, 31.0, kept=GIB) == 31 * GIB
+        compute_kv_bytes(CUDA, 31.0)
+    assert compute_kv_bytes(CUDA, 31.0, kept=GIB) == 31 * GIB
     per_token = 2 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_dim * 4
-    assert default_budget(LLAMA, CPU, torch.float32, kv_cache_gb=1.0).max_tokens == GIB // per_token
+    assert (
+        choose_default_budget(LLAMA, CPU, torch.float32, kv_cache_gb=1.0).max_tokens
+        == GIB // per_token
+    )
 
 
 def test_no_room_at_all_is_refused() -> None:

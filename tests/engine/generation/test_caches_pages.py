@@ -21,9 +21,9 @@ from tests.models.common import tiny
 from weft.engine.base import Request
 from weft.engine.generation import caches as caches_module
 from weft.engine.generation import generate as generation
-from weft.engine.generation.caches import KeptPages, PageCaches, storage_of
+from weft.engine.generation.caches import PageCaches, ReusablePageCaches, identify_storage
 from weft.engine.generation.graphs import DecodeGraphs
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.kernels import flash, flex
 from weft.models.kv.pages import PagedCache, PagePool
@@ -32,7 +32,7 @@ from weft.models.network import lora
 from .common import LLAMA, build, drain, generate, opened, tokens
 
 SPEC = GenerationSpec(max_new_tokens=12, seed=3)
-BUDGET = Budget(max_sequences=6, max_tokens=2000, max_prefill_tokens=100)
+BUDGET = GenerationBudget(max_sequences=6, max_tokens=2000, max_prefill_tokens=100)
 PAGE = 16
 
 
@@ -46,7 +46,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
     """Switches generators to pages; returns those made since."""
     made: list[PageCaches] = []
 
-    def caches_for(network: Any, device: torch.device, budget: Budget) -> PageCaches:
+    def caches_for(network: Any, device: torch.device, budget: GenerationBudget) -> PageCaches:
         caches = PageCaches(network, device, budget, page=PAGE)
         caches.graphs = DecodeGraphs(caches.graphs._runs, device, capture, after=1)
         made.append(caches)
@@ -56,7 +56,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
         # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
         torch._dynamo.reset()
         monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
-        monkeypatch.setattr(caches_module, "caches_for", caches_for)
+        monkeypatch.setattr(caches_module, "build_caches", caches_for)
         return made
 
     return switch
@@ -102,7 +102,7 @@ def test_short_memory_and_new_weights(paged: Callable[[], list[PageCaches]]) -> 
     weights change on the way.
     """
     network = build()
-    tight = Budget(max_sequences=4, max_tokens=200, max_prefill_tokens=64)
+    tight = GenerationBudget(max_sequences=4, max_tokens=200, max_prefill_tokens=64)
 
     def run() -> dict[Any, list[int]]:
         with opened(network, SPEC, tight) as generator:
@@ -159,9 +159,9 @@ def test_with_the_flash_kernels_contract(
     paged()
     monkeypatch.setattr(flash, "serves", lambda *_: True)
     monkeypatch.setattr(
-        flash, "abilities", lambda: flash.Abilities(grouped_heads=table, block_table=table)
+        flash, "find_features", lambda: flash.FlashFeatures(grouped_heads=table, block_table=table)
     )
-    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
+    monkeypatch.setattr(flash, "load_kernel", lambda: varlen_attn)
     assert tokens(generate(network, SPEC, requests(), BUDGET)) == tokens(expected)
 
 
@@ -183,7 +183,11 @@ def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[Pag
     nothing that is there. What was captured goes once weights lie elsewhere or other adapters are
     at work, and not before.
     """
-    network, kept, budget = build(), KeptPages(), replace(BUDGET, max_sequences=24, max_tokens=4000)
+    network, kept, budget = (
+        build(),
+        ReusablePageCaches(),
+        replace(BUDGET, max_sequences=24, max_tokens=4000),
+    )
     expected = generate(network, SPEC, ragged(), budget)
     made = paged()
 
@@ -224,12 +228,12 @@ def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[Pag
 
 def test_a_switch_of_adapters_drops_what_was_captured() -> None:
     network = build()
-    before = storage_of(network)
+    before = identify_storage(network)
     lora.attach(network, r=2, alpha=4.0)
-    on = storage_of(network)
-    with lora.adapters_off(network):
-        off = storage_of(network)
-    assert before != on != off != before and storage_of(network) == on
+    on = identify_storage(network)
+    with lora.disable_adapters(network):
+        off = identify_storage(network)
+    assert before != on != off != before and identify_storage(network) == on
 
 
 def test_pages_are_made_room_for_once_and_never_past_the_budget(
@@ -260,7 +264,7 @@ def test_draws_in_a_graph_are_those_outside(
     """Rows of several temperatures, and likeliest tokens; those that a graph cannot hold are drawn
     after it.
     """
-    network, used, run = build(), list[str](), PageCaches._run
+    network, used, run = build(), list[str](), PageCaches._run_step
     specs = DRAWS[kind]
     asked = [
         replace(request, sampling=specs[i % len(specs)]) for i, request in enumerate(requests(3, 2))
@@ -271,7 +275,7 @@ def test_draws_in_a_graph_are_those_outside(
         used.append(kind)
         return run(caches, kind, step)
 
-    monkeypatch.setattr(PageCaches, "_run", spy)
+    monkeypatch.setattr(PageCaches, "_run_step", spy)
     paged()
     assert tokens(generate(network, SPEC, asked, BUDGET)) == tokens(expected)
     assert set(used) == {kind}
@@ -313,13 +317,13 @@ def test_a_decode_step_asks_the_host_nothing(name: str, monkeypatch: pytest.Monk
     """With a stand-in for the flash kernel, whose own work is the device's."""
     network = tiny(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
     monkeypatch.setattr(flash, "serves", lambda *_: True)
-    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(True, True))
-    monkeypatch.setattr(flash, "kernel", lambda: lambda q, *_, **__: q)
+    monkeypatch.setattr(flash, "find_features", lambda: flash.FlashFeatures(True, True))
+    monkeypatch.setattr(flash, "load_kernel", lambda: lambda q, *_, **__: q)
     pool = PagePool(network.config, "cpu", torch.float32, page=PAGE)
     cache = PagedCache(pool)
     step = torch.from_numpy(cache.step(cache.allocate(3), np.array([5, 6, 7])))
     with Questions() as questions:
-        states = network.hidden(pool.packed(step))
+        states = network.compute_hidden(pool.build_packed(step))
         assert questions.asked == []
         int(states.sum() > 0)
     assert len(questions.asked) == 1, "the mode sees a question"
@@ -327,22 +331,24 @@ def test_a_decode_step_asks_the_host_nothing(name: str, monkeypatch: pytest.Monk
 
 def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices with fused kernels, for networks that read them and rotate by fixed frequencies."""
-    from weft.engine.generation.caches import SlotCaches, caches_for
+    from weft.engine.generation.caches import SlotCaches, build_caches
     from weft.models.network.config import Rope
 
     cpu = torch.device("cpu")
-    assert isinstance(caches_for(build(), cpu, BUDGET), SlotCaches)
+    assert isinstance(build_caches(build(), cpu, BUDGET), SlotCaches)
     monkeypatch.setattr(flex, "serves", lambda *_: True)
     monkeypatch.setattr(flash, "serves", lambda *_: False)
-    assert isinstance(caches_for(build(), cpu, BUDGET), PageCaches)
+    assert isinstance(build_caches(build(), cpu, BUDGET), PageCaches)
     for table, kind in ((True, PageCaches), (False, SlotCaches)):  # no compiler for FlexAttention
         with monkeypatch.context() as patch:
             patch.setattr(flex, "serves", lambda *_: False)
             patch.setattr(flash, "serves", lambda *_: True)
-            patch.setattr(flash, "abilities", lambda table=table: flash.Abilities(True, table))
-            assert isinstance(caches_for(build(), cpu, BUDGET), kind)
+            patch.setattr(
+                flash, "find_features", lambda table=table: flash.FlashFeatures(True, table)
+            )
+            assert isinstance(build_caches(build(), cpu, BUDGET), kind)
     changing = Rope(theta=10000.0, dim=6, scaling="dynamic", values={"factor": 2.0, "original": 64})
-    assert isinstance(caches_for(build(replace(LLAMA, rope=changing)), cpu, BUDGET), SlotCaches)
+    assert isinstance(build_caches(build(replace(LLAMA, rope=changing)), cpu, BUDGET), SlotCaches)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

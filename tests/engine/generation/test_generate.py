@@ -28,16 +28,16 @@ from tests.engine.generation.common import (
 )
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.generation.budgets import default_budget
+from weft.engine.generation.budgets import choose_default_budget
 from weft.engine.generation.generate import open_generator
-from weft.engine.generation.scheduler import Budget
-from weft.engine.generation.stops import StopText
+from weft.engine.generation.scheduler import GenerationBudget
+from weft.engine.generation.stops import StopTextDetector
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import pack
 from weft.models.network.transformer import Transformer
-from weft.randomness import uniform
+from weft.randomness import draw_uniform
 
 
 def prompts(count: int = 5, samples: int = 3) -> list[Request]:
@@ -56,10 +56,10 @@ def test_draws_are_the_documented_hash_on_the_recomputed_distribution() -> None:
         known = [*request.prompt, *(e.token for e in row[:position])]
         with torch.no_grad():
             logits = network.next_token_logits(
-                network.hidden(pack([torch.tensor([*known, 0])]))[len(known) - 1][None]
+                network.compute_hidden(pack([torch.tensor([*known, 0])]))[len(known) - 1][None]
             )
         cdf = (logits[0] / 0.8).softmax(-1).cumsum(-1)
-        number = uniform(11, "sample", 4, "a", 3, position)
+        number = draw_uniform(11, "sample", 4, "a", 3, position)
         assert event.token == int((cdf <= number).sum())
         assert event.version == 7
 
@@ -71,7 +71,7 @@ def test_greedy_is_the_argmax_of_a_full_forward_pass() -> None:
         known = list(request.prompt)
         for event in rows[request.id, 0]:
             with torch.no_grad():
-                states = network.hidden(pack([torch.tensor([*known, 0])]))[len(known) - 1]
+                states = network.compute_hidden(pack([torch.tensor([*known, 0])]))[len(known) - 1]
             assert event.token == int(network.next_token_logits(states[None]).argmax())
             known.append(event.token)
 
@@ -79,14 +79,14 @@ def test_greedy_is_the_argmax_of_a_full_forward_pass() -> None:
 @pytest.mark.parametrize(
     "budget",
     [
-        Budget(max_sequences=1),
-        Budget(max_sequences=4),
-        Budget(max_prefill_tokens=30),
-        Budget(max_tokens=500),
+        GenerationBudget(max_sequences=1),
+        GenerationBudget(max_sequences=4),
+        GenerationBudget(max_prefill_tokens=30),
+        GenerationBudget(max_tokens=500),
     ],
     ids=["alone", "four", "little prefill", "short memory"],
 )
-def test_a_completion_does_not_depend_on_its_company(budget: Budget) -> None:
+def test_a_completion_does_not_depend_on_its_company(budget: GenerationBudget) -> None:
     network, spec = (
         build(),
         GenerationSpec(max_new_tokens=60, seed=3, top_p=0.9, record_support=True),
@@ -199,7 +199,9 @@ def again(requests: list[Request], partial: Partial) -> Request:
     ],
 )
 def test_what_cannot_go_on_is_refused(done: Partial, message: str) -> None:
-    with opened(build(), GenerationSpec(max_new_tokens=10), Budget(max_tokens=20)) as generator:
+    with opened(
+        build(), GenerationSpec(max_new_tokens=10), GenerationBudget(max_tokens=20)
+    ) as generator:
         with pytest.raises(DataError, match=re.escape(message)):
             generator.submit([Request("a", 0, [9, 8], generated=done, max_new_tokens=3)])
         assert generator.idle
@@ -355,8 +357,8 @@ def test_the_network_is_in_its_old_mode_afterwards_and_has_no_gradients() -> Non
 
 
 def test_the_default_budget_is_a_share_of_memory() -> None:
-    small = default_budget(LLAMA, CPU, torch.float32)
-    large = default_budget(dataclasses.replace(LLAMA, num_layers=4), CPU, torch.float32)
+    small = choose_default_budget(LLAMA, CPU, torch.float32)
+    large = choose_default_budget(dataclasses.replace(LLAMA, num_layers=4), CPU, torch.float32)
     assert small.max_tokens // 2 == large.max_tokens
 
 
@@ -404,7 +406,7 @@ def test_a_special_token_can_be_a_stop_text() -> None:
     """Such as `<|im_end|>`, which the text that people see leaves out."""
     tokenizer = letters("<3>")
     assert tokenizer.decode([3, 7], skip_special=True) == tokenizer.decode([7])
-    stop = StopText(["<3>"], tokenizer)
+    stop = StopTextDetector(["<3>"], tokenizer)
     assert [stop.feed(token) for token in (7, 8, 3)] == [False, False, True]
 
 
@@ -433,9 +435,9 @@ def test_a_character_that_spans_tokens_is_found() -> None:
     tokenizer = letters()
     ids = tokenizer.encode("ab€é")
     assert len(ids) == 7
-    found = StopText(["€"], tokenizer)
+    found = StopTextDetector(["€"], tokenizer)
     assert [found.feed(id) for id in ids] == [False] * 4 + [True] + [False] * 2
-    across = StopText(["b€é"], tokenizer)
+    across = StopTextDetector(["b€é"], tokenizer)
     assert [across.feed(id) for id in ids] == [False] * 6 + [True]
 
 

@@ -10,12 +10,12 @@ import torch
 
 from tests.engine.generation.common import CPU, build, drain, opened
 from weft.engine.base import Request
-from weft.engine.device import memory_bytes
-from weft.engine.generation.budgets import default_budget
+from weft.engine.device import read_memory_bytes
+from weft.engine.generation.budgets import choose_default_budget
 from weft.engine.generation.generate import BatchGenerator
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
-from weft.kernels import kept_wide
+from weft.kernels import prepare_wide
 from weft.kernels.cpu.sizes import VECTOR
 from weft.models.kv.slots import KVCache
 
@@ -23,7 +23,11 @@ LONG = [7 + i % 50 for i in range(100)]
 
 
 def held_tokens(generator: BatchGenerator) -> int:
-    caches = [cache for cache in (generator._cache, *generator._held.values()) if cache is not None]
+    caches = [
+        cache
+        for cache in (generator._cache, *generator._prefill_caches.values())
+        if cache is not None
+    ]
     return sum(
         cache.num_slots * cache.capacity
         for cache in caches
@@ -33,13 +37,13 @@ def held_tokens(generator: BatchGenerator) -> int:
 
 @pytest.mark.parametrize("count", [33, 40])
 def test_slots_for_sequences_to_come_stay_within_the_budget(count: int) -> None:
-    budget = Budget(max_sequences=count, max_tokens=64 * (count + 3))
+    budget = GenerationBudget(max_sequences=count, max_tokens=64 * (count + 3))
     with opened(build(), GenerationSpec(max_new_tokens=70, min_new_tokens=70), budget) as generator:
         generator.submit([Request(f"p{i}", 0, [6 + i % 50] * (1 + i % 5)) for i in range(count)])
         running = []
         while not generator.idle:
             generator.step()
-            running.append(len(generator._rows))
+            running.append(len(generator._batch))
             assert held_tokens(generator) < budget.max_tokens + VECTOR
     assert running[0] == count > running[66], (
         "all of them run at first; as they grow some wait again"
@@ -47,7 +51,7 @@ def test_slots_for_sequences_to_come_stay_within_the_budget(count: int) -> None:
 
 
 def test_few_long_sequences_do_not_keep_the_slots_of_many_short_ones() -> None:
-    budget = Budget(max_sequences=32, max_tokens=32 * 64)
+    budget = GenerationBudget(max_sequences=32, max_tokens=32 * 64)
     with opened(
         build(), GenerationSpec(max_new_tokens=400, min_new_tokens=400), budget
     ) as generator:
@@ -78,12 +82,10 @@ def test_the_output_matrix_is_made_wide_once_for_all_steps(monkeypatch: pytest.M
 
     def counted(right: torch.Tensor) -> torch.Tensor | None:
         copies.append(right.numel())
-        return kept_wide(right)
+        return prepare_wide(right)
 
-    monkeypatch.setattr("weft.engine.generation.generate.kept_wide", counted)
-    monkeypatch.setattr(
-        "weft.kernels.products._widened", lambda *_: pytest.fail("a copy in a step")
-    )
+    monkeypatch.setattr("weft.engine.generation.generate.prepare_wide", counted)
+    monkeypatch.setattr("weft.kernels.products._widen", lambda *_: pytest.fail("a copy in a step"))
     network, spec = (
         build(dtype=torch.bfloat16),
         GenerationSpec(max_new_tokens=20, min_new_tokens=20),
@@ -122,53 +124,57 @@ def test_prefixes_go_with_the_last_that_could_use_them() -> None:
     with opened(build(), GenerationSpec(max_new_tokens=3, min_new_tokens=3)) as generator:
         generator.submit([Request("a", k, LONG) for k in range(6)])
         generator.step()
-        assert len(generator._held) == 1
+        assert len(generator._prefill_caches) == 1
         drain(generator)
-        assert not generator._held and not generator._scheduler.prefixes
+        assert not generator._prefill_caches and not generator._scheduler.prefixes
         assert held_tokens(generator) == 0
 
         generator.submit([Request("b", k, LONG) for k in range(6)])
         generator.step()
         generator.abort(["b"])
-        assert not generator._held and held_tokens(generator) == 0
+        assert not generator._prefill_caches and held_tokens(generator) == 0
 
 
 def test_a_prefix_stays_for_those_that_wait() -> None:
     """Two run, and end in one step; those that wait begin in the next one without computing the
     prefix again.
     """
-    budget = Budget(max_sequences=2)
+    budget = GenerationBudget(max_sequences=2)
     with opened(build(), GenerationSpec(max_new_tokens=2, min_new_tokens=2), budget) as generator:
         generator.submit([Request("a", k, LONG) for k in range(6)])
         generator.step()
-        [first] = generator._held
+        [first] = generator._prefill_caches
         generator.step()
-        assert not len(generator._rows) and not generator.idle
-        assert list(generator._held) == [first]
+        assert not len(generator._batch) and not generator.idle
+        assert list(generator._prefill_caches) == [first]
         generator.step()
-        assert list(generator._held) == [first]
+        assert list(generator._prefill_caches) == [first]
 
 
 def test_a_closed_generator_holds_nothing() -> None:
     with opened(
         build(),
         GenerationSpec(max_new_tokens=30, min_new_tokens=30),
-        Budget(max_prefill_tokens=120),
+        GenerationBudget(max_prefill_tokens=120),
     ) as generator:
         generator.submit([Request("a", k, LONG) for k in range(6)])
         generator.step()
         generator.submit([Request("b", 0, np.random.default_rng(0).integers(6, 60, 400).tolist())])
         generator.step()
-        caches = [generator._cache, *generator._held.values()]
+        caches = [generator._cache, *generator._prefill_caches.values()]
         assert len(caches) == 3 and held_tokens(generator) > 500
-    assert held_tokens(generator) == 0 and generator._cache is None and not generator._held
+    assert (
+        held_tokens(generator) == 0 and generator._cache is None and not generator._prefill_caches
+    )
     assert all(isinstance(cache, KVCache) and not cache.keys for cache in caches)
 
 
 def test_the_default_budget_heeds_a_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = build().config
-    free = default_budget(config, CPU, torch.float32).max_tokens
-    limit = memory_bytes(CPU) // 8
-    monkeypatch.setattr("weft.engine.device.cgroup_limits", lambda: [limit, 1 << 62])
-    assert memory_bytes(CPU) == limit
-    assert default_budget(config, CPU, torch.float32).max_tokens == pytest.approx(free / 8, abs=1)
+    free = choose_default_budget(config, CPU, torch.float32).max_tokens
+    limit = read_memory_bytes(CPU) // 8
+    monkeypatch.setattr("weft.engine.device.read_cgroup_limits", lambda: [limit, 1 << 62])
+    assert read_memory_bytes(CPU) == limit
+    assert choose_default_budget(config, CPU, torch.float32).max_tokens == pytest.approx(
+        free / 8, abs=1
+    )

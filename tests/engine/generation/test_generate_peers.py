@@ -16,7 +16,7 @@ from transformers import (
 
 from tests.tiny import make_llama
 from weft.engine.base import Request
-from weft.engine.generation.sampling import likeliest
+from weft.engine.generation.sampling import select_support
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.registry import backends
 from weft.topology import Layout
@@ -38,7 +38,7 @@ def test_limits_keep_what_transformers_keeps(limits: dict[str, float]) -> None:
     if "min_p" in limits:
         warpers.append(MinPLogitsWarper(limits["min_p"]))
     theirs = warpers(torch.zeros(64, 1, dtype=torch.int64), scores) > -torch.inf
-    assert torch.equal(likeliest(scores, GenerationSpec(**limits)), theirs)  # type: ignore[arg-type]
+    assert torch.equal(select_support(scores, GenerationSpec(**limits)), theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("least", [0, 10])

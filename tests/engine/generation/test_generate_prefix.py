@@ -15,7 +15,7 @@ from tests.engine.generation.test_caches_pages import BUDGET, paged
 from tests.engine.generation.test_generate_sharing import BUDGETS, asked
 from weft.engine.base import Request
 from weft.engine.generation.caches import PageCaches
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError, RunError
 from weft.models.network import lora
@@ -71,7 +71,7 @@ def test_a_prefix_that_is_off_changes_nothing() -> None:
             strict=True,
         ):
             mine.copy_(theirs)
-    with lora.adapters_off(network):
+    with lora.disable_adapters(network):
         off = tokens(generate(network, spec, asked()))
     assert off == tokens(generate(plain, spec, asked()))
 
@@ -103,9 +103,9 @@ def test_learned_positions_hold_the_prefix_too() -> None:
 
 def test_memory_counts_the_prefix() -> None:
     network, spec = prefixed(), GenerationSpec(max_new_tokens=4, greedy=True)
-    generate(network, spec, [Request("a", 0, [9] * 10)], Budget(max_tokens=20))
+    generate(network, spec, [Request("a", 0, [9] * 10)], GenerationBudget(max_tokens=20))
     with (
-        opened(network, spec, Budget(max_tokens=19)) as generator,
+        opened(network, spec, GenerationBudget(max_tokens=19)) as generator,
         pytest.raises(RunError, match="20 tokens"),
     ):
         generator.submit([Request("a", 0, [9] * 10)])

@@ -15,7 +15,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
 from weft.interfaces.base import Model
-from weft.interfaces.generate import Generate
+from weft.interfaces.generate import GenerateInterface
 from weft.kernels.cpu import library
 from weft.registry import backends
 from weft.topology import Layout
@@ -57,7 +57,9 @@ def batch(model: Model) -> SequenceSample:
 
 
 def test_tells_the_golden_story(stories: Model) -> None:
-    made = Generate(greedy=True, max_new_tokens=60).generate(stories, batch(stories)).outputs
+    made = (
+        GenerateInterface(greedy=True, max_new_tokens=60).generate(stories, batch(stories)).outputs
+    )
     assert made is not None
     prompt, completion = (
         stories.tokenizer.encode(PROMPTS[0]),
@@ -76,10 +78,10 @@ def test_sampled_log_probs_are_those_of_training(
     stories: Model, limits: dict[str, float], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "torch's":
-        monkeypatch.setattr(library, "library", lambda: None)
+        monkeypatch.setattr(library, "load_library", lambda: None)
     prompts = batch(stories)
     made = (
-        Generate(samples_per_prompt=4, max_new_tokens=150, **limits)
+        GenerateInterface(samples_per_prompt=4, max_new_tokens=150, **limits)
         .generate(stories, prompts)
         .outputs
     )

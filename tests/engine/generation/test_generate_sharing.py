@@ -26,7 +26,7 @@ from tests.engine.generation.common import (
 )
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.generate import open_generator
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.models.network.config import TransformerConfig
 
@@ -51,11 +51,11 @@ def asked(system: int = 130, prompts: int = 3, samples: int = 4) -> list[Request
 
 
 BUDGETS = {
-    "together": Budget(),
-    "two at once": Budget(max_sequences=2),
-    "parts of prompts": Budget(max_prefill_tokens=37),
-    "short memory": Budget(max_tokens=620),
-    "both": Budget(max_tokens=620, max_prefill_tokens=23),
+    "together": GenerationBudget(),
+    "two at once": GenerationBudget(max_sequences=2),
+    "parts of prompts": GenerationBudget(max_prefill_tokens=37),
+    "short memory": GenerationBudget(max_tokens=620),
+    "both": GenerationBudget(max_tokens=620, max_prefill_tokens=23),
 }
 
 
@@ -123,7 +123,7 @@ def test_a_prompt_in_parts_leaves_decodes_running() -> None:
     spy = Spy(build())
     spec, budget = (
         GenerationSpec(max_new_tokens=30, min_new_tokens=30),
-        Budget(max_prefill_tokens=40),
+        GenerationBudget(max_prefill_tokens=40),
     )
     with open_generator(spy, spec, device=CPU, version=0, eos_ids=[], budget=budget) as generator:
         generator.submit([Request("a", 0, [9] * 4)])
@@ -139,7 +139,7 @@ def test_weights_that_change_and_aborts_in_the_middle_of_a_prompt() -> None:
     network, spec, budget = (
         build(),
         GenerationSpec(max_new_tokens=20, seed=2),
-        Budget(max_prefill_tokens=37),
+        GenerationBudget(max_prefill_tokens=37),
     )
     expected = tokens(generate(network, spec, asked()))
     with opened(network, spec, budget) as generator:
@@ -160,7 +160,7 @@ def test_many_samples_of_a_long_prompt_take_little_memory() -> None:
     with opened(network, GenerationSpec(max_new_tokens=20, min_new_tokens=20)) as generator:
         generator.submit([Request("a", k, prompt) for k in range(16)])
         generator.step()
-        caches = [generator._kv(), *generator._held.values()]
+        caches = [generator._get_cache(), *generator._prefill_caches.values()]
         held = sum(cache.num_bytes for cache in caches)
         per_token = caches[0].num_bytes / caches[0].num_slots / caches[0].capacity
     assert held < per_token * 2 * (400 + 16 * 64) < per_token * 16 * 400

@@ -14,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capture, filled_up
+from weft.engine.generation.graphs import (
+    COARSE_GRAPH_SIZES,
+    GRAPH_SIZES,
+    DecodeGraphs,
+    build_cuda_capture,
+    find_graph_size,
+)
 
 CPU = torch.device("cpu")
 
@@ -43,7 +49,7 @@ def step(rows: int, columns: int = 5, seed: int = 0) -> np.ndarray:
 
 
 def test_sizes() -> None:
-    assert [filled_up(n, SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [
+    assert [find_graph_size(n, GRAPH_SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [
         1,
         4,
         8,
@@ -53,7 +59,7 @@ def test_sizes() -> None:
         256,
         384,
     ]
-    assert [filled_up(n, COARSE) for n in (1, 3, 17, 200)] == [1, 4, 32, 256]
+    assert [find_graph_size(n, COARSE_GRAPH_SIZES) for n in (1, 3, 17, 200)] == [1, 4, 32, 256]
 
 
 def test_steps_of_one_size_share_a_graph_and_read_their_own_numbers() -> None:
@@ -79,7 +85,12 @@ def test_a_ragged_run_is_replayed_from_its_first_step() -> None:
     for _ in range(2):
         for rows in range(511, 0, -1):
             graphs("r", step(rows), form=0, expected=512)
-    assert len(set(recorder.sizes)) == len(recorder.sizes) == graphs.counts["captured"] < len(SIZES)
+    assert (
+        len(set(recorder.sizes))
+        == len(recorder.sizes)
+        == graphs.counts["captured"]
+        < len(GRAPH_SIZES)
+    )
     assert graphs.counts["eager"] == 0
 
 
@@ -184,7 +195,7 @@ def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPat
     """The current device is the thread's, 0 at first."""
     device = Device()
     monkeypatch.setattr(torch, "cuda", device)
-    capture = cuda_capture(torch.device("cuda", 1))
+    capture = build_cuda_capture(torch.device("cuda", 1))
     _, output = capture(run, torch.ones(2, 3))
     assert torch.equal(output, run(torch.ones(2, 3)))
     asked = [(name, at) for name, at in device.asked if name != "graph_pool_handle"]
@@ -238,7 +249,7 @@ def test_graphs_of_three_forms_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     """Each form's first capture comes once no graph of the form before is alive."""
     cuda = Pooled()
     monkeypatch.setattr(torch, "cuda", cuda)
-    graphs = DecodeGraphs({"r": run}, CPU, cuda_capture(CPU), after=0)
+    graphs = DecodeGraphs({"r": run}, CPU, build_cuda_capture(CPU), after=0)
     for form in range(3):
         for rows in (13, 2, 13):
             graphs("r", step(rows), form=form)
@@ -251,7 +262,7 @@ def test_graphs_of_three_forms_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 def test_graphs_of_three_forms_on_the_device() -> None:
     device, weight = torch.device("cuda", 0), torch.randn(5, 7, device="cuda")
     graphs = DecodeGraphs(
-        {"r": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device), after=0
+        {"r": lambda numbers: numbers.float() @ weight}, device, build_cuda_capture(device), after=0
     )
     with torch.no_grad():
         for form in range(3):
@@ -268,7 +279,7 @@ def test_a_graph_on_the_device() -> None:
     graphs = DecodeGraphs(
         {"r": lambda numbers: numbers.float() @ weight},
         torch.device("cuda", 0),
-        cuda_capture(torch.device("cuda", 0)),
+        build_cuda_capture(torch.device("cuda", 0)),
         after=0,
     )
     with torch.no_grad():

@@ -33,11 +33,11 @@ from weft.engine.generation.caches import SlotCaches
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.generate import BatchGenerator
 from weft.engine.generation.multi_step import MultiStepDecoder
-from weft.engine.generation.passes import Passes
-from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.passes import DecoderPasses
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.spec import GenerationSpec
-from weft.kernels import CachedForward, Drawing, cpu_library
+from weft.kernels import CachedForward, DrawParameters, cpu_library
 from weft.models.kv.slots import KVCache
 from weft.models.network.transformer import Transformer
 
@@ -53,7 +53,7 @@ FAR = 1e9  # seconds: as many steps as there can be
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is, steps go ahead."""
-    monkeypatch.setattr(multi_step, "SECONDS", FAR)
+    monkeypatch.setattr(multi_step, "MAX_SECONDS", FAR)
 
 
 def requests(count: int = 5, samples: int = 2) -> list[Request]:
@@ -109,7 +109,11 @@ def test_the_same_whatever_comes_in_between(seed: int, choices: list[int], cramp
 def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
     draw, network, said = random.Random(seed), build(dtype=torch.float32), list[object]()
     other = build(dtype=torch.float32, seed=1).state_dict()
-    budget = Budget(max_sequences=6, max_tokens=400, max_prefill_tokens=64) if cramped else None
+    budget = (
+        GenerationBudget(max_sequences=6, max_tokens=400, max_prefill_tokens=64)
+        if cramped
+        else None
+    )
     with opened(network, replace(LATE if seed % 2 else SPEC, seed=seed), budget) as generator:
         for number, choice in enumerate(choices):
             if choice < 3 or generator.idle:
@@ -132,7 +136,7 @@ def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
 
 
 def decode_steps(
-    network: Transformer, prompts: list[list[int]], tokens: list[int], draws: Drawing
+    network: Transformer, prompts: list[list[int]], tokens: list[int], draws: DrawParameters
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs [n, R] of the steps that `draws` has numbers for, after prompts and a
     token each.
@@ -140,12 +144,12 @@ def decode_steps(
     with torch.no_grad():
         cache, passes = (
             KVCache(network.config, CPU, torch.float32, slots=len(prompts), room=64),
-            Passes(network),
+            DecoderPasses(network),
         )
-        passes.hidden(
+        passes.compute_hidden(
             cache.extend(cache.allocate(len(prompts)), [torch.tensor(prompt) for prompt in prompts])
         )
-        return passes.ahead(cache.extend(np.arange(len(prompts)), torch.tensor(tokens)), draws)
+        return passes.run_ahead(cache.extend(np.arange(len(prompts)), torch.tensor(tokens)), draws)
 
 
 def test_ends_that_may_not_come_yet() -> None:
@@ -156,7 +160,7 @@ def test_ends_that_may_not_come_yet() -> None:
     )
 
     def drawn(early: list[int]) -> tuple[Tensor, Tensor]:
-        draws = Drawing(uniforms, ends, torch.tensor(early), 1.0)
+        draws = DrawParameters(uniforms, ends, torch.tensor(early), 1.0)
         return decode_steps(network, [[7, 8], [9], [7]], [3, 4, 5], draws)
 
     found, logprobs = drawn([30, 7, -2])
@@ -224,7 +228,7 @@ def reaches(spec: GenerationSpec) -> bool:
 def pending(generator: BatchGenerator) -> int:
     """Steps that are computed and not taken."""
     assert generator._multi_step is not None
-    return len(generator._multi_step._drawn)
+    return len(generator._multi_step._pending_tokens)
 
 
 def test_requests_with_settings_of_their_own_are_drawn_one_at_a_time() -> None:
@@ -287,7 +291,7 @@ class Clock:
             self.now += self.seconds
             return decoded(*given)
 
-        monkeypatch.setattr(multi_step, "SECONDS", 1.0)
+        monkeypatch.setattr(multi_step, "MAX_SECONDS", 1.0)
         monkeypatch.setattr(multi_step.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(CachedForward, "run_ahead", run_ahead)
         monkeypatch.setattr(SlotCaches, "decode", one)
@@ -329,10 +333,10 @@ def test_little_is_computed_in_vain(every: int, monkeypatch: pytest.MonkeyPatch)
     assert sum(computed) <= 600 * 1.125 + 64
 
 
-def drawn_freely(uniforms: Tensor) -> Drawing:
+def drawn_freely(uniforms: Tensor) -> DrawParameters:
     """No token ends any row."""
     never = torch.zeros(61, dtype=torch.bool), torch.zeros(uniforms.shape[1], dtype=torch.int64)
-    return Drawing(uniforms, *never, 1.0)
+    return DrawParameters(uniforms, *never, 1.0)
 
 
 def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
@@ -357,7 +361,7 @@ def test_tokens_outside_the_vocabulary() -> None:
 def test_the_numbers_of_rows_are_those_of_the_hash(most: int) -> None:
     """Rows that begin at other tokens, and one that comes later and takes another's place."""
     table, done = DecodeBatch(), {"a": 0, "b": 63, "c": 130}
-    keys = {id: randomness.key(1, "sample", 2, id, 0) for id in "abcd"}
+    keys = {id: randomness.derive_key(1, "sample", 2, id, 0) for id in "abcd"}
 
     def add(id: str) -> None:
         table.add(
@@ -382,12 +386,12 @@ def test_the_numbers_of_rows_are_those_of_the_hash(most: int) -> None:
             table.remove(0)
             done["d"] = 5
             add("d")
-        made = table.uniforms(most)
+        made = table.compute_uniforms(most)
         assert 1 <= len(made) <= most
         for row, id in enumerate(table.ids):
-            expected = randomness.uniforms(keys[id], done[id] + np.arange(len(made)))
+            expected = randomness.draw_uniforms(keys[id], done[id] + np.arange(len(made)))
             assert np.array_equal(made[:, row], expected)
-        table.book(np.zeros(3, np.int64), np.zeros(3), 0, None)
+        table.append_tokens(np.zeros(3, np.int64), np.zeros(3), 0, None)
         for id in table.ids:
             done[id] += 1
 

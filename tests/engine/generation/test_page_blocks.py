@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.generation.page_blocks import PageBlocks
+from weft.engine.generation.page_blocks import PageManager
 
 PAGE = 4
 
@@ -27,7 +27,7 @@ steps = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(steps)
 def test_the_count_is_the_sum_over_sequences(todo: list[tuple[str, int, int]]) -> None:
-    blocks = PageBlocks(max_sequences=4, max_tokens=60, page=PAGE, least_spared=None)
+    blocks = PageManager(max_sequences=4, max_tokens=60, page=PAGE, least_spared=None)
     waiting: dict[int, int] = {}
     started: dict[int, int] = {}
     prefixes: dict[int, int] = {}
@@ -66,7 +66,7 @@ def test_the_count_is_the_sum_over_sequences(todo: list[tuple[str, int, int]]) -
 def test_a_sequence_as_long_as_the_budget_runs_alone() -> None:
     """With its prompt as a prefix, and without."""
     for prefix in (0, 3, 5):
-        blocks = PageBlocks(max_sequences=1, max_tokens=20, page=PAGE, least_spared=PAGE)
+        blocks = PageManager(max_sequences=1, max_tokens=20, page=PAGE, least_spared=PAGE)
         assert not prefix or blocks.admit_prefix("p", prefix)
         assert blocks.admit("s", 1)
         blocks.start("s")

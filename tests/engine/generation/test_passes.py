@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.engine.generation.common import CPU, LLAMA, build
-from weft.engine.generation.passes import SERVED, Passes, serves
+from weft.engine.generation.passes import FIELD_RULES, DecoderPasses, supports_config
 from weft.kernels import CachedForward, cpu_library
 from weft.models.kv.slots import KVCache
 from weft.models.network import lora
 from weft.models.network.config import Experts, TransformerConfig
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 compiled = pytest.mark.skipif(
@@ -48,16 +48,16 @@ REFUSED = {
 
 def test_somebody_decided_on_every_field() -> None:
     names = {field.name for field in fields(TransformerConfig)}
-    assert set(SERVED) | set(UNKNOWN) == names, (
+    assert set(FIELD_RULES) | set(UNKNOWN) == names, (
         "add a new field to SERVED if the kernel computes it, to UNKNOWN if not"
     )
-    assert not set(SERVED) & set(UNKNOWN)
-    assert set(REFUSED) == {name for name, rule in SERVED.items() if rule is not None}
+    assert not set(FIELD_RULES) & set(UNKNOWN)
+    assert set(REFUSED) == {name for name, rule in FIELD_RULES.items() if rule is not None}
 
 
 @pytest.mark.parametrize(("name", "value"), [*UNKNOWN.items(), *REFUSED.items()])
 def test_one_value_that_the_kernel_does_not_compute_turns_it_off(name: str, value: Any) -> None:
-    assert serves(LLAMA) and not serves(replace(LLAMA, **{name: value}))
+    assert supports_config(LLAMA) and not supports_config(replace(LLAMA, **{name: value}))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Grown(TransformerConfig):
 
 def test_a_field_that_nobody_decided_on_turns_it_off_where_it_is_used() -> None:
     grown = Grown(**{field.name: getattr(LLAMA, field.name) for field in fields(LLAMA)})
-    assert serves(grown) and not serves(replace(grown, novelty=0.1))
+    assert supports_config(grown) and not supports_config(replace(grown, novelty=0.1))
 
 
 def plain(network: Transformer) -> None:
@@ -84,14 +84,14 @@ def hooked_before(network: Transformer) -> None:
 
 def adapted(network: Transformer) -> None:
     lora.attach(network, r=2, targets=["v"])
-    for name, parameter in values(network).items():
+    for name, parameter in find_canonical_values(network).items():
         if name.endswith(lora.B):
             parameter.fill_(0.3)
 
 
 def adapted_down(network: Transformer) -> None:
     lora.attach(network, r=2, targets=["down"])
-    for name, parameter in values(network).items():
+    for name, parameter in find_canonical_values(network).items():
         if name.endswith(lora.B):
             parameter.fill_(0.3)
 
@@ -126,9 +126,12 @@ def test_what_modules_do_more_is_done(
 ) -> None:
     network, calls, run = build(dtype=torch.float32), list[int](), CachedForward.run
     monkeypatch.setattr(CachedForward, "run", lambda *given: (calls.append(1), run(*given))[1])
-    before = hidden(network, network.hidden)
+    before = hidden(network, network.compute_hidden)
     change(network)
-    expected, found = hidden(network, network.hidden), hidden(network, Passes(network).hidden)
+    expected, found = (
+        hidden(network, network.compute_hidden),
+        hidden(network, DecoderPasses(network).compute_hidden),
+    )
     assert len(calls) == (2 if change is plain else 0)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert change is plain or not torch.equal(found[1], before[1]), "the change shows"
@@ -143,6 +146,14 @@ def test_a_part_of_the_layers_goes_module_by_module(monkeypatch: pytest.MonkeyPa
     part.load_state_dict(
         {name: value for name, value in whole.state_dict().items() if name in part.state_dict()}
     )
-    assert part.begins and not part.ends and not Passes(part).multi_step
-    pairs = zip(hidden(part, Passes(part).hidden), hidden(part, part.hidden), strict=True)
+    assert (
+        part.is_first_stage
+        and not part.is_last_stage
+        and not DecoderPasses(part).supports_multi_step
+    )
+    pairs = zip(
+        hidden(part, DecoderPasses(part).compute_hidden),
+        hidden(part, part.compute_hidden),
+        strict=True,
+    )
     assert all(torch.equal(*pair) for pair in pairs)

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.engine.generation.sampling import (
-    Ban,
-    draw,
-    inverse_cdf,
-    likeliest,
-    likely,
-    limits,
-    supports,
+    TokenBan,
+    find_top_logprobs,
+    invert_cdf,
+    list_supports,
+    restricts_vocabulary,
+    sample,
+    select_support,
 )
 from weft.engine.spec import GenerationSpec
-from weft.models.network.support import Support
-from weft.models.network.token_outputs import Projection, token_outputs
+from weft.models.network.support import SamplingSupport
+from weft.models.network.token_outputs import OutputProjection, compute_token_outputs
 
 LIMITS = [
     GenerationSpec(),
@@ -66,7 +66,7 @@ def test_the_likeliest_ids_are_those_of_a_softmax_by_hand() -> None:
     logits = torch.tensor([[4.0, 1.0, 8.0, 1.0, 2.0]]).log()
 
     def told(**options: object) -> list[tuple[int, float]]:
-        ids, logprobs = likely(logits, GenerationSpec(top_logprobs=3, **options))  # type: ignore[arg-type]
+        ids, logprobs = find_top_logprobs(logits, GenerationSpec(top_logprobs=3, **options))  # type: ignore[arg-type]
         return [
             (id, round(math.exp(x), 5))
             for id, x in zip(ids[0].tolist(), logprobs[0].tolist(), strict=True)
@@ -83,8 +83,8 @@ def test_the_likeliest_ids_are_those_of_a_softmax_by_hand() -> None:
         and told(top_k=2)[2][1] == 0.0
     )
     assert told(top_p=0.6)[:2] == told(top_k=2)[:2] == told(min_p=0.4)[:2]
-    ids, logprobs = likely(
-        logits, GenerationSpec(top_logprobs=9), Ban(torch.tensor([True]), torch.tensor([2]))
+    ids, logprobs = find_top_logprobs(
+        logits, GenerationSpec(top_logprobs=9), TokenBan(torch.tensor([True]), torch.tensor([2]))
     )
     # as draws have it
     assert ids[0, :2].tolist() == [0, 4] and math.exp(logprobs[0, 0]) == pytest.approx(0.25)
@@ -96,7 +96,7 @@ def test_the_likeliest_ids_are_those_of_a_softmax_by_hand() -> None:
 def test_draws_are_those_of_the_reference(spec: GenerationSpec, vocab: int) -> None:
     torch.manual_seed(vocab)
     logits, uniforms = torch.randn(12, vocab) * 2, torch.rand(12, dtype=torch.float64)
-    drawn = draw(logits, uniforms, spec)
+    drawn = sample(logits, uniforms, spec)
     expected = [
         reference(row.numpy(), float(u), spec) for row, u in zip(logits, uniforms, strict=True)
     ]
@@ -105,31 +105,31 @@ def test_draws_are_those_of_the_reference(spec: GenerationSpec, vocab: int) -> N
         drawn.logprobs, torch.tensor([logprob for _, logprob, _ in expected])
     )
     assert drawn.logprobs.dtype == torch.float32
-    if limits(spec, vocab):
-        assert drawn.kept is not None
-        assert supports(drawn.kept) == [kept for _, _, kept in expected]
+    if restricts_vocabulary(spec, vocab):
+        assert drawn.support_mask is not None
+        assert list_supports(drawn.support_mask) == [kept for _, _, kept in expected]
     else:
-        assert drawn.kept is None
+        assert drawn.support_mask is None
 
 
 def test_a_flat_distribution_wider_than_the_head_is_ranked_whole() -> None:
     logits = torch.zeros(2, 5000)
     logits[1, 4000:] = 5.0
-    kept = likeliest(logits.double(), GenerationSpec(top_p=0.49999))
-    assert supports(kept)[0] == list(range(2500)), "of equal scores the lower ids stay"
-    assert min(supports(kept)[1]) == 4000
+    kept = select_support(logits.double(), GenerationSpec(top_p=0.49999))
+    assert list_supports(kept)[0] == list(range(2500)), "of equal scores the lower ids stay"
+    assert min(list_supports(kept)[1]) == 4000
 
 
 def test_ties_at_the_edge_keep_the_lower_ids() -> None:
-    kept = likeliest(
+    kept = select_support(
         torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]], dtype=torch.float64), GenerationSpec(top_k=3)
     )
-    assert supports(kept) == [[0, 1, 2]]
+    assert list_supports(kept) == [[0, 1, 2]]
 
 
 def test_the_likeliest_id_always_stays() -> None:
     for spec in (GenerationSpec(top_p=0.0), GenerationSpec(min_p=1.0), GenerationSpec(top_k=1)):
-        assert supports(likeliest(torch.randn(4, 50).double(), spec)) != [[]] * 4
+        assert list_supports(select_support(torch.randn(4, 50).double(), spec)) != [[]] * 4
 
 
 @settings(max_examples=50, deadline=None)
@@ -141,7 +141,7 @@ def test_an_id_without_weight_is_never_drawn(weights: list[float], uniform: floa
     row = torch.tensor([weights], dtype=torch.float64)
     if not any(weights):
         return
-    token = inverse_cdf(row, torch.tensor([uniform], dtype=torch.float64))
+    token = invert_cdf(row, torch.tensor([uniform], dtype=torch.float64))
     assert 0 <= int(token) < len(weights)
     assert weights[int(token)] > 0
 
@@ -149,42 +149,42 @@ def test_an_id_without_weight_is_never_drawn(weights: list[float], uniform: floa
 def test_the_largest_uniform_draws_the_last_id_that_has_weight() -> None:
     weights = torch.zeros(1, 300, dtype=torch.float64)
     weights[0, 10:140] = 0.1
-    token = inverse_cdf(weights, torch.tensor([1.0 - 2.0**-24], dtype=torch.float64))
+    token = invert_cdf(weights, torch.tensor([1.0 - 2.0**-24], dtype=torch.float64))
     assert int(token) == 139
-    assert int(inverse_cdf(weights, torch.zeros(1, dtype=torch.float64))) == 10
+    assert int(invert_cdf(weights, torch.zeros(1, dtype=torch.float64))) == 10
 
 
 def test_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    tokens = draw(logits.expand(4000, 4), uniforms, GenerationSpec(temperature=0.5)).tokens
+    tokens = sample(logits.expand(4000, 4), uniforms, GenerationSpec(temperature=0.5)).tokens
     expected = (logits[0] / 0.5).softmax(-1)
     torch.testing.assert_close(tokens.bincount(minlength=4) / 4000, expected, atol=1 / 4000, rtol=0)
 
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
     logits = torch.randn(5, 64)
-    drawn = draw(logits, torch.rand(5), GenerationSpec(greedy=True, temperature=0.3, top_p=0.2))
+    drawn = sample(logits, torch.rand(5), GenerationSpec(greedy=True, temperature=0.3, top_p=0.2))
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1).amax(-1))
-    assert drawn.kept is None
+    assert drawn.support_mask is None
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 def test_banned_ids_leave_the_draw_but_not_the_policy(greedy: bool) -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
-    banned = Ban(torch.tensor([True]), torch.tensor([0]))
-    drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(greedy=greedy), banned)
+    banned = TokenBan(torch.tensor([True]), torch.tensor([0]))
+    drawn = sample(logits, torch.tensor([0.0]), GenerationSpec(greedy=greedy), banned)
     assert int(drawn.tokens) == (2 if greedy else 1)
     torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1)[0, drawn.tokens])
 
 
 def test_banned_ids_are_not_among_the_kept_ones() -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
-    banned = Ban(torch.tensor([True]), torch.tensor([0]))
-    drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(top_k=2), banned)
-    assert drawn.kept is not None
-    assert supports(drawn.kept) == [[1, 2]]
+    banned = TokenBan(torch.tensor([True]), torch.tensor([0]))
+    drawn = sample(logits, torch.tensor([0.0]), GenerationSpec(top_k=2), banned)
+    assert drawn.support_mask is not None
+    assert list_supports(drawn.support_mask) == [[1, 2]]
     torch.testing.assert_close(drawn.logprobs, torch.tensor([1.0, 2.0]).log_softmax(-1)[:1])
 
 
@@ -192,16 +192,16 @@ def test_banned_ids_are_not_among_the_kept_ones() -> None:
 def test_equal_logits_give_the_log_probs_of_training_to_the_last_bit(spec: GenerationSpec) -> None:
     torch.manual_seed(4)
     hidden, weight = torch.randn(20, 16), torch.randn(200, 16)
-    projection = Projection(weight)
-    drawn = draw(projection.logits(hidden), torch.rand(20, dtype=torch.float64), spec)
+    projection = OutputProjection(weight)
+    drawn = sample(projection.compute_logits(hidden), torch.rand(20, dtype=torch.float64), spec)
     support = None
-    if drawn.kept is not None:
-        ids = supports(drawn.kept)
-        support = Support(
+    if drawn.support_mask is not None:
+        ids = list_supports(drawn.support_mask)
+        support = SamplingSupport(
             torch.tensor([id for row in ids for id in row]), torch.tensor([len(row) for row in ids])
         )
     want = frozenset({"logprobs"})
-    trained = token_outputs(
+    trained = compute_token_outputs(
         hidden, drawn.tokens, projection, want, temperature=spec.temperature, support=support
     )
     assert torch.equal(drawn.logprobs, trained["logprobs"])
@@ -210,9 +210,9 @@ def test_equal_logits_give_the_log_probs_of_training_to_the_last_bit(spec: Gener
 def test_a_row_does_not_depend_on_the_others() -> None:
     logits, uniforms = torch.randn(33, 700), torch.rand(33, dtype=torch.float64)
     for spec in LIMITS:
-        together = draw(logits, uniforms, spec)
+        together = sample(logits, uniforms, spec)
         for row in (0, 17, 32):
-            alone = draw(logits[row : row + 1], uniforms[row : row + 1], spec)
+            alone = sample(logits[row : row + 1], uniforms[row : row + 1], spec)
             assert int(alone.tokens) == int(together.tokens[row])
             torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
 
@@ -222,18 +222,23 @@ def test_of_a_flat_position_the_likeliest_ids_are_recorded(limit: dict[str, floa
     logits = torch.zeros(2, 50)
     logits[1, 20:23] = torch.tensor([1.0, 2.0, 3.0])
     spec = GenerationSpec(**limit, max_support=4, record_support=True)
-    drawn = draw(logits, torch.tensor([0.9999, 0.9999]), spec)
-    assert drawn.kept is not None
-    kept = supports(drawn.kept)
+    drawn = sample(logits, torch.tensor([0.9999, 0.9999]), spec)
+    assert drawn.support_mask is not None
+    kept = list_supports(drawn.support_mask)
     assert kept[0] == [0, 1, 2, 3] and set(kept[1]) >= {20, 21, 22} and len(kept[1]) <= 4
     assert int(drawn.tokens[0]) == 3 and int(drawn.tokens[1]) in kept[1]
     torch.testing.assert_close(drawn.logprobs[0], torch.tensor(0.25).log())
     assert (
-        len(supports(draw(logits, torch.tensor([0.5, 0.5]), GenerationSpec(**limit)).kept)[0]) > 4
+        len(
+            list_supports(
+                sample(logits, torch.tensor([0.5, 0.5]), GenerationSpec(**limit)).support_mask
+            )[0]
+        )
+        > 4
     )
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:
-    assert limits(GenerationSpec(top_k=7), 8)
-    assert not limits(GenerationSpec(top_k=8), 8)
-    assert not limits(GenerationSpec(top_k=2, greedy=True), 8)
+    assert restricts_vocabulary(GenerationSpec(top_k=7), 8)
+    assert not restricts_vocabulary(GenerationSpec(top_k=8), 8)
+    assert not restricts_vocabulary(GenerationSpec(top_k=2, greedy=True), 8)

@@ -79,9 +79,9 @@ def test_likely_ids_are_told_to_those_who_ask_and_change_no_draw() -> None:
 
 def test_steps_with_likely_ids_are_in_no_graph_and_none_is_computed_ahead() -> None:
     table = SettingsTable(OWN, frozenset([EOS]), 50)
-    asked, kinds = table.index(dataclasses.replace(OWN, top_logprobs=2)), np.zeros(3, np.int64)
-    assert asked == 1 and table.in_graph(kinds, kinds) is not None
-    assert table.in_graph(np.array([0, asked, 0]), kinds) is None
+    asked, kinds = table.find_index(dataclasses.replace(OWN, top_logprobs=2)), np.zeros(3, np.int64)
+    assert asked == 1 and table.build_graph_sampling(kinds, kinds) is not None
+    assert table.build_graph_sampling(np.array([0, asked, 0]), kinds) is None
     alike = [Request("a", k, [9], sampling=table.specs[asked]) for k in range(4)]
     rows = generate(build(dtype=torch.float32), OWN, alike)
     assert max(map(len, rows.values())) > 5 and all(

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from weft.checkpoints.unheard import LOGGERS, unheard
+from weft.checkpoints.library_output import LOGGERS, hide_library_output
 
 
 def test_remarks_are_unheard_and_errors_are_heard(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger(f"{LOGGERS[1]}.part")
-    with unheard():
+    with hide_library_output():
         logger.warning("no library")
         logger.error("broken")
     logger.warning("later")

@@ -78,7 +78,7 @@ def test_the_host_never_holds_the_whole_module(
     path = tiny(tmp_path / "hf", num_hidden_layers=6)
     held, whole, largest = read(path, monkeypatch)
     assert held.copies > 6 and largest <= held.most <= 2 * largest < whole / 2
-    assert not hf._reading(spec_of(path), META)
+    assert not hf._list_reading_notes(spec_of(path), META)
 
 
 def test_without_accelerate_it_does_and_the_plan_says_so(
@@ -88,7 +88,7 @@ def test_without_accelerate_it_does_and_the_plan_says_so(
     monkeypatch.setattr(load, "is_accelerate_available", lambda: False)
     held, whole, _ = read(path, monkeypatch)
     assert held.most >= whole
-    (note,) = hf._reading(spec_of(path), META)
+    (note,) = hf._list_reading_notes(spec_of(path), META)
     assert "[hf]'" in note
-    assert not hf._reading(spec_of(path), torch.device("cpu"))
-    assert not hf._reading(spec_of(path, init_from_scratch=True), META)
+    assert not hf._list_reading_notes(spec_of(path), torch.device("cpu"))
+    assert not hf._list_reading_notes(spec_of(path, init_from_scratch=True), META)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from weft.engine.hf.lora import Adapted
+from weft.engine.hf.lora import HFAdaptedLinear
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -19,14 +19,14 @@ def test_a_merged_layer_computes_what_the_adapted_one_does(
     base = (Conv1D(5, 7) if transposed else nn.Linear(7, 5)).double()
     with torch.no_grad():
         base.weight.copy_(torch.randn(base.weight.shape, generator=generator, dtype=torch.float64))
-    layer = Adapted(base.to(dtype), 3, 0.5, 0.0)
+    layer = HFAdaptedLinear(base.to(dtype), 3, 0.5, 0.0)
     a, b = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 7), (5, 3))
     )
     a, b = (each if dtype == torch.float64 else each.float() for each in (a, b))
     update = 0.5 * (b @ a)
     weight = base.weight.detach()
-    merged = layer.merged(a, b)
+    merged = layer.merge_weight(a, b)
     assert merged.dtype == dtype and merged.shape == weight.shape and merged.is_contiguous()
     assert torch.equal(
         merged, (weight.to(a.dtype) + (update.T if transposed else update)).to(dtype)

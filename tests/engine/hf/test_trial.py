@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weft.engine.hf.trial import _blocks, _in_float32, try_out
+from weft.engine.hf.trial import _hold_float32, _iterate_blocks, try_out
 
 LAYERS = 6
 SIZES = {
@@ -42,7 +42,7 @@ def most(module: Any, during: Callable[[], Any]) -> int:
     seen: list[int] = []
     handles = [
         inner.register_forward_hook(lambda *_: seen.append(wide(module)))
-        for block in _blocks(module)
+        for block in _iterate_blocks(module)
         for inner in block.children()
     ]
     during()
@@ -55,13 +55,15 @@ def most(module: Any, during: Callable[[], Any]) -> int:
 def test_no_more_than_one_block_is_there_twice(kind: str) -> None:
     module = decoder(kind)
     before = {name: (id(p), p.detach().clone()) for name, p in module.named_parameters()}
-    blocks = [sum(4 * p.numel() for p in block.parameters()) for block in _blocks(module)]
+    blocks = [sum(4 * p.numel() for p in block.parameters()) for block in _iterate_blocks(module)]
     assert len(blocks) == LAYERS
     whole = 4 * sum(p.numel() for p in module.parameters())
     assert most(module, lambda: try_out(module, "lm", 40)) == whole - sum(blocks) + max(blocks)
     for name, p in module.named_parameters():
         assert id(p) == before[name][0] and torch.equal(p, before[name][1]), name
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in _blocks(module))
+    assert not any(
+        block._forward_hooks or block._forward_pre_hooks for block in _iterate_blocks(module)
+    )
 
 
 def test_what_it_finds_is_what_float32_throughout_finds() -> None:
@@ -86,7 +88,7 @@ def test_a_block_that_others_read_is_float32_throughout() -> None:
     module = decoder("llama")
     layers = module.model.layers
     layers[0] = Peeping(layers[0], layers[3].self_attn.q_proj)
-    with torch.no_grad(), pytest.raises(RuntimeError), _in_float32(module, by_block=True):
+    with torch.no_grad(), pytest.raises(RuntimeError), _hold_float32(module, by_block=True):
         module(input_ids=torch.tensor([[1, 2, 3]]))
     assert try_out(module, "lm", 40).hidden_size == 64
     assert all(p.dtype == torch.bfloat16 for p in module.parameters())

@@ -20,14 +20,14 @@ class Late:
     with the bytes of copies.
     """
 
-    apart: bool = True
+    has_separate_memory: bool = True
     log: list[str] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     _asked: list[_Copy] = field(default_factory=list)
     _read: int = 0  # of what was asked for, how much has been read by the device's order
     _made: int = 0  # and how much is there for everyone
 
-    def follow(self) -> None:
+    def follow_device(self) -> None:
         self.log.append("follow")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -51,7 +51,7 @@ class Late:
     def mark(self) -> _LateMark:
         return _LateMark(self, len(self._asked))
 
-    def buffer(self, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
         self.buffers.append(torch.empty(count, dtype=dtype))
         return self.buffers[-1]
 
@@ -112,7 +112,7 @@ class _LateMark:
     lane: Late
     number: int
 
-    def hold(self) -> None:
+    def make_device_wait(self) -> None:
         self.lane.log.append("hold")
         self.lane.reach(self.number, host=False)
 

@@ -43,7 +43,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_trains_scores_and_generates_the_same(
     path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+    monkeypatch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
     plain, engine = (
         engine_of(path, **SPEC, **changes),
         engine_of(path, compile=True, **SPEC, **changes),
@@ -157,8 +157,8 @@ def test_products_of_8_bits_are_refused_where_they_cannot_be(
         ),
     }.values():
         with pytest.raises(ConfigError, match=said):
-            common.fp8_product(ModelSpec(path=str(path), **{**changes, **change}), cpu)
-    assert common.fp8_product(ModelSpec(path=str(path)), cpu) is None
+            common.build_fp8_product(ModelSpec(path=str(path), **{**changes, **change}), cpu)
+    assert common.build_fp8_product(ModelSpec(path=str(path)), cpu) is None
     for backend in ("torch", "hf"):
         with pytest.raises(
             ConfigError, match=r"fp8=true: without compile=true .*; set it, or leave fp8 out"

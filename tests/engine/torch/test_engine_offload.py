@@ -28,7 +28,7 @@ from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, Schedule
 from weft.engine.torch import engine as torch_engine
 from weft.engine.torch import optimizer as torch_optimizer
 from weft.engine.torch.engine import TorchEngine
-from weft.topology import whole
+from weft.topology import build_whole_slice
 
 __all__ = ["path"]  # the fixture
 SPEC: dict[str, Any] = {
@@ -52,10 +52,10 @@ def apart(
     """An engine of a device with memory of its own, which here is the host's too."""
     lane = Late()
     with patch.context() as patched:
-        patched.setattr(torch_engine, "lane_of", lambda device: lane)
+        patched.setattr(torch_engine, "build_copy_queue", lambda device: lane)
         if home:
             patched.setattr(
-                torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu")
+                torch_engine, "choose_master_device", lambda spec, device: torch.device("cpu")
             )
         return engine_of(path, **spec), lane
 
@@ -169,7 +169,9 @@ def test_what_is_away_is_read_and_written_there(
             engine.offload("weights")
             for each in (engine, plain):
                 each.write(
-                    ((n, whole(tuple(v.shape)), v) for n, v in other.items()), version=3, eta=eta
+                    ((n, build_whole_slice(tuple(v.shape)), v) for n, v in other.items()),
+                    version=3,
+                    eta=eta,
                 )
             assert on_device(engine)["weights"] == 0
             assert_equal(parameters(engine), parameters(plain))
@@ -178,7 +180,9 @@ def test_what_is_away_is_read_and_written_there(
             engine.onload("weights")
             for each in (engine, plain):
                 each.write(
-                    ((n, whole(tuple(v.shape)), v) for n, v in more.items()), version=4, eta=eta
+                    ((n, build_whole_slice(tuple(v.shape)), v) for n, v in more.items()),
+                    version=4,
+                    eta=eta,
                 )
             engine.offload("weights")
             assert torch.equal(logprobs(engine), logprobs(plain))
@@ -191,7 +195,7 @@ def test_weights_are_written_to_while_they_come(
     other = parameters(engine_of(path, init_from_scratch=True, seed=8))
     engine.offload("weights")
     engine.onload("weights")
-    engine.write(((n, whole(tuple(v.shape)), v) for n, v in other.items()), version=1)
+    engine.write(((n, build_whole_slice(tuple(v.shape)), v) for n, v in other.items()), version=1)
     assert_equal(parameters(engine), other)
 
 
@@ -235,7 +239,7 @@ def test_optimizer_state_comes_by_bucket_ahead_of_the_update(
     assert_equal(parameters(engine), parameters(plain))
     engine.offload("optimizer")
     engine.onload("optimizer")
-    assert not optimizer._memory.away and not optimizer._memory._arriving
+    assert not optimizer._memory.is_offloaded and not optimizer._memory._arriving
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
@@ -302,9 +306,11 @@ def moved(
     with layouts.float64(), pytest.MonkeyPatch.context() as patch:
         lane = Late()
         if home or leaves:
-            patch.setattr(torch_engine, "lane_of", lambda device: lane)
+            patch.setattr(torch_engine, "build_copy_queue", lambda device: lane)
         if home:
-            patch.setattr(torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu"))
+            patch.setattr(
+                torch_engine, "choose_master_device", lambda spec, device: torch.device("cpu")
+            )
         made, index = layouts.engine(path, layout, case)
         ranks = layouts.Layout.parse(layout).data
 
@@ -317,7 +323,7 @@ def moved(
         leave()
         figures: list[float] = []
         for seed in range(3):
-            part = layouts.over_ranks(layouts.batch(seed), ranks, "sequence")[index]
+            part = layouts.split_over_ranks(layouts.batch(seed), ranks, "sequence")[index]
             start = len(lane.log)
             scored = made.forward(part, frozenset({"logprobs"}), max_tokens=layouts.MOST)
             if leaves:  # what FSDP2 gathers on its own stream the host waits for

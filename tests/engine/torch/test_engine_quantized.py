@@ -21,11 +21,11 @@ from tests.ranks import Ranks
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import LoRASpec, ModelSpec
-from weft.engine.torch.adapters_off import shares_base
+from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import ConfigError
 from weft.models.network import lora
-from weft.models.network.quantized import num_bytes, whole
+from weft.models.network.quantized import count_bytes, to_whole
 from weft.topology import Layout
 
 KINDS = ["8bit", "4bit"]
@@ -41,7 +41,7 @@ def of_rounded(engine: TorchEngine, path: Path, **changes: Any) -> TorchEngine:
     """An engine that holds the same values as they are."""
     plain = engine_of(path, **changes)
     plain.write(
-        ((name, where, whole(values)) for name, where, values in engine.read(engine.slices())),
+        ((name, where, to_whole(values)) for name, where, values in engine.read(engine.slices())),
         version=0,
     )
     return plain
@@ -87,7 +87,7 @@ def test_what_is_saved_loads_in_transformers(path: Path, tmp_path: Path, kind: s
 
 def test_the_network_is_a_fraction(path: Path) -> None:
     for kind, most in (("8bit", 1 + 4 / 64), ("4bit", 0.5 + 4 / 64)):
-        elements, size = num_bytes(engine_of(path, quantize=kind, lora=LORA)._network)
+        elements, size = count_bytes(engine_of(path, quantize=kind, lora=LORA)._network)
         assert elements == 2 * (4 * 64 * 64 - 2 * 32 * 64 + 3 * 64 * 128)
         assert size <= most * elements
 
@@ -112,9 +112,9 @@ def test_a_frozen_role_needs_no_adapters(path: Path) -> None:
 
 def test_a_reference_shares_the_rounded_base() -> None:
     trained = ModelSpec(path="m", trained=True, quantize="4bit", lora=LORA)
-    assert shares_base(ModelSpec(path="m"), trained)
-    assert shares_base(ModelSpec(path="m", quantize="4bit"), trained)
-    assert not shares_base(ModelSpec(path="m", quantize="8bit"), trained)
+    assert can_share_base(ModelSpec(path="m"), trained)
+    assert can_share_base(ModelSpec(path="m", quantize="4bit"), trained)
+    assert not can_share_base(ModelSpec(path="m", quantize="8bit"), trained)
 
 
 def test_an_average_is_refused(path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.common import batch_of, engine_of, sequences, tiny
-from weft.algorithms.distill import GKDLoss, generalised_jsd
+from weft.algorithms.distill import GKDLoss, compute_generalised_jsd
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from weft.engine.spec import LoRASpec, OptimizerSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import ConfigError, DataError
 from weft.interfaces.base import Model
-from weft.interfaces.train import Train
+from weft.interfaces.train import TrainInterface
 from weft.models.network.packed import TopIds
 
 # a prompt that is computed once, and none at all
@@ -115,7 +115,7 @@ def test_a_training_step_is_that_of_transformers(
         logp, labels, ids, theirs = logp[rows], labels[rows], ids[rows].long(), theirs[rows]
         own = logp.gather(1, ids)
         rest = logp.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        total = total + generalised_jsd(torch.cat([own, rest], 1), theirs, beta).sum()
+        total = total + compute_generalised_jsd(torch.cat([own, rest], 1), theirs, beta).sum()
         total = total - 0.1 * logp.gather(1, labels[:, None]).sum()
         count += int(rows.sum())
     (total / count).backward()
@@ -148,7 +148,7 @@ def test_gradients_made_at_once_are_those_of_a_second_pass(
 
 def test_evaluation_says_what_training_says(path: Path, teacher: Path) -> None:
     batch, engine = taught(teacher), engine_of(path)
-    interface = Train(loss="gkd", loss_args={"divergence_beta": 0.5, "sft_coef": 0.1})
+    interface = TrainInterface(loss="gkd", loss_args={"divergence_beta": 0.5, "sft_coef": 0.1})
     tokenizer = Tokenizer.load(TokenizerSpec(), str(path))
     evaluated = interface.evaluate(
         Model("actor", engine, tokenizer, tokenizer, "cpu", "float32"), batch

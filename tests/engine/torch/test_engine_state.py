@@ -16,11 +16,11 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec, Schedule
 from weft.engine.torch import engine as torch_engine
-from weft.engine.torch.adapters_off import shares_base
+from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import CheckpointError, ConfigError
-from weft.models.network.parameters import canonical
-from weft.topology import whole
+from weft.models.network.parameters import find_canonical_parameters
+from weft.topology import build_whole_slice
 
 GROUPS = [(5, [4, 7, 1]), (2, [6]), (9, [3, 3])]
 LORA = LoRASpec(r=4, alpha=8.0, targets=["q", "v", "down"])
@@ -92,7 +92,7 @@ def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict
         for name in ("loss", "grad_norm", "learning_rate"):
             assert one[name] == other[name]
     assert_equal(parameters(second), parameters(straight))
-    assert second._optimizer.values() == straight._optimizer.values()
+    assert second._optimizer.collect_values() == straight._optimizer.collect_values()
     assert {p.name for p in tmp_path.iterdir()} == {
         "parameters.safetensors",
         "optimizer.safetensors",
@@ -135,7 +135,7 @@ def test_frozen_weights_are_saved_only_where_somebody_wrote_to_them(
     frozen.save_state(tmp_path / "a")
     untouched = parameters(frozen)
     name = "blocks.0.mlp.up.weight"
-    frozen.write([(name, whole((64, 32)), torch.ones(64, 32))], version=7)
+    frozen.write([(name, build_whole_slice((64, 32)), torch.ones(64, 32))], version=7)
     frozen.save_state(tmp_path / "b")
     size = {d: (tmp_path / d / "parameters.safetensors").stat().st_size for d in "ab"}
     assert size["a"] < 100 and size["b"] > 64 * 32 * 4
@@ -165,7 +165,7 @@ def test_a_moving_average_follows_its_source(path: Path, tmp_path: Path, dtype: 
     held = parameters(target)
     for name, values in wanted.items():
         torch.testing.assert_close(held[name], values)
-    for name, stored in canonical(target._network).items():
+    for name, stored in find_canonical_parameters(target._network).items():
         assert torch.equal(stored.data, held[name].to(stored.data.dtype))
     target.save_state(tmp_path)
     again = engine_of(path, trained=False, dtype=dtype)
@@ -180,11 +180,11 @@ def test_parts_of_parameters_can_be_written_and_misfits_are_named(path: Path) ->
     engine.write([(name, (slice(4, 6), slice(0, 32)), torch.zeros(2, 32))], version=0)
     after = parameters(engine)
     assert (after[name][4:6] == 0).all() and torch.equal(after[name][6:], before[name][6:])
-    assert engine.slices()[name] == whole((32, 32))
+    assert engine.slices()[name] == build_whole_slice((32, 32))
     with pytest.raises(ConfigError, match="no parameter 'nonsense'"):
-        engine.write([("nonsense", whole((1,)), torch.zeros(1))], version=0)
+        engine.write([("nonsense", build_whole_slice((1,)), torch.zeros(1))], version=0)
     with pytest.raises(ConfigError, match=r"is \(32, 32\) here and \(3, 3\)"):
-        engine.write([(name, whole((32, 32)), torch.zeros(3, 3))], version=0)
+        engine.write([(name, build_whole_slice((32, 32)), torch.zeros(3, 3))], version=0)
 
 
 def test_lora_trains_adapters_and_leaves_the_base_alone(path: Path, tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(path: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="adapters off"):
         reference.train([batch_of(GROUPS)], Nll())
     trained, frozen = spec_of(path, lora=LORA), spec_of(path, trained=False)
-    assert shares_base(frozen, trained) and not shares_base(frozen, spec_of(path))
-    assert not shares_base(spec_of(path, trained=False, dtype="bfloat16"), trained)
+    assert can_share_base(frozen, trained) and not can_share_base(frozen, spec_of(path))
+    assert not can_share_base(spec_of(path, trained=False, dtype="bfloat16"), trained)
 
     engine.save_model(tmp_path, Tokenizer.load(TokenizerSpec(), str(path)))
     merged = engine_of(tmp_path)
@@ -263,8 +263,8 @@ def test_a_prefix_is_trained_and_saved_as_peft_saves_it(path: Path, tmp_path: Pa
         spec_of(tmp_path / "saved", prefix=PrefixSpec(4)),
         spec_of(tmp_path / "saved", trained=False),
     )
-    assert not shares_base(frozen, own)  # a reference has the prefix as it was
-    assert shares_base(spec_of(path, trained=False), spec_of(path, prefix=PrefixSpec(4)))
+    assert not can_share_base(frozen, own)  # a reference has the prefix as it was
+    assert can_share_base(spec_of(path, trained=False), spec_of(path, prefix=PrefixSpec(4)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -349,13 +349,15 @@ def test_masters_in_host_memory_train_to_the_same_bits(
     }
     plain, on_cpu = (
         engine_of(path, **spec),
-        torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cpu")),
+        torch_engine.choose_master_device(spec_of(path, **spec), torch.device("cpu")),
     )
     assert on_cpu is None
-    assert torch_engine.home_of_masters(
+    assert torch_engine.choose_master_device(
         spec_of(path, **spec), torch.device("cuda")
     ) == torch.device("cpu")
-    monkeypatch.setattr(torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu"))
+    monkeypatch.setattr(
+        torch_engine, "choose_master_device", lambda spec, device: torch.device("cpu")
+    )
     apart = engine_of(path, **spec)
     assert apart.notes == plain.notes and "in host memory already" in plain.notes[0]
     losses: dict[int, list[float]] = {id(plain): [], id(apart): []}
@@ -368,7 +370,9 @@ def test_masters_in_host_memory_train_to_the_same_bits(
     again = engine_of(path, **spec)
     again.load_state(tmp_path / "s")
     # masters of their own
-    assert all(part.name in again._masters._masters for part in again._masters.trained.values())
+    assert all(
+        part.name in again._masters._masters for part in again._masters.trained_parameters.values()
+    )
     rest = [
         [stats.metrics["loss"] for stats in e.train(batches[2:], Nll(), max_tokens=20)]
         for e in (plain, apart, again)

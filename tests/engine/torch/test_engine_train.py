@@ -25,7 +25,7 @@ from weft.engine.torch.engine import TorchEngine
 from weft.errors import ConfigError, RunError
 from weft.models.network import token_outputs
 from weft.models.network.packed import pack
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.registry import backends, losses
 from weft.topology import Layout
 
@@ -41,7 +41,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks are read in float64: then what differs is not rounding."""
-    monkeypatch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+    monkeypatch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
 
 
 def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def test_clipping_decay_and_schedule_equal_torch_and_transformers(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    assert_same(parameters(engine), values(model))
+    assert_same(parameters(engine), find_canonical_values(model))
 
 
 def test_rows_outside_the_loss_mask_never_meet_the_head(
@@ -127,13 +127,13 @@ def test_rows_outside_the_loss_mask_never_meet_the_head(
 ) -> None:
     mask = [float(i % 3 == 0) for i in range(TOKENS)]
     batch, seen = batch_of(GROUPS, loss_mask=mask), []
-    project = token_outputs.token_outputs
+    project = token_outputs.compute_token_outputs
 
     def watch(hidden: torch.Tensor, *args: Any, **settings: Any) -> Any:
         seen.append(len(hidden))
         return project(hidden, *args, **settings)
 
-    monkeypatch.setattr(token_outputs, "token_outputs", watch)
+    monkeypatch.setattr(token_outputs, "compute_token_outputs", watch)
     engine = engine_of(path)
     [stats] = engine.train([batch], Nll())
     assert seen == [sum(mask)]
@@ -164,7 +164,7 @@ def test_gradient_does_not_depend_on_the_cut(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if double:
-            patch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+            patch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
         whole, cut = (engine_of(path, optimizer=SGD) for _ in range(2))
     batch = batch_of(shape, seed=seed)
     [one], [other] = whole.train([batch], Nll()), cut.train([batch], Nll(), max_tokens=budget)
@@ -206,7 +206,7 @@ def test_bfloat16_computes_and_float32_masters_learn(path: Path) -> None:
     after = parameters(engine)
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(moved) == len(before), "steps far below bfloat16's last digit must not be lost"
-    for name, copy in values(engine._network).items():
+    for name, copy in find_canonical_values(engine._network).items():
         assert torch.equal(copy, after[name].to(torch.bfloat16))
 
 
@@ -311,7 +311,7 @@ def test_mfu_is_a_share_of_the_rate_of_the_role_s_dtype(
     """
     asked: list[torch.dtype] = []
     monkeypatch.setattr(
-        "weft.engine.torch.engine.matmul_rate", lambda _, of: asked.append(of) or 1e15
+        "weft.engine.torch.engine.measure_matmul_rate", lambda _, of: asked.append(of) or 1e15
     )
     [stats] = engine_of(path, dtype=dtype).train([batch_of(GROUPS)], Nll())
     assert asked == [getattr(torch, dtype)] and 0.0 < stats.metrics["mfu"] < 1e-3

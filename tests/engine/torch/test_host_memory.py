@@ -25,9 +25,11 @@ def test_values_go_and_come_back_in_order() -> None:
     memory = HostMemory(groups, lane)
     memory.leave()
     left = held(every)
-    assert lane.log == ["follow", "down 24", "down 48", "hold"] and left == 0 and memory.away
+    assert (
+        lane.log == ["follow", "down 24", "down 48", "hold"] and left == 0 and memory.is_offloaded
+    )
     memory.fetch()
-    assert lane.log[4:] == ["follow", "up 24", "up 48"] and not memory.away
+    assert lane.log[4:] == ["follow", "up 24", "up 48"] and not memory.is_offloaded
     assert every[0].isnan().all() and every[1].isnan().all(), "on their way"
     memory.hold(0)
     assert torch.equal(every[0], before[0]) and every[1].isnan().all()
@@ -51,7 +53,7 @@ def test_the_host_reads_and_writes_what_is_away() -> None:
     memory.hold(1)
     assert groups[1][0].flatten().tolist() == [0.0, 1.0, 12.0, 13.0, 14.0, 15.0, 6.0, 7.0]
     assert (
-        memory.away
+        memory.is_offloaded
         and memory.on_host(groups[1][1]) is None
         and memory.on_host(groups[0][0]) is not None
     )
@@ -68,7 +70,7 @@ def test_what_is_constant_is_copied_once_and_host_memory_taken_once() -> None:
     assert [word for word in lane.log if word.startswith("down")] == ["down 24", *["down 48"] * 3]
     assert lane.pinned == 24 + 48
     groups[0][0].fill_(7.0)
-    memory.changed()
+    memory.mark_changed()
     memory.leave()
     memory.fetch()
     memory.hold()
@@ -97,11 +99,11 @@ def test_leaving_again_on_the_way_back_loses_nothing() -> None:
 @pytest.mark.parametrize("broken", ["written", "freed"])
 def test_the_lane_tells_who_does_not_wait(broken: str) -> None:
     lane = Late()
-    source, target = torch.ones(3), lane.buffer(3, torch.float32)
+    source, target = torch.ones(3), lane.allocate_buffer(3, torch.float32)
     lane.copy(target, source)
     if broken == "written":
         source.add_(1.0)
     else:
         source.untyped_storage().resize_(0)
     with pytest.raises(AssertionError, match=broken):
-        lane.mark().hold()
+        lane.mark().make_device_wait()

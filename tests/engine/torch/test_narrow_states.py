@@ -19,7 +19,13 @@ from tests.ranks import Ranks
 from weft.engine.spec import LoRASpec, OptimizerSpec, Schedule
 from weft.engine.torch import narrow_states
 from weft.engine.torch.engine import TorchEngine
-from weft.engine.torch.narrow_states import BLOCK, CodedMoments, coded, decoded, rounded_at_random
+from weft.engine.torch.narrow_states import (
+    BLOCK,
+    EightBitMoments,
+    decode_values,
+    encode_values,
+    round_stochastically,
+)
 from weft.engine.torch.optimizer import Optimizer
 from weft.errors import ConfigError
 from weft.models.network.parameters import StoredParameter
@@ -59,12 +65,12 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 def test_what_is_cut_off_is_the_chance_to_round_up() -> None:
     generator = torch.Generator().manual_seed(0)
     for value, down, up in ((1.0 + 2**-9, 1.0, 1.0 + 2**-7), (-1.0 - 2**-9, -1.0, -1.0 - 2**-7)):
-        made = rounded_at_random(torch.full((40_000,), value), generator).float()
+        made = round_stochastically(torch.full((40_000,), value), generator).float()
         assert set(made.tolist()) == {down, up}
         share = float((made == up).double().mean())
         assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 40_000))
     exact = torch.tensor([0.0, 1.5, -3.0, 2.0**100, 1e-30]).bfloat16()
-    assert torch.equal(rounded_at_random(exact.float(), generator), exact)
+    assert torch.equal(round_stochastically(exact.float(), generator), exact)
 
 
 def test_a_small_update_of_a_moving_average_is_not_lost() -> None:
@@ -74,13 +80,13 @@ def test_a_small_update_of_a_moving_average_is_not_lost() -> None:
     spec = replace(SPEC, beta2=0.999, state_dtype="bfloat16")
     optimizer, w = optimizer_of(spec, torch.zeros(4000))
     step(optimizer, w, torch.full((4000,), 100.0))
-    nearest = exact = float(optimizer.tensors()["w/exp_avg_sq"].double().mean())
+    nearest = exact = float(optimizer.collect_tensors()["w/exp_avg_sq"].double().mean())
     for _ in range(300):
         step(optimizer, w, torch.zeros(4000))
         exact *= 0.999
         nearest = float(torch.tensor(nearest * 0.999).bfloat16())
     assert nearest > 0.99 * 10.0, "to the nearest it stands still"
-    mean = float(optimizer.tensors()["w/exp_avg_sq"].double().mean())
+    mean = float(optimizer.collect_tensors()["w/exp_avg_sq"].double().mean())
     assert mean == pytest.approx(
         exact, rel=2e-3
     )  # 4,000 walks of 300 steps of 0.4% at most: 0.07% of noise in their mean
@@ -94,7 +100,7 @@ def test_states_in_bfloat16_train_as_those_in_float32() -> None:
         for number in range(150):
             step(optimizer, w, w.detach() - target + 0.1 * draw(2 + number, 2000))
         far[dtype] = float((w.detach() - target).norm() / (start - target).norm())
-        assert optimizer.tensors()["w/exp_avg"].dtype == getattr(torch, dtype)
+        assert optimizer.collect_tensors()["w/exp_avg"].dtype == getattr(torch, dtype)
     assert far["bfloat16"] == pytest.approx(far["float32"], rel=0.05) and far["float32"] < 0.2
 
 
@@ -106,7 +112,7 @@ def test_a_step_in_bfloat16_is_adamws_up_to_the_rounding_of_what_is_kept() -> No
         step(each, parameter, draw(1, 3, 50))
     torch.testing.assert_close(w, v, rtol=1e-6, atol=1e-7)
     for name in ("exp_avg", "exp_avg_sq"):
-        kept, exact = (each.tensors()[f"w/{name}"].float() for each in (ours, theirs))
+        kept, exact = (each.collect_tensors()[f"w/{name}"].float() for each in (ours, theirs))
         # one place of bfloat16's 8 bits
         assert float(((kept - exact) / exact).abs().max()) <= 2**-7
 
@@ -118,7 +124,7 @@ def test_copies_on_several_ranks_round_alike_and_other_parameters_do_not() -> No
         w = nn.Parameter(draw(0, 500))
         optimizer = Optimizer(spec, Schedule(10, 0), {name: StoredParameter(name, w)}, ())
         step(optimizer, w, draw(1, 500))
-        found.append(optimizer.tensors()[f"{name}/exp_avg"])
+        found.append(optimizer.collect_tensors()[f"{name}/exp_avg"])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
@@ -148,20 +154,20 @@ def test_codes_come_out_as_they_were_where_the_scales_are_known() -> None:
         torch.uint8
     )
     scales = draw(1, 3).abs() + 0.1
-    values = decoded(codes, scales, LEVELS)
+    values = decode_values(codes, scales, LEVELS)
     assert float(values[0, 3]) == float(LEVELS[int(codes[0, 3])] * scales[0])
-    again, same = coded(values, scales, LEVELS)
+    again, same = encode_values(values, scales, LEVELS)
     assert torch.equal(again, codes) and torch.equal(same, scales)
     shifted = scales.clone()
     shifted[1] *= 3.0  # of other blocks
-    others, own = coded(values, shifted, LEVELS)
+    others, own = encode_values(values, shifted, LEVELS)
     assert float(own[1]) == float(values.view(-1)[BLOCK : 2 * BLOCK].abs().max()), (
         "a block has its largest magnitude"
     )
     assert torch.equal(own[::2], scales[::2]) and torch.equal(
         others.view(-1)[:BLOCK], codes.view(-1)[:BLOCK]
     )
-    near = decoded(others, own, LEVELS).view(-1)[BLOCK : 2 * BLOCK]
+    near = decode_values(others, own, LEVELS).view(-1)[BLOCK : 2 * BLOCK]
     assert float((near - values.view(-1)[BLOCK : 2 * BLOCK]).abs().max()) <= float(own[1]) * 0.5
 
 
@@ -182,12 +188,12 @@ def test_a_step_in_8_bits_is_adamws_and_the_library_reads_the_codes_as_we_do() -
     }
     from bitsandbytes.functional import dequantize_blockwise
 
-    levels = CodedMoments().levels("exp_avg", torch.device("cpu"))
+    levels = EightBitMoments().get_levels("exp_avg", torch.device("cpu"))
     read = dequantize_blockwise(
         state["exp_avg"], absmax=state["exp_avg:scales"], code=levels, blocksize=BLOCK
     )
-    assert torch.equal(read, ours.tensors()["w/exp_avg"])
-    exact = theirs.tensors()["w/exp_avg"]
+    assert torch.equal(read, ours.collect_tensors()["w/exp_avg"])
+    exact = theirs.collect_tensors()["w/exp_avg"]
     assert float((read - exact).abs().max()) < 0.02 * float(exact.abs().max())
 
 
@@ -275,14 +281,14 @@ def spread(
     import torch.distributed as dist
 
     from tests.engine.common import spec_of
-    from weft.runtime.split import over_ranks
+    from weft.runtime.split import split_over_ranks
 
     spec = spec_of(path, optimizer=replace(SPEC, state_dtype=dtype), layout=layout)
     parsed = spec.resolve_layout()
-    mesh = RankMesh(Mesh.first(parsed), dist.get_rank(), ProcessGroups())
+    mesh = RankMesh(Mesh.on_first_devices(parsed), dist.get_rank(), ProcessGroups())
     engine: TorchEngine = backends.get(spec.backend)(spec, parsed, mesh)
     parts = [
-        over_ranks(batch_of(GROUPS, seed), parsed.data, "sequence")[mesh.at.data]
+        split_over_ranks(batch_of(GROUPS, seed), parsed.data, "sequence")[mesh.coordinates.data]
         for seed in range(4)
     ]
     if resumes:

@@ -13,13 +13,23 @@ from torch import nn
 from tests.engine.generation.common import LLAMA, build
 from weft.engine import checkpoint
 from weft.engine.spec import OptimizerSpec, Schedule
-from weft.engine.torch.optimizer import FUSED, Optimizer, clip_divisor, decayed, learning_rate
+from weft.engine.torch.optimizer import (
+    FUSED,
+    Optimizer,
+    clip_divisor,
+    compute_learning_rate,
+    list_decayed_names,
+)
 from weft.errors import CheckpointError
-from weft.models.network.parameters import StoredParameter, canonical, values
+from weft.models.network.parameters import (
+    StoredParameter,
+    find_canonical_parameters,
+    find_canonical_values,
+)
 
 
 def rates(spec: OptimizerSpec, schedule: Schedule) -> list[float]:
-    return [learning_rate(spec, schedule, step) for step in range(schedule.total_steps)]
+    return [compute_learning_rate(spec, schedule, step) for step in range(schedule.total_steps)]
 
 
 def test_schedules_by_hand() -> None:
@@ -31,7 +41,9 @@ def test_schedules_by_hand() -> None:
     assert rates(cosine, Schedule(4, 0)) == pytest.approx(
         [2.0, 1.5 + 0.5 * math.cos(math.pi / 4), 1.5, 1.5 - 0.5 * math.cos(math.pi / 4)]
     )
-    assert learning_rate(linear, Schedule(6, 2), 99) == 0.2  # a run that goes on past its end
+    assert (
+        compute_learning_rate(linear, Schedule(6, 2), 99) == 0.2
+    )  # a run that goes on past its end
     assert rates(linear, Schedule(3, 3)) == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
@@ -45,7 +57,9 @@ def test_linear_and_cosine_are_those_of_transformers() -> None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
         theirs, schedule = make(optimizer, 0, 7), Schedule(7, 0)
         for step in range(7):
-            ours = learning_rate(OptimizerSpec(lr=0.3, lr_scheduler_type=name), schedule, step)
+            ours = compute_learning_rate(
+                OptimizerSpec(lr=0.3, lr_scheduler_type=name), schedule, step
+            )
             assert ours == pytest.approx(theirs.get_last_lr()[0])
             optimizer.step()
             theirs.step()
@@ -60,7 +74,7 @@ def optimizer_of(spec: OptimizerSpec, start: list[float]) -> tuple[Optimizer, nn
 
 def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -> float:
     parameter.grad = torch.tensor(gradient)
-    norm = torch.nn.utils.get_total_norm(list(optimizer.gradients().values()))
+    norm = torch.nn.utils.get_total_norm(list(optimizer.collect_gradients().values()))
     optimizer.step(norm)
     return float(norm)
 
@@ -155,17 +169,17 @@ def test_matrices_decay_and_nothing_else() -> None:
             self.head = nn.Linear(3, 4, bias=False)
 
     network = Network()
-    assert decayed(network) == {"up.weight", "experts", "head.weight"}
+    assert list_decayed_names(network) == {"up.weight", "experts", "head.weight"}
     network.head.weight = network.embed.weight
-    assert decayed(network) == {"up.weight", "experts"}
+    assert list_decayed_names(network) == {"up.weight", "experts"}
 
 
 def test_state_of_another_network_is_refused() -> None:
     optimizer, w = optimizer_of(OptimizerSpec(), [1.0])
     step(optimizer, w, [1.0])
-    tensors = {key.replace("w/", "v/"): value for key, value in optimizer.tensors().items()}
+    tensors = {key.replace("w/", "v/"): value for key, value in optimizer.collect_tensors().items()}
     with pytest.raises(CheckpointError, match="'v'"):
-        optimizer.load(tensors, optimizer.values())
+        optimizer.load(tensors, optimizer.collect_values())
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
@@ -185,9 +199,9 @@ def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_
     )
     apart = {
         name: StoredParameter(name, nn.Parameter(value.clone()))
-        for name, value in values(network).items()
+        for name, value in find_canonical_values(network).items()
     }
-    together = canonical(network)
+    together = find_canonical_parameters(network)
     assert len({part.name for part in together.values()}) < len(apart)
     draw = torch.Generator().manual_seed(0)
 
@@ -200,23 +214,30 @@ def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_
                 for name, part in parts.items():
                     if part.parameter.grad is None:
                         part.parameter.grad = torch.zeros_like(part.parameter)
-                    part.of(part.parameter.grad).copy_(gradients[name])
-                optimizer.step(torch.nn.utils.get_total_norm(list(optimizer.gradients().values())))
+                    part.select_rows(part.parameter.grad).copy_(gradients[name])
+                optimizer.step(
+                    torch.nn.utils.get_total_norm(list(optimizer.collect_gradients().values()))
+                )
 
-    old = Optimizer(spec, Schedule(10, 0), apart, decayed(network))
+    old = Optimizer(spec, Schedule(10, 0), apart, list_decayed_names(network))
     train([(old, apart)], 3)
-    checkpoint.write_tensors(tmp_path / "optimizer.safetensors", old.tensors())
-    new = Optimizer(spec, Schedule(10, 0), together, decayed(network))
+    checkpoint.write_tensors(tmp_path / "optimizer.safetensors", old.collect_tensors())
+    new = Optimizer(spec, Schedule(10, 0), together, list_decayed_names(network))
     with torch.no_grad():
         for name, part in together.items():
             part.data.copy_(apart[name].data)
-    saved = checkpoint.Saved(tmp_path, "optimizer")
-    new.load({name: saved.read(name, None) for name in saved.names}, old.values())
+    saved = checkpoint.SavedTensors(tmp_path, "optimizer")
+    new.load({name: saved.read(name, None) for name in saved.names}, old.collect_values())
     train([(old, apart), (new, together)], 3)
     assert [
         name for name, part in together.items() if not torch.equal(part.data, apart[name].data)
     ] == []
-    assert new.values() == old.values() and new.tensors().keys() == old.tensors().keys()
+    assert (
+        new.collect_values() == old.collect_values()
+        and new.collect_tensors().keys() == old.collect_tensors().keys()
+    )
     assert [
-        key for key, value in new.tensors().items() if not torch.equal(value, old.tensors()[key])
+        key
+        for key, value in new.collect_tensors().items()
+        if not torch.equal(value, old.collect_tensors()[key])
     ] == []

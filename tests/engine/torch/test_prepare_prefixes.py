@@ -15,7 +15,7 @@ from tests.tiny import make_llama
 from weft.algorithms.base import Output
 from weft.algorithms.sft import SFTLoss
 from weft.engine import rows
-from weft.engine.flops import Cost
+from weft.engine.flops import TokenCost
 from weft.engine.rows import PackLayout
 from weft.engine.torch import prepare
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def computed(
-    network: Any, batch: Any, how: prepare.Pass, device: torch.device
+    network: Any, batch: Any, how: prepare.PassSettings, device: torch.device
 ) -> tuple[PackLayout, Any]:
     """(the layout of the pack, the outputs of all its rows)."""
     made = prepare.prepare(network, batch, how, device)
@@ -39,9 +39,19 @@ def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("key", ["logprobs", "ref_logprobs", "values"])
 def test_what_another_pass_scored_is_shared_by_id_alone(key: str) -> None:
     batch = templated([(40, [5]), (40, [5])], [0, 0])
-    assert prepare.sharing_in_training(PackLayout.of(batch), batch.data, batch, CPU).spared == 20
+    assert (
+        prepare.share_training_prefixes(
+            PackLayout.from_sample(batch), batch.data, batch, CPU
+        ).num_saved_tokens
+        == 20
+    )
     scored = batch.update(batch_of([(40, [5]), (40, [5])], **{key: [0.0] * 10}).select(keys=[key]))
-    assert prepare.sharing_in_training(PackLayout.of(scored), scored.data, scored, CPU).spared == 0
+    assert (
+        prepare.share_training_prefixes(
+            PackLayout.from_sample(scored), scored.data, scored, CPU
+        ).num_saved_tokens
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,9 +62,9 @@ def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, sp
     """Of two ids that begin with 20 tokens a fiftieth, on an accelerator a quarter."""
     batch = templated([(21, [5]), (21, [5 + rest])], [0, 0])
     assert (
-        prepare.sharing_in_training(
-            PackLayout.of(batch), batch.data, batch, torch.device(device)
-        ).spared
+        prepare.share_training_prefixes(
+            PackLayout.from_sample(batch), batch.data, batch, torch.device(device)
+        ).num_saved_tokens
         == spared
     )
 
@@ -62,17 +72,17 @@ def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, sp
 def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (30, [2, 4]), (40, [6])], [0, 1, 0])
     want: frozenset[Output] = frozenset({"logprobs"})
-    apart, scored = computed(network, batch, prepare.Pass(want), CPU)
-    once, trained = computed(network, batch, prepare.Pass(want, trained_only=True), CPU)
-    assert apart.spared == 29 and once.spared == 20 + 29
+    apart, scored = computed(network, batch, prepare.PassSettings(want), CPU)
+    once, trained = computed(network, batch, prepare.PassSettings(want, trained_only=True), CPU)
+    assert apart.num_saved_tokens == 29 and once.num_saved_tokens == 20 + 29
     torch.testing.assert_close(trained["logprobs"], scored["logprobs"])
 
 
 def test_sequences_that_drop_something_share_nothing() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (40, [6, 6])], [0, 0])
-    how = prepare.Pass(frozenset({"logprobs"}), trained_only=True)
-    assert computed(network, batch, how, CPU)[0].spared
-    assert not computed(network, batch, replace(how, dropout=(0, 0)), CPU)[0].spared
+    how = prepare.PassSettings(frozenset({"logprobs"}), trained_only=True)
+    assert computed(network, batch, how, CPU)[0].num_saved_tokens
+    assert not computed(network, batch, replace(how, dropout=(0, 0)), CPU)[0].num_saved_tokens
 
 
 def test_operations_are_counted_as_they_are_computed(
@@ -82,14 +92,14 @@ def test_operations_are_counted_as_they_are_computed(
     trained.
     """
     counted = []
-    training = Cost.training
+    training = TokenCost.count_training_flops
 
     def counting(
-        self: Cost, lengths: Any, *, rows: float | None = None, across: float = 0.0
+        self: TokenCost, lengths: Any, *, rows: float | None = None, across: float = 0.0
     ) -> float:
         counted.append((lengths.tolist(), rows, across))
         return training(self, lengths, rows=rows, across=across)
 
-    monkeypatch.setattr(Cost, "training", counting)
+    monkeypatch.setattr(TokenCost, "count_training_flops", counting)
     engine_of(make_llama(tmp_path)).train([templated([(40, [5]), (40, [6])], [0, 0])], SFTLoss())
     assert counted == [([20, 25, 26], 11.0, (25 + 26) * 20)]

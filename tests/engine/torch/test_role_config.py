@@ -216,8 +216,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_values_of_rope_scaling() -> None:
     assert (
-        rope_scaling.problem(None) is None
-        and rope_scaling.problem({"type": "ntk", "alpha": 2}) is None
+        rope_scaling.find_problem(None) is None
+        and rope_scaling.find_problem({"type": "ntk", "alpha": 2}) is None
     )
     for wrong in (
         "linear",
@@ -226,10 +226,10 @@ def test_values_of_rope_scaling() -> None:
         {"type": "linear", "factor": 0.5},
         {"type": "x"},
     ):
-        assert "rope_scaling=" in str(rope_scaling.problem(wrong))
+        assert "rope_scaling=" in str(rope_scaling.find_problem(wrong))
     assert (
-        rope_scaling.context({"type": "linear", "factor": 2}, 512) == 1024
-        and rope_scaling.context(None, 512) == 512
+        rope_scaling.compute_context({"type": "linear", "factor": 2}, 512) == 1024
+        and rope_scaling.compute_context(None, 512) == 512
     )
 
 
@@ -253,8 +253,10 @@ def test_prefixes_that_do_not_go_with_a_model(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"no form to save a prefix of a gpt_bigcode model in; use lora\.r"
     ):
-        role_config.changed(spec, bigcode, tokenizer)
+        role_config.adapt_config(spec, bigcode, tokenizer)
     with pytest.raises(
         ConfigError, match=r"prefix\.num_tokens=2: leaves no room in the 2 positions"
     ):
-        role_config.changed(spec, replace(bigcode, family="gpt2", learned_positions=2), tokenizer)
+        role_config.adapt_config(
+            spec, replace(bigcode, family="gpt2", learned_positions=2), tokenizer
+        )

@@ -7,12 +7,12 @@ import weakref
 import torch
 
 from tests.engine.torch.lanes import Late
-from weft.engine.torch.staging import GradientsToHost, MastersToDevice
+from weft.engine.torch.staging import HostGradientAccumulator, MasterUploader
 
 
 def test_gradients_are_summed_on_the_host_in_float32() -> None:
     lane = Late()
-    bring = GradientsToHost(lane, slots=2, slot_bytes=16)  # eight elements of two bytes
+    bring = HostGradientAccumulator(lane, slots=2, slot_bytes=16)  # eight elements of two bytes
     wanted, sums = torch.zeros(5, 4), torch.full((5, 4), float("nan"))
     for number in range(4):
         gradient = torch.randn(5, 4).bfloat16()
@@ -34,9 +34,9 @@ def test_gradients_are_summed_on_the_host_in_float32() -> None:
 class Forgetful:
     """Implements `Lane` without keeping what it copies, as a stream."""
 
-    apart = True
+    has_separate_memory = True
 
-    def follow(self) -> None: ...
+    def follow_device(self) -> None: ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -46,13 +46,13 @@ class Forgetful:
 
     def wait(self) -> None: ...
 
-    def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype)
 
 
 def test_a_gradient_stays_until_it_is_copied() -> None:
     """Its memory would be given to others otherwise."""
-    bring = GradientsToHost(Forgetful(), slots=4, slot_bytes=64)  # type: ignore[arg-type]
+    bring = HostGradientAccumulator(Forgetful(), slots=4, slot_bytes=64)  # type: ignore[arg-type]
     gradient, sums = torch.arange(8.0), torch.empty(8)
     there = weakref.ref(gradient)
     bring.add(gradient, sums, fresh=True)
@@ -64,7 +64,7 @@ def test_a_gradient_stays_until_it_is_copied() -> None:
 
 def test_masters_are_rounded_on_the_host_and_no_buffer_is_overwritten_on_its_way() -> None:
     lane = Late()
-    put = MastersToDevice(lane, slots=2, slot_bytes=16)
+    put = MasterUploader(lane, slots=2, slot_bytes=16)
     masters = [torch.randn(5, 4), torch.randn(3)]
     copies = [torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)]
     for copy, master in zip(copies, masters, strict=True):

@@ -17,7 +17,7 @@ from weft.engine.backends import common
 from weft.engine.base import DEFAULT_MAX_TOKENS
 from weft.engine.spec import OptimizerSpec
 from weft.errors import ConfigError
-from weft.models.network.aux_loss import MoEAuxLoss, aux_loss_weight
+from weft.models.network.aux_loss import MoEAuxLoss, choose_aux_loss_weight
 from weft.models.network.packed import pack
 
 SGD = OptimizerSpec(
@@ -51,7 +51,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+    monkeypatch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
 
 
 def trained(
@@ -74,7 +74,7 @@ def test_one_sequence_and_one_layer_are_those_of_transformers(tmp_path: Path) ->
     packed = pack([tokens])
     balance = MoEAuxLoss(packed.attention.dense.lengths)
     ours(replace(packed, aux_loss=balance), frozenset({"logprobs"}))
-    (value,) = balance.by_sequence()
+    (value,) = balance.compute_by_sequence()
     value.backward()
     torch.testing.assert_close(value, found)
     gate = next(p for name, p in theirs.named_parameters() if name.endswith("gate.weight"))
@@ -108,9 +108,12 @@ def test_the_weight_is_the_options_or_the_models(tmp_path: Path, path: Path) -> 
     asking = hf_io.read_config(
         str(make_mixtral(tmp_path, output_router_logits=True, router_aux_loss_coef=0.02))
     )[1]
-    assert [aux_loss_weight(plain, None), aux_loss_weight(asking, None)] == [0.0, 0.02]
-    assert [aux_loss_weight(plain, 0.1), aux_loss_weight(asking, 0.0)] == [0.1, 0.0]
+    assert [choose_aux_loss_weight(plain, None), choose_aux_loss_weight(asking, None)] == [
+        0.0,
+        0.02,
+    ]
+    assert [choose_aux_loss_weight(plain, 0.1), choose_aux_loss_weight(asking, 0.0)] == [0.1, 0.0]
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.1: .* a mixtral model has none"):
-        aux_loss_weight(replace(plain, experts=None), 0.1)
+        choose_aux_loss_weight(replace(plain, experts=None), 0.1)
     with pytest.raises(ConfigError, match="backend=hf adds no loss"):
         engine_of(path, backend="hf", router_aux_loss_coef=0.1)

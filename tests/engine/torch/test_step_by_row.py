@@ -19,7 +19,7 @@ from weft.algorithms.ppo import PPOActorLoss
 from weft.algorithms.sft import SFTLoss
 from weft.data.sample import SequenceSample
 from weft.engine.spec import OptimizerSpec
-from weft.engine.torch import by_row
+from weft.engine.torch import row_gradients
 from weft.errors import ConfigError, RunError
 from weft.models.network import token_outputs
 
@@ -61,7 +61,7 @@ def trained(
     project = token_outputs._project
     with monkeypatch.context() as patch:
         patch.setattr(token_outputs, "_project", lambda *given: calls.append(1) or project(*given))
-        patch.setattr(token_outputs, "chunk_rows", lambda *_: 2)
+        patch.setattr(token_outputs, "count_chunk_rows", lambda *_: 2)
         engine = engine_of(path, optimizer=SGD)
         engine.train([batch()], loss, max_tokens=300)
     return {name: value.clone() for name, value in engine._network.state_dict().items()}, len(calls)
@@ -134,7 +134,7 @@ def test_a_wrong_declaration_is_an_error_at_its_first_use(
     """On every device: an accelerator does not compare the gradients that were made with those that
     are due.
     """
-    monkeypatch.setattr(token_outputs, "same", lambda one, other: True)
+    monkeypatch.setattr(token_outputs, "is_same_gradient", lambda one, other: True)
     with pytest.raises(
         ConfigError, match=r"loss 'Smoothed' declares by_row=True, but .* set by_row to False"
     ):
@@ -143,9 +143,11 @@ def test_a_wrong_declaration_is_an_error_at_its_first_use(
 
 def test_the_declaration_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Loss] = []
-    check = by_row.check
+    check = row_gradients.is_row_separable
     monkeypatch.setattr(
-        by_row, "check", lambda loss, *given: (checked.append(loss), check(loss, *given))
+        row_gradients,
+        "is_row_separable",
+        lambda loss, *given: (checked.append(loss), check(loss, *given)),
     )
     engine, losses = (
         engine_of(path, optimizer=SGD),

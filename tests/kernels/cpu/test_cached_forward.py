@@ -13,7 +13,7 @@ import torch
 
 from tests.models.common import last_states, sequences, tiny
 from weft.engine.generation import passes
-from weft.engine.generation.passes import Passes
+from weft.engine.generation.passes import DecoderPasses
 from weft.kernels.cpu import cached_forward
 from weft.models.kv.slots import KVCache
 from weft.models.network import lora
@@ -27,7 +27,7 @@ class OneCall:
     """Passes of a network by the kernel, counted."""
 
     def __init__(self, network: Transformer) -> None:
-        self._passes, self.count = Passes(network), 0
+        self._passes, self.count = DecoderPasses(network), 0
 
     def __call__(self, *given: Any) -> torch.Tensor:
         run = cached_forward.CachedForward.run
@@ -35,7 +35,7 @@ class OneCall:
             patch.setattr(
                 cached_forward.CachedForward, "run", lambda *all: self._counted(run, *all)
             )
-            return self._passes.hidden(*given)
+            return self._passes.compute_hidden(*given)
 
     def _counted(self, run: Hidden, *given: Any) -> torch.Tensor:
         self.count += 1
@@ -48,7 +48,7 @@ def five_slots(network: Transformer, shared: bool) -> tuple[KVCache, list[int]]:
     slots = cache.allocate(5)
     if shared:
         prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
-        network.hidden(prefix.extend(prefix.allocate(), sequences([21])))
+        network.compute_hidden(prefix.extend(prefix.allocate(), sequences([21])))
         cache.link(slots[1:4], prefix)
     return cache, slots
 
@@ -79,11 +79,11 @@ def steps(network: Transformer, hidden: Hidden, shared: bool) -> tuple[torch.Ten
 def test_the_bits_are_those_of_the_modules(name: str, shared: bool) -> None:
     network = tiny(name)
     # not where windows are shorter than the sequences
-    shared = shared and network.shares_prefixes(100)
+    shared = shared and network.can_share_prefixes(100)
     by_kernel = OneCall(network)
     at_once = steps(network, by_kernel, shared)
     assert by_kernel.count == 6
-    by_module = steps(network, network.hidden, shared)
+    by_module = steps(network, network.compute_hidden, shared)
     assert by_kernel.count == 6
     assert all(torch.equal(one, other) for one, other in zip(at_once, by_module, strict=True))
 
@@ -108,11 +108,11 @@ def prefill(
 @torch.no_grad()
 def test_the_last_block_computes_what_is_wanted(name: str, shared: bool, wanted: list[int]) -> None:
     network = tiny(name)
-    shared = shared and network.shares_prefixes(200)
+    shared = shared and network.can_share_prefixes(200)
     by_kernel = OneCall(network)
     at_once = prefill(network, by_kernel, shared, wanted)
     assert at_once[0].shape == (len(wanted), network.config.hidden_size) and by_kernel.count
-    by_module = prefill(network, network.hidden, shared, wanted)
+    by_module = prefill(network, network.compute_hidden, shared, wanted)
     assert all(torch.equal(one, other) for one, other in zip(at_once, by_module, strict=True))
 
 
@@ -140,7 +140,7 @@ def test_networks_of_other_sizes(form: str) -> None:
     torch.manual_seed(0)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    by_kernel, by_module = OneCall(network), network.hidden
+    by_kernel, by_module = OneCall(network), network.compute_hidden
     at_once, expected = (
         (*prefill(network, hidden, True, WANTED[1]), *steps(network, hidden, True))
         for hidden in (by_kernel, by_module)
@@ -156,7 +156,7 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])])
     monkeypatch.setattr(cached_forward.library, "call", lambda *given: cached_forward.NO_MEMORY)
     with pytest.raises(MemoryError, match="a pass over 3 tokens"):
-        Passes(network).hidden(packed)
+        DecoderPasses(network).compute_hidden(packed)
 
 
 @torch.no_grad()
@@ -165,13 +165,13 @@ def test_the_kernel_survives_that_it_gets_no_memory() -> None:
     code = """
 import resource, torch
 from tests.models.common import tiny
-from weft.engine.generation.passes import Passes
+from weft.engine.generation.passes import DecoderPasses
 from weft.models.kv.slots import KVCache
 torch.set_num_threads(1)
 network, count = tiny("llama"), 100_000
 with torch.no_grad():
     cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=count)
-    passes = Passes(network)
+    passes = DecoderPasses(network)
     passes.hidden(cache.extend(cache.allocate(), [torch.ones(8, dtype=torch.int64)]))
     cache.truncate(0, 0)
     packed = cache.extend([0], [torch.ones(count, dtype=torch.int64)])
@@ -194,7 +194,7 @@ def test_rows_that_are_not_there(row: int) -> None:
     network = tiny("llama")
     cache = KVCache(network.config, "cpu", torch.float32)
     with pytest.raises(IndexError, match=f"there is no row {row} in 3"):
-        Passes(network).hidden(
+        DecoderPasses(network).compute_hidden(
             cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])]), torch.tensor([0, row])
         )
 
@@ -238,34 +238,39 @@ def hook(network: Transformer) -> None:
 @torch.no_grad()
 def test_a_network_that_changed_is_prepared_again(change: Callable[[Transformer], None]) -> None:
     network, (first, second) = tiny("llama"), sequences([9, 1])
-    cache, over = KVCache(network.config, "cpu", torch.float32), Passes(network)
-    over.hidden(cache.extend(cache.allocate(), [first]))
-    before = over.hidden(cache.extend([0], second))
+    cache, over = KVCache(network.config, "cpu", torch.float32), DecoderPasses(network)
+    over.compute_hidden(cache.extend(cache.allocate(), [first]))
+    before = over.compute_hidden(cache.extend([0], second))
     cache.truncate(0, 9)
     assert over.is_ready(cache)
     change(network)
     over.forget()
     assert not over.is_ready(cache)
-    after = over.hidden(cache.extend([0], second))
+    after = over.compute_hidden(cache.extend([0], second))
     cache.truncate(0, 9)
-    assert torch.equal(after, network.hidden(cache.extend([0], second))) and not torch.equal(
-        after, before
-    )
+    assert torch.equal(
+        after, network.compute_hidden(cache.extend([0], second))
+    ) and not torch.equal(after, before)
 
 
 @torch.no_grad()
 def test_a_cache_that_moved_is_read_where_it_is() -> None:
     network, (first, second) = tiny("llama"), sequences([9, 1])
-    cache, over = KVCache(network.config, "cpu", torch.float32, slots=1, room=16), Passes(network)
-    over.hidden(cache.extend(cache.allocate(), [first]))
-    expected = over.hidden(cache.extend([0], second))
+    cache, over = (
+        KVCache(network.config, "cpu", torch.float32, slots=1, room=16),
+        DecoderPasses(network),
+    )
+    over.compute_hidden(cache.extend(cache.allocate(), [first]))
+    expected = over.compute_hidden(cache.extend([0], second))
     cache.truncate(0, 9)
     old = [*cache.keys, *cache.values]
     cache.resize(3, 48)
     assert not over.is_ready(cache)
     for stored in old:
         stored.fill_(torch.nan)
-    assert torch.equal(over.hidden(cache.extend([0], second)), expected) and over.is_ready(cache)
+    assert torch.equal(over.compute_hidden(cache.extend([0], second)), expected) and over.is_ready(
+        cache
+    )
 
 
 @torch.no_grad()
@@ -273,12 +278,12 @@ def test_another_network_over_the_same_cache() -> None:
     networks, (first, second) = (tiny("llama"), tiny("llama", seed=1)), sequences([9, 1])
     cache, over = (
         KVCache(networks[0].config, "cpu", torch.float32),
-        [Passes(network) for network in networks],
+        [DecoderPasses(network) for network in networks],
     )
-    over[0].hidden(cache.extend(cache.allocate(), [first]))
+    over[0].compute_hidden(cache.extend(cache.allocate(), [first]))
     made = []
     for each in over:
-        made.append(each.hidden(cache.extend([0], second)))
+        made.append(each.compute_hidden(cache.extend([0], second)))
         cache.truncate(0, 9)
     assert not torch.equal(*made)
 
@@ -289,14 +294,16 @@ def test_tokens_outside_the_vocabulary(token: int) -> None:
     network = tiny("llama")
     cache = KVCache(network.config, "cpu", torch.float32)
     with pytest.raises(IndexError, match=f"token {token} is outside the vocabulary"):
-        Passes(network).hidden(cache.extend(cache.allocate(), [torch.tensor([5, token, 6])]))
+        DecoderPasses(network).compute_hidden(
+            cache.extend(cache.allocate(), [torch.tensor([5, token, 6])])
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral", "gpt_neox", "olmo2"])
 @torch.no_grad()
 def test_networks_of_another_form_go_module_by_module(name: str) -> None:
     network = tiny(name)
-    assert not passes.serves(network.config)
+    assert not passes.supports_config(network.config)
     cache, by_kernel = KVCache(network.config, "cpu", torch.float32), OneCall(network)
     by_kernel(cache.extend(cache.allocate(), sequences([5])))
     assert not by_kernel.count
@@ -304,19 +311,21 @@ def test_networks_of_another_form_go_module_by_module(name: str) -> None:
 
 def test_a_field_that_nobody_allowed_turns_the_kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("llama").config
-    assert passes.serves(config)
+    assert passes.supports_config(config)
     for field in dataclasses.fields(config):
-        if field.name not in passes.SERVED:
+        if field.name not in passes.FIELD_RULES:
             assert getattr(config, field.name) == field.default
-            assert not passes.serves(
+            assert not passes.supports_config(
                 dataclasses.replace(config, **{field.name: not field.default})
             ), field.name
     changed = dataclasses.replace(config, qkv_bias=True)
-    assert passes.serves(changed)
+    assert passes.supports_config(changed)
     monkeypatch.setattr(
-        passes, "SERVED", {key: rule for key, rule in passes.SERVED.items() if key != "qkv_bias"}
+        passes,
+        "FIELD_RULES",
+        {key: rule for key, rule in passes.FIELD_RULES.items() if key != "qkv_bias"},
     )
-    assert not passes.serves(changed) and passes.serves(config)
+    assert not passes.supports_config(changed) and passes.supports_config(config)
 
 
 @pytest.mark.parametrize("by", [OneCall, lambda network: network.hidden], ids=["kernel", "modules"])

@@ -30,7 +30,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("WEFT_NATIVE", raising=False)
-    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "load_library", native.load_library.__wrapped__)
     monkeypatch.setattr(native, "FOLDER", few_sources(tmp_path))
     yield tmp_path / "weft" / "kernels"
 
@@ -56,7 +56,7 @@ def load_library(sources: Path, cache: str, umask: int) -> None:
     os.umask(umask)
     os.environ["XDG_CACHE_HOME"] = cache
     native.FOLDER = sources
-    assert native.library() is not None
+    assert native.load_library() is not None
 
 
 def ended(process: BaseProcess) -> int | None:
@@ -67,7 +67,7 @@ def ended(process: BaseProcess) -> int | None:
 def test_a_second_process_finds_what_the_first_compiled(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert native.library() is not None
+    assert native.load_library() is not None
     (kept,) = fresh.iterdir()
     assert kept.suffix == ".so" and fresh.stat().st_mode & 0o777 == 0o700
     commands: list[list[str]] = []
@@ -75,14 +75,14 @@ def test_a_second_process_finds_what_the_first_compiled(
     monkeypatch.setattr(
         subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more)
     )
-    assert native.library() is not None
+    assert native.load_library() is not None
     assert [command[1:] for command in commands] == [["-v"]]
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
-    assert native.library() is not None
+    assert native.load_library() is not None
     assert not list(fresh.iterdir())
 
 
@@ -91,16 +91,16 @@ def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert native.library() is not None
+    assert native.load_library() is not None
 
 
 @pytest.mark.parametrize("compiler", ["nowhere-to-be-found", "false"])
 def test_without_a_compiler_one_warning_says_what_to_do(
     fresh: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_compilers", lambda: [[compiler]])
+    monkeypatch.setattr(native, "_list_compilers", lambda: [[compiler]])
     with pytest.warns(RuntimeWarning, match=r"not compiled .* Install g\+\+, or set WEFT_NATIVE=0"):
-        assert native.library() is None
+        assert native.load_library() is None
     assert not fresh.exists() or not list(fresh.iterdir())
 
 
@@ -108,12 +108,14 @@ def test_the_kernels_can_be_left_out(fresh: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WEFT_NATIVE", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert native.library() is None
+        assert native.load_library() is None
     x, weight = torch.randn(5, 7), torch.randn(3, 7)
     torch.testing.assert_close(product(x, weight), x @ weight.T)
 
 
-@pytest.mark.parametrize("asked", [name for name in native.VARIANTS if not native.lacks(name)])
+@pytest.mark.parametrize(
+    "asked", [name for name in native.VARIANTS if not native.list_missing_instructions(name)]
+)
 def test_a_variant_is_compiled_for_its_instructions_alone(
     asked: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +127,7 @@ def test_a_variant_is_compiled_for_its_instructions_alone(
     )
     for value in ("native", asked.upper()):
         monkeypatch.setenv("WEFT_NATIVE", value)
-        assert native.library() is not None
+        assert native.load_library() is not None
     assert len(list(fresh.iterdir())) == 2
     told = [
         [word for word in command if word.startswith("-m")]
@@ -145,21 +147,23 @@ def test_an_unknown_variant_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ConfigError, match=r"WEFT_NATIVE=avx3 names no variant .*sse2, avx2, avx512, amx, or 0"
     ):
-        native.library()
+        native.load_library()
 
 
 def test_a_variant_that_the_processor_lacks_is_refused(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        native, "_processor", lambda: ["flags\t\t: sse2 avx2 fma f16c bmi1 bmi2", "model name : a"]
+        native,
+        "_read_processor",
+        lambda: ["flags\t\t: sse2 avx2 fma f16c bmi1 bmi2", "model name : a"],
     )
     monkeypatch.setenv("WEFT_NATIVE", "avx512")
     with pytest.raises(
         ConfigError, match=r"WEFT_NATIVE=avx512 needs avx512f, avx512bw.* does not have"
     ):
-        native.library()
-    assert native.lacks("avx2") == []
+        native.load_library()
+    assert native.list_missing_instructions("avx2") == []
 
 
 def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None:
@@ -172,7 +176,7 @@ def test_an_empty_file_is_compiled_again(fresh: Path) -> None:
     assert ended(in_a_process()) == 0
     (kept,) = fresh.iterdir()
     kept.write_bytes(b"")
-    assert native.library() is not None and kept.stat().st_size > 10_000
+    assert native.load_library() is not None and kept.stat().st_size > 10_000
 
 
 def test_others_may_write_to_nothing_whatever_the_umask(
@@ -188,13 +192,13 @@ def test_the_users_own_compiler_comes_first_and_need_not_serve(
     fresh: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", command)
-    assert native._compilers() == [command.split(), ["g++"]]
-    assert native.library() is not None
+    assert native._list_compilers() == [command.split(), ["g++"]]
+    assert native.load_library() is not None
 
 
 def test_all_sources_make_one_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FOLDER", SOURCES)
-    kernels = native.library()
+    kernels = native.load_library()
     assert (
         kernels is not None and hasattr(kernels, "weft_matmul") and hasattr(kernels, "weft_forward")
     )
@@ -214,7 +218,7 @@ def test_a_structure_of_another_size_than_in_cpp_is_refused(
     with pytest.raises(
         AssertionError, match=rf"other sizes in C\+\+ than in structures.py: {structure.__name__}$"
     ):
-        native.library()
+        native.load_library()
 
 
 def test_every_structure_is_compared() -> None:

@@ -20,7 +20,7 @@ from weft.kernels.cpu import library, product
 @pytest.fixture(params=["tiles", "vectors"])
 def products_by(request: pytest.FixtureRequest) -> Iterator[None]:
     """In the processor's tiles, where it has such, and in its vectors."""
-    kernels = library.library()
+    kernels = library.load_library()
     assert kernels is not None
     tiles = request.param == "tiles"
     try:

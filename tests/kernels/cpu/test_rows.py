@@ -24,7 +24,7 @@ def test_rms_norm(shape: tuple[int, ...], offset: float) -> None:
     grad_y = torch.randn(shape)
     wanted = torch.autograd.grad(normed, (wide, scale), grad_y.double())
     for want_x, want_weight in [(True, True), (True, False), (False, True)]:
-        found = rows.rms_norm_gradients(
+        found = rows.compute_rms_norm_gradients(
             x, weight, inverse, grad_y, offset, want_x=want_x, want_weight=want_weight
         )
         for one, other, there in zip(found, wanted, (want_x, want_weight), strict=True):
@@ -63,12 +63,12 @@ def test_silu(gated: bool) -> None:
     wide = gate_up.double().requires_grad_()
     gate, up = wide.chunk(2, dim=1) if gated else (wide, 1.0)
     expected = activate(gate, "silu") * up
-    made = rows.silu(gate_up, gated)
+    made = rows.compute_silu(gate_up, gated)
     assert_close(made.double(), expected, atol=1e-30, rtol=1e-6, equal_nan=True)
     grad_out = torch.randn(made.shape)
     (wanted,) = torch.autograd.grad(expected, wide, grad_out.double())
     for again in (True, False):
-        grad_gate_up, value = rows.silu_gradients(gate_up, gated, grad_out, again=again)
+        grad_gate_up, value = rows.compute_silu_gradients(gate_up, gated, grad_out, again=again)
         assert_close(grad_gate_up.double(), wanted, atol=1e-6, rtol=1e-5, equal_nan=True)
         assert value is None if not again else torch.equal(value.nan_to_num(7), made.nan_to_num(7))
 

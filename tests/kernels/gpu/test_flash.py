@@ -33,8 +33,10 @@ def test_abilities_are_read_from_the_signature() -> None:
         query: Tensor, *, enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None
     ) -> None: ...
 
-    assert flash.Abilities.of(of_2_11) == flash.Abilities(grouped_heads=False, block_table=False)
-    assert flash.Abilities.of(without_splits) == flash.Abilities(
+    assert flash.FlashFeatures.from_function(of_2_11) == flash.FlashFeatures(
+        grouped_heads=False, block_table=False
+    )
+    assert flash.FlashFeatures.from_function(without_splits) == flash.FlashFeatures(
         grouped_heads=True, block_table=False
     )
 
@@ -63,8 +65,8 @@ class Recorder:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    flash.abilities()  # those of the installed torch
-    monkeypatch.setattr(flash, "kernel", lambda: recorder)
+    flash.find_features()  # those of the installed torch
+    monkeypatch.setattr(flash, "load_kernel", lambda: recorder)
     return recorder
 
 
@@ -72,17 +74,17 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_training_asks_for_causal_attention_of_grouped_heads(
     kernel: Recorder, monkeypatch: pytest.MonkeyPatch, grouped: bool
 ) -> None:
-    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped, False))
+    monkeypatch.setattr(flash, "find_features", lambda: flash.FlashFeatures(grouped, False))
     q, k = torch.zeros(400, 4, 16), torch.zeros(400, 2, 16)
     at = VarlenLengths(CUTS, CUTS, 239, 239)
-    flash.packed(q, k, k, at, AttentionSpec(0.25))
+    flash.attend_packed(q, k, k, at, AttentionSpec(0.25))
     assert kernel.named["window_size"] == (-1, 0) and kernel.named["scale"] == 0.25
     assert (
         kernel.given[1].shape[1] == (2 if grouped else 4)
         and ("enable_gqa" in kernel.named) == grouped
     )
     assert kernel.given[3:] == (CUTS, CUTS, 239, 239)
-    flash.packed(q, k, k, at, AttentionSpec(0.25, window=40))
+    flash.attend_packed(q, k, k, at, AttentionSpec(0.25, window=40))
     assert kernel.named["window_size"] == (39, 0), "the kernel does not count the query itself"
 
 
@@ -90,11 +92,11 @@ def test_the_installed_kernel_takes_what_it_is_given(kernel: Recorder) -> None:
     from torch.nn.attention.varlen import varlen_attn as installed
 
     signature, q, k = inspect.signature(installed), torch.zeros(400, 4, 16), torch.zeros(400, 2, 16)
-    flash.packed(q, k, k, VarlenLengths(CUTS, CUTS, 239, 239), AttentionSpec(0.25))
+    flash.attend_packed(q, k, k, VarlenLengths(CUTS, CUTS, 239, 239), AttentionSpec(0.25))
     signature.bind(*kernel.given, **kernel.named)
-    if flash.Abilities.of(installed).block_table:
+    if flash.FlashFeatures.from_function(installed).block_table:
         keys, table = torch.zeros(7, 256, 2, 16), torch.zeros(3, 2, dtype=torch.int32)
-        flash.paged(
+        flash.attend_paged(
             torch.zeros(3, 4, 16),
             keys,
             keys,
@@ -112,11 +114,11 @@ def test_packs_by_the_kernels_contract(
 ) -> None:
     q, k, v = (torch.randn(400, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
     given = AttentionInputs(q, k, v, AttentionSpec(0.25, window), 0)
-    expected = rectangles.dense(given, Dense(CUTS, 239))
+    expected = rectangles.attend_dense(given, Dense(CUTS, 239))
     monkeypatch.setattr(flash, "serves", lambda *_: True)
-    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped, False))
-    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
-    assert_close(accelerator.dense(given, Dense(CUTS, 239)), expected)
+    monkeypatch.setattr(flash, "find_features", lambda: flash.FlashFeatures(grouped, False))
+    monkeypatch.setattr(flash, "load_kernel", lambda: varlen_attn)
+    assert_close(accelerator.attend_dense(given, Dense(CUTS, 239)), expected)
 
 
 def test_pages_are_never_split(kernel: Recorder) -> None:
@@ -125,7 +127,7 @@ def test_pages_are_never_split(kernel: Recorder) -> None:
         torch.zeros(3, 2, dtype=torch.int32),
         torch.tensor([1, 300, 256], dtype=torch.int32),
     )
-    flash.paged(torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25))
+    flash.attend_paged(torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25))
     assert (
         kernel.named["num_splits"] == 1
         and kernel.named["block_table"] is table
@@ -141,19 +143,22 @@ def test_one_query_a_row_needs_no_causal_mask(kernel: Recorder) -> None:
         torch.zeros(3, 2, dtype=torch.int32),
         torch.tensor([1, 300, 256], dtype=torch.int32),
     )
-    flash.paged(torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25))
+    flash.attend_paged(torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25))
     assert kernel.named["window_size"] == (-1, -1)
-    flash.paged(torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25, window=40))
+    flash.attend_paged(
+        torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25, window=40)
+    )
     assert kernel.named["window_size"] == (39, 0)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_pages_by_the_kernels_contract(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     q, keys, values, table, used = pages_of(torch.float64)
-    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
+    monkeypatch.setattr(flash, "load_kernel", lambda: varlen_attn)
     spec = AttentionSpec(0.125, window)
     assert_close(
-        flash.paged(q, keys, values, table, used, spec), by_row(q, keys, values, table, used, spec)
+        flash.attend_paged(q, keys, values, table, used, spec),
+        by_row(q, keys, values, table, used, spec),
     )
 
 
@@ -200,7 +205,9 @@ class Registry:
     def __init__(self, patch: pytest.MonkeyPatch, refusal: Exception | None = None) -> None:
         self.current: str | None = None
         self.refusal = refusal
-        patch.setattr(flash, "_capability", lambda device: (9, 0) if device == HOPPER else (8, 6))
+        patch.setattr(
+            flash, "_get_capability", lambda device: (9, 0) if device == HOPPER else (8, 6)
+        )
         patch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activate)
         patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: self.current)
         patch.setattr(
@@ -224,7 +231,7 @@ def test_version_3_is_taken_where_it_is_and_given_back(monkeypatch: pytest.Monke
         == flash.choose(HOPPER, "fa3")
         == "flash attention 3 of flash_attn_interface"
     )
-    assert flash.active() == registry.current == flash.THIRD
+    assert flash.find_active_implementation() == registry.current == flash.THIRD
     assert flash.choose(HOPPER, "fa2") is None and registry.current is None
 
 
@@ -269,10 +276,10 @@ def test_version_3_reads_pages_by_their_table_alone(
 ) -> None:
     q, pages = torch.zeros(2, 4, 16), torch.zeros(3, 8, 2, 16)
     table, used = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    flash.paged(q, pages, pages, table, used, AttentionSpec(0.25))
+    flash.attend_paged(q, pages, pages, table, used, AttentionSpec(0.25))
     assert kernel.given[4].tolist() == [0, 16, 32]
     Registry(monkeypatch).current = flash.THIRD
-    flash.paged(q, pages, pages, table, used, AttentionSpec(0.25))
+    flash.attend_paged(q, pages, pages, table, used, AttentionSpec(0.25))
     assert kernel.given[4] is None and kernel.named["block_table"] is table
 
 
@@ -286,8 +293,8 @@ def test_the_kernel_agrees_with_the_exact_form(window: int | None) -> None:
     ]
     theirs = [x.detach().double().cpu().requires_grad_() for x in ours]
     spec = AttentionSpec(0.125, window)
-    out = flash.packed(*ours, VarlenLengths(CUTS.cuda(), CUTS.cuda(), 239, 239), spec)
-    expected = rectangles.dense(AttentionInputs(*theirs, spec, 0), Dense(CUTS, 239))
+    out = flash.attend_packed(*ours, VarlenLengths(CUTS.cuda(), CUTS.cuda(), 239, 239), spec)
+    expected = rectangles.attend_dense(AttentionInputs(*theirs, spec, 0), Dense(CUTS, 239))
     weights = torch.randn_like(expected)
     found = torch.autograd.grad(out, ours, weights.to("cuda", torch.bfloat16))
     exact = torch.autograd.grad(expected, theirs, weights)
@@ -300,11 +307,11 @@ def test_the_kernel_agrees_with_the_exact_form(window: int | None) -> None:
 @needs_cuda
 @pytest.mark.parametrize("window", [None, 40])
 def test_pages_agree_with_the_exact_form(window: int | None) -> None:
-    if not flash.abilities().block_table:
+    if not flash.find_features().block_table:
         pytest.skip("this torch has no block tables")
     given, spec = pages_of(torch.bfloat16, device="cuda"), AttentionSpec(0.125, window)
     q, keys, values, table, used = given
-    out = flash.paged(q, keys, values, table, used, spec)
+    out = flash.attend_paged(q, keys, values, table, used, spec)
     assert_close(
         out.double().cpu(), by_row(q, keys, values, table, used, spec), rtol=2e-2, atol=2e-2
     )
@@ -320,18 +327,18 @@ def test_automatic_splits_write_every_row(
     it, so a build where it is wrong is no failure. Memory that is handed out is full of what no
     attention gives: a row that stays unwritten shows.
     """
-    if not flash.abilities().block_table:
+    if not flash.find_features().block_table:
         pytest.skip("this torch has no block tables")
     q, keys, values, table, used = pages_of(torch.bfloat16, rows, "cuda")
-    spec, kernel = AttentionSpec(0.125, window), flash.kernel()
+    spec, kernel = AttentionSpec(0.125, window), flash.load_kernel()
     monkeypatch.setattr(
         flash,
-        "kernel",
+        "load_kernel",
         lambda: lambda *given, **named: kernel(*given, **{**named, "num_splits": None}),
     )
     poison = torch.full((64, *q.shape), 1e4, device="cuda", dtype=q.dtype)
     del poison
-    out = flash.paged(q, keys, values, table, used, spec)
+    out = flash.attend_paged(q, keys, values, table, used, spec)
     try:
         assert_close(
             out.double().cpu(), by_row(q, keys, values, table, used, spec), rtol=2e-2, atol=2e-2

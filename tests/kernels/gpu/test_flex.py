@@ -16,11 +16,11 @@ from torch.testing import assert_close
 
 from weft.kernels import AttentionSpec, flex
 from weft.models.attention import cascade, rectangles
-from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.attention.inputs import AttentionInputs
 
 CUTS = [0, 150, 290, 301, 520, 700]
-JOINS = (Join((0, 150), (150, 301)), Join((301, 520), (520, 700)))
+JOINS = (PrefixContinuation((0, 150), (150, 301)), PrefixContinuation((301, 520), (520, 700)))
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -55,8 +55,8 @@ def visible(context: Dense | Prefixed, window: int | None) -> Tensor:
     seen = (segment[:, None] == segment) & (place <= place[:, None])
     if window is not None:
         seen &= place > place[:, None] - window
-    for join in context.joins if isinstance(context, Prefixed) else ():
-        seen[slice(*join.rest), slice(*join.prefix)] = True
+    for join in context.continuations if isinstance(context, Prefixed) else ():
+        seen[slice(*join.continuation), slice(*join.prefix)] = True
     return seen
 
 
@@ -74,25 +74,25 @@ def written_out(
 
 def joins_of(context: Dense | Prefixed) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return (
-        [(join.prefix, join.rest) for join in context.joins]
+        [(join.prefix, join.continuation) for join in context.continuations]
         if isinstance(context, Prefixed)
         else []
     )
 
 
-def spans_of(context: Dense | Prefixed, length: int, window: int | None) -> flex.Spans:
-    return flex.Spans.of(context.dense.cu_seqlens, joins_of(context), length, window)
+def spans_of(context: Dense | Prefixed, length: int, window: int | None) -> flex.KeySpans:
+    return flex.KeySpans.from_segments(context.dense.cu_seqlens, joins_of(context), length, window)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec
 ) -> Tensor:
     """By FlexAttention."""
-    mask = flex.pack_mask(context.dense.cu_seqlens, joins_of(context), len(q), spec.window)
-    return flex.packed(q, k, v, mask, spec)
+    mask = flex.build_pack_mask(context.dense.cu_seqlens, joins_of(context), len(q), spec.window)
+    return flex.attend_packed(q, k, v, mask, spec)
 
 
-def full_mask(spans: flex.Spans) -> Tensor:
+def full_mask(spans: flex.KeySpans) -> Tensor:
     index = torch.arange(len(spans.near))
     return spans.mask_mod(None, None, index[:, None], index[None])
 
@@ -120,10 +120,10 @@ def test_no_block_with_a_visible_key_is_left_out(
 ) -> None:
     spans = spans_of(context, CUTS[-1], window)
     cells = full_mask(spans).view(8, flex.BLOCK, 8, flex.BLOCK)
-    some, every = spans.blocks()
+    some, every = spans.find_blocks()
     assert torch.equal(some, cells.any(3).any(1))
     assert torch.equal(every, cells.all(3).all(1))
-    block_mask = spans.mask()
+    block_mask = spans.build_mask()
     listed = torch.zeros(8, 8, dtype=torch.bool)
     for count, order in (
         (block_mask.kv_num_blocks, block_mask.kv_indices),
@@ -137,10 +137,10 @@ def test_no_block_with_a_visible_key_is_left_out(
 def test_a_block_that_only_a_prefix_fills_is_full() -> None:
     context = Prefixed(
         Dense(torch.tensor([0, 256, 512], dtype=torch.int32), 256),
-        (Join((0, 256), (256, 512)),),
+        (PrefixContinuation((0, 256), (256, 512)),),
         torch.tensor([511]),
     )
-    some, every = spans_of(context, 512, None).blocks()
+    some, every = spans_of(context, 512, None).find_blocks()
     assert some.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     assert every.int().tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
 
@@ -165,7 +165,7 @@ def test_a_shared_prefix_is_that_of_the_joined_parts_forward_and_backward() -> N
 def test_capped_scores_are_those_of_the_written_out_form(spec: AttentionSpec) -> None:
     ours, theirs = inputs(torch.float64), inputs(torch.float64)
     out = attend(*ours, dense(), spec)
-    expected = rectangles.dense(AttentionInputs(*theirs, spec, 0), dense())
+    expected = rectangles.attend_dense(AttentionInputs(*theirs, spec, 0), dense())
     assert_close(out, expected)
     weights = torch.randn_like(out)
     for a, b in zip(
@@ -182,13 +182,13 @@ def test_groups_of_decoding_are_filled_up_to_a_power_of_two(
 ) -> None:
     """The kernel for few queries takes no others; what is filled in changes no number."""
     asked: list[int] = []
-    attend = flex.attention
+    attend = flex.attend
 
     def spy(q: Tensor, k: Tensor, *rest: object) -> Tensor:
         asked.append(q.shape[1] // k.shape[1])
         return attend(q, k, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(flex, "attention", spy)
+    monkeypatch.setattr(flex, "attend", spy)
     torch.manual_seed(0)
     q = torch.randn(2, 3 * 2 * group, 16, dtype=torch.float64)[
         :, : 2 * group
@@ -198,8 +198,8 @@ def test_groups_of_decoding_are_filled_up_to_a_power_of_two(
         torch.tensor([[3, 1], [2, 0]], dtype=torch.int32),
         torch.tensor([20, 7], dtype=torch.int32),
     )
-    out = flex.paged(
-        q, keys, values, flex.page_mask(table, used, (4, 16), None), AttentionSpec(0.25)
+    out = flex.attend_paged(
+        q, keys, values, flex.build_page_mask(table, used, (4, 16), None), AttentionSpec(0.25)
     )
     for row, count in enumerate(used.tolist()):
         k, v = (
@@ -212,7 +212,7 @@ def test_groups_of_decoding_are_filled_up_to_a_power_of_two(
 
 
 def test_few_sizes_are_compiled() -> None:
-    assert [flex.padded(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [
+    assert [flex.compute_padded_length(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [
         128,
         128,
         256,
@@ -228,9 +228,16 @@ def test_few_sizes_are_compiled() -> None:
     )
     for length, cut in ((300, 40), (300, 90), (280, 33), (500, 33), (130, 20)):
         context = Dense(torch.tensor([0, cut, length], dtype=torch.int32), length)
-        q, k, v = (torch.randn(1, heads, flex.padded(length), 16) for heads in (4, 2, 2))
+        q, k, v = (
+            torch.randn(1, heads, flex.compute_padded_length(length), 16) for heads in (4, 2, 2)
+        )
         compiled(
-            q, k, v, block_mask=spans_of(context, length, None).mask(), scale=0.25, enable_gqa=True
+            q,
+            k,
+            v,
+            block_mask=spans_of(context, length, None).build_mask(),
+            scale=0.25,
+            enable_gqa=True,
         )
     assert counter.frame_count == 2, (
         "one for 512 tokens and one for 256, whatever the sequences in them"
@@ -248,17 +255,17 @@ def test_a_ragged_run_compiles_each_size_once(monkeypatch: pytest.MonkeyPatch) -
     compiled = torch.compile(
         torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True
     )
-    monkeypatch.setattr(flex, "_runs_unfused", lambda _: False)
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    monkeypatch.setattr(flex, "_is_unfused", lambda _: False)
+    monkeypatch.setattr(flex, "_compile", lambda: compiled)
     keys, values = (torch.randn(16, 16, 2, 16) for _ in range(2))
     for length in (40, 30, 20, 12, 3):
         for rows in (4, 2, 1):
             table = torch.arange(1, 1 + 3 * rows, dtype=torch.int32).view(rows, 3)
-            mask = flex.page_mask(
+            mask = flex.build_page_mask(
                 table, torch.full((rows,), length, dtype=torch.int32), (16, 16), None
             )
             for layer in range(1, 4):
-                flex.paged(
+                flex.attend_paged(
                     torch.randn(rows, 6, 16), keys, values, mask, AttentionSpec(0.25 / layer)
                 )
     assert counter.frame_count == 3, "one for each number of rows"
@@ -274,7 +281,7 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) 
     cuda = torch.device("cuda", 0)
     assert not flex.serves(torch.device("cpu"), 64)
     for makes in (True, False):
-        monkeypatch.setattr(flex, "_compiles", lambda makes=makes: makes)
+        monkeypatch.setattr(flex, "_can_compile", lambda makes=makes: makes)
         assert flex.serves(cuda, 64) == makes and not flex.serves(cuda, 8)
 
 
@@ -286,7 +293,7 @@ def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
     """
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
     q, k, v = (torch.randn(1, heads, 1024, 32) for heads in (4, 2, 2))
-    mask = spans_of(prefixed(), CUTS[-1], None).mask()
+    mask = spans_of(prefixed(), CUTS[-1], None).build_mask()
     settings = {"block_mask": mask, "scale": 0.25, "enable_gqa": True}
     assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
     table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
@@ -297,7 +304,7 @@ def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
         torch.randn(1, 2, 7 * 256, 32),
     )
     for window in (None, 100):
-        settings["block_mask"] = flex.page_mask(table, used, (7, 256), window)
+        settings["block_mask"] = flex.build_page_mask(table, used, (7, 256), window)
         assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
 
 

@@ -22,7 +22,7 @@ def test_layers_of_one_pass_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = (torch.randn(700, heads, 16) for heads in (4, 2, 2))
 
     def attend(spec: AttentionSpec) -> None:
-        accelerator.dense(AttentionInputs(q, k, v, spec, 0), context)
+        accelerator.attend_dense(AttentionInputs(q, k, v, spec, 0), context)
 
     attend(AttentionSpec(0.25, softcap=2.0))
     first = context.masks[None]

@@ -29,12 +29,12 @@ def test_buckets_hold_every_token_once_and_go_back_in_order(lengths: list[int]) 
         rows = bucket.index.shape[1]
         assert len(kept) >= 0.5 * bucket.index.numel() or rows <= 16, "more padding than tokens"
     joined = torch.cat(cells)
-    restored = joined if context.restore is None else joined[context.restore]
+    restored = joined if context.cell_positions is None else joined[context.cell_positions]
     assert torch.equal(restored, x)
     assert context.starts == [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
 def test_sequences_of_one_length_are_read_without_a_copy() -> None:
     context = dense([20] * 5)
-    assert [b.span for b in context.buckets] == [(0, 100)] and context.restore is None
+    assert [b.span for b in context.buckets] == [(0, 100)] and context.cell_positions is None
     assert [b.span for b in dense([33]).buckets] == [(0, 33)]

@@ -9,16 +9,19 @@ from hypothesis import strategies as st
 
 from tests.models.common import tiny_config
 from weft.checkpoints.hf_io import assemble
-from weft.models.families.keymap import Fused, Key, KeyMap, pieces
+from weft.models.families.keymap import FusedLayout, Key, KeyMap, list_rectangles
 from weft.registry import families
 
 LAYOUTS = {
     "plain": (Key("p", "h"), (6, 4)),
     "transposed": (Key("p", "h", transpose=True), (6, 4)),
-    "second of two": (Key("p", "h", fused=Fused(1, (5, 6), 1)), (6, 4)),
-    "heads alternate": (Key("p", "h", fused=Fused(3, (2, 2, 2), 1)), (6, 4)),
-    "fused and transposed": (Key("p", "h", transpose=True, fused=Fused(1, (6, 2, 2), 0)), (6, 4)),
-    "bias of alternating heads": (Key("p", "h", fused=Fused(3, (2, 2, 2), 2)), (6,)),
+    "second of two": (Key("p", "h", fused=FusedLayout(1, (5, 6), 1)), (6, 4)),
+    "heads alternate": (Key("p", "h", fused=FusedLayout(3, (2, 2, 2), 1)), (6, 4)),
+    "fused and transposed": (
+        Key("p", "h", transpose=True, fused=FusedLayout(1, (6, 2, 2), 0)),
+        (6, 4),
+    ),
+    "bias of alternating heads": (Key("p", "h", fused=FusedLayout(3, (2, 2, 2), 2)), (6,)),
     "experts": (Key("p", "h.{e}", experts=3), (3, 6, 4)),
 }
 
@@ -32,7 +35,7 @@ def test_pieces_cover_a_slice_exactly_once(layout: str, data: st.DataObject) -> 
     where = tuple(slice(a, b) for a, b in bounds)
     if any(a == b for a, b in bounds):
         return
-    stored = {name: torch.randn(key.hf_shape(shape)) for name in key.hf_names()}
+    stored = {name: torch.randn(key.compute_hf_shape(shape)) for name in key.list_hf_names()}
     whole = read(key, shape, stored, None)
     assert torch.equal(read(key, shape, stored, where), whole[where])
 
@@ -44,7 +47,7 @@ def read(
     where: tuple[slice, ...] | None,
 ) -> torch.Tensor:
     out, count = torch.zeros(shape), torch.zeros(shape)
-    for piece in pieces(key, shape, where):
+    for piece in list_rectangles(key, shape, where):
         part = stored[piece.hf][piece.source]
         part = part.T if key.transpose and part.dim() == 2 else part
         out[piece.target] = part[None] if piece.expert is not None else part
@@ -57,9 +60,9 @@ def read(
 def test_writing_is_the_inverse_of_reading(name: str) -> None:
     family, config = families.get(name), tiny_config(name)
     keymap = family.keymap(config)
-    from weft.checkpoints.hf_io import parameter_shapes
+    from weft.checkpoints.hf_io import compute_parameter_shapes
 
-    shapes = parameter_shapes(config)
+    shapes = compute_parameter_shapes(config)
     parameters = {n: torch.randn(s) for n, s in shapes.items()}
     stored = dict(assemble(keymap.hf_names(), parameters))
     for n, key in keymap.keys.items():
@@ -80,4 +83,4 @@ def test_parts_and_layers() -> None:
 
 def test_two_keys_for_one_parameter_are_a_mistake() -> None:
     with pytest.raises(AssertionError, match="two keys for p"):
-        KeyMap.of((Key("p", "a"), Key("p", "b")), 1)
+        KeyMap.from_templates((Key("p", "a"), Key("p", "b")), 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.kv.page_tables import SCRATCH, Pages, Tables, order
+from weft.models.kv.page_tables import SCRATCH, PageAllocator, PageTables, build_ranges
 
 PAGE = 4
 
@@ -20,47 +20,50 @@ def rows(*numbers: int) -> np.ndarray:
 
 
 def test_pages_double_and_come_back() -> None:
-    pages = Pages(PAGE, count=4)
-    first = pages.take(3)
+    pages = PageAllocator(PAGE, count=4)
+    first = pages.allocate(3)
     assert first.tolist() == [1, 2, 3] and pages.num_used == 3 and len(pages) == 4
-    assert pages.take(2).tolist() == [4, 5] and len(pages) == 8
-    pages.share(first[:1])
-    pages.drop(first)
+    assert pages.allocate(2).tolist() == [4, 5] and len(pages) == 8
+    pages.add_users(first[:1])
+    pages.remove_users(first)
     assert pages.num_used == 3, "page 1 has a user left"
-    assert pages.take(1).tolist() == [2]
+    assert pages.allocate(1).tolist() == [2]
 
 
 def test_a_row_gets_pages_as_it_grows() -> None:
-    tables = Tables(Pages(PAGE), rows=1, width=1)
+    tables = PageTables(PageAllocator(PAGE), rows=1, width=1)
     copies = tables.extend(rows(0), rows(0), rows(PAGE))
-    assert tables.of(0).tolist() == [1] and not len(copies.source)
+    assert tables.copy_pages(0).tolist() == [1] and not len(copies.source)
     tables.extend(rows(0), rows(PAGE), rows(PAGE + 1))
-    assert tables.of(0).tolist() == [1, 2]
-    assert tables.places(rows(0, 0, 0), rows(0, 3, 4)).tolist() == [4, 7, 8]
+    assert tables.copy_pages(0).tolist() == [1, 2]
+    assert tables.compute_token_indices(rows(0, 0, 0), rows(0, 3, 4)).tolist() == [4, 7, 8]
     tables.clear(0, keep=1)
-    assert tables.of(0).tolist() == [1] and tables.pages.num_used == 1
+    assert tables.copy_pages(0).tolist() == [1] and tables.pages.num_used == 1
 
 
 def test_a_shared_page_is_copied_by_all_who_write_but_the_last() -> None:
-    tables = Tables(Pages(PAGE))
+    tables = PageTables(PageAllocator(PAGE))
     tables.extend(rows(0), rows(0), rows(6))
     for row in (1, 2):
-        tables.put(row, tables.of(0))
+        tables.assign_pages(row, tables.copy_pages(0))
     assert tables.pages.num_used == 2
     copies = tables.extend(rows(0, 1, 2), rows(6, 6, 6), rows(7, 7, 7))
     assert copies.source.tolist() == [2, 2] and copies.target.tolist() == [3, 4]
-    assert [tables.of(row).tolist() for row in range(3)] == [[1, 3], [1, 4], [1, 2]]
+    assert [tables.copy_pages(row).tolist() for row in range(3)] == [[1, 3], [1, 4], [1, 2]]
     assert not len(tables.extend(rows(0, 1, 2), rows(7, 7, 7), rows(8, 8, 8)).source), (
         "each has its own now"
     )
 
 
 def test_a_full_shared_page_is_never_copied() -> None:
-    tables = Tables(Pages(PAGE))
+    tables = PageTables(PageAllocator(PAGE))
     tables.extend(rows(0), rows(0), rows(PAGE))
-    tables.put(1, tables.of(0))
+    tables.assign_pages(1, tables.copy_pages(0))
     assert not len(tables.extend(rows(0, 1), rows(PAGE, PAGE), rows(PAGE + 1, PAGE + 1)).source)
-    assert tables.of(0)[0] == tables.of(1)[0] and tables.of(0)[1] != tables.of(1)[1]
+    assert (
+        tables.copy_pages(0)[0] == tables.copy_pages(1)[0]
+        and tables.copy_pages(0)[1] != tables.copy_pages(1)[1]
+    )
 
 
 steps = st.lists(
@@ -77,10 +80,13 @@ def test_rows_read_back_what_they_wrote_and_no_page_is_lost(
     todo: list[tuple[str, int, int]],
 ) -> None:
     """A memory of numbers in place of keys: every row finds its own tokens, whatever others did."""
-    tables, memory = Tables(Pages(PAGE, count=2), rows=1, width=1), np.zeros(4096, np.int64)
+    tables, memory = (
+        PageTables(PageAllocator(PAGE, count=2), rows=1, width=1),
+        np.zeros(4096, np.int64),
+    )
     held: list[list[int]] = [[] for _ in range(8)]
     token = 0
-    tables.fit(8, 0)
+    tables.ensure_size(8, 0)
     for what, row, count in todo:
         if what == "grow":
             start = len(held[row])
@@ -89,20 +95,24 @@ def test_rows_read_back_what_they_wrote_and_no_page_is_lost(
             cells[copies.target] = cells[copies.source]
             new = list(range(token + 1, token + 1 + count))
             token += count
-            places = tables.places(np.full(count, row), np.arange(start, start + count))
+            places = tables.compute_token_indices(
+                np.full(count, row), np.arange(start, start + count)
+            )
             memory[places] = new
             held[row] += new
         elif what == "fork":
             target = count % 8
             if not held[target]:
-                tables.put(target, tables.of(row))
+                tables.assign_pages(target, tables.copy_pages(row))
                 held[target] = list(held[row])
         else:
             left = min(count, len(held[row])) if what == "cut" else 0
             held[row] = held[row][:left]
             tables.clear(row, keep=-(-left // PAGE))
         for reader, tokens in enumerate(held):
-            places = tables.places(np.full(len(tokens), reader), np.arange(len(tokens)))
+            places = tables.compute_token_indices(
+                np.full(len(tokens), reader), np.arange(len(tokens))
+            )
             assert memory[places].tolist() == tokens
     for row in range(8):
         tables.clear(row)
@@ -114,17 +124,17 @@ def test_rows_read_back_what_they_wrote_and_no_page_is_lost(
 
 
 def test_order() -> None:
-    assert order(rows(2, 0, 3)).tolist() == [0, 1, 0, 1, 2]
+    assert build_ranges(rows(2, 0, 3)).tolist() == [0, 1, 0, 1, 2]
 
 
 def test_pages_grow_up_to_their_limit_and_no_further() -> None:
-    pages = Pages(PAGE, count=4, most=11)
+    pages = PageAllocator(PAGE, count=4, most=11)
     pages.reserve(100)
     assert len(pages) == 11
-    pages = Pages(PAGE, count=4, most=11)
-    pages.take(7)
+    pages = PageAllocator(PAGE, count=4, most=11)
+    pages.allocate(7)
     assert len(pages) <= 11
-    pages.take(3)
+    pages.allocate(3)
     assert len(pages) == 11 and pages.num_used == 10
     with pytest.raises(AssertionError, match="10 of 11 pages are in use, and 1 more are needed"):
-        pages.take(1)
+        pages.allocate(1)

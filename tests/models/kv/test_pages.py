@@ -38,19 +38,20 @@ def test_sequences_come_and_go(name: str) -> None:
     texts = sequences([15, 3, 40, 5])
     slots = cache.allocate(3)
     packed = cache.extend(slots, texts[:3])
-    assert_close(network.hidden(packed)[packed.rows], last_states(network, texts[:3]))
+    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, texts[:3]))
     held = dict(zip(slots, texts[:3], strict=True))
 
     def step(seed: int) -> None:
         order = sorted(held)
         tokens = sequences([len(order)], seed=seed)[0]
         packed = cache.extend(order, tokens)
-        assert isinstance(packed.attention, Paged) and packed.attention.decodes
+        assert isinstance(packed.attention, Paged) and packed.attention.is_decode_step
         for slot, token in zip(order, tokens, strict=True):
             held[slot] = torch.cat([held[slot], token[None]])
         assert packed.positions.tolist() == [len(held[slot]) - 1 for slot in order]
         assert_close(
-            network.hidden(packed)[packed.rows], last_states(network, [held[s] for s in order])
+            network.compute_hidden(packed)[packed.rows],
+            last_states(network, [held[s] for s in order]),
         )
 
     step(1)
@@ -60,7 +61,7 @@ def test_sequences_come_and_go(name: str) -> None:
     held[0] = held.pop(moved)
     (new,) = cache.allocate()
     packed = cache.extend([new], [texts[3]])
-    network.hidden(packed)
+    network.compute_hidden(packed)
     held[new] = texts[3]
     step(3)
     cache.close()
@@ -74,14 +75,14 @@ def test_samples_share_pages_until_they_write() -> None:
     cache = PagedCache(pool)
     (prompt,) = sequences([2 * PAGE + 9])
     (slot,) = cache.allocate()
-    network.hidden(cache.extend([slot], [prompt]))
+    network.compute_hidden(cache.extend([slot], [prompt]))
     slots = [slot, *cache.fork(slot, 3)]
     assert slots == [0, 1, 2, 3] and pool.pages.num_used == 3
     tokens = torch.tensor([3, 50, 7, 99])
     packed = cache.extend(slots, tokens)
     assert pool.pages.num_used == 3 + 3, "the partly full page is copied for all but one"
     expected = last_states(network, [torch.cat([prompt, t[None]]) for t in tokens])
-    assert_close(network.hidden(packed)[packed.rows], expected)
+    assert_close(network.compute_hidden(packed)[packed.rows], expected)
 
 
 @torch.no_grad()
@@ -94,8 +95,8 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     prefix, cache = PagedCache(pool), PagedCache(pool)
     text, *rests = sequences([PAGE + 5, 4, 11])
     prefix.allocate()
-    network.hidden(prefix.extend([0], [text[:7]]))
-    network.hidden(prefix.extend([0], [torch.cat([text[7:], text[:3]])]))
+    network.compute_hidden(prefix.extend([0], [text[:7]]))
+    network.compute_hidden(prefix.extend([0], [torch.cat([text[7:], text[:3]])]))
     prefix.truncate(0, len(text))
     slots = cache.allocate(2)
     cache.link(slots, prefix)
@@ -103,7 +104,7 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     packed = cache.extend(slots, rests)
     whole = [torch.cat([text, rest]) for rest in rests]
     assert packed.positions.tolist() == [*range(21, 25), *range(21, 32)]
-    assert_close(network.hidden(packed)[packed.rows], last_states(network, whole))
+    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, whole))
     taken = cache.take(prefix)
     assert taken == 2
     prefix.close()
@@ -112,11 +113,11 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     expected = [
         torch.cat([row, token[None]]) for row, token in zip([*whole, text], tokens, strict=True)
     ]
-    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
+    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, expected))
     cache.truncate(1, 2)
     packed = cache.extend([1], [rests[1][2:6]])
     assert_close(
-        network.hidden(packed)[-1:], last_states(network, [torch.cat([text, rests[1][:6]])])
+        network.compute_hidden(packed)[-1:], last_states(network, [torch.cat([text, rests[1][:6]])])
     )
 
 
@@ -126,12 +127,12 @@ def test_rows_that_fill_a_step_up_disturb_nobody() -> None:
     cache = PagedCache(pool_of(network))
     texts = sequences([20, 7])
     slots = cache.allocate(2)
-    network.hidden(cache.extend(slots, texts))
+    network.compute_hidden(cache.extend(slots, texts))
     step = torch.from_numpy(cache.step(slots, sequences([2])[0].numpy()))
     filled = torch.nn.functional.pad(step, (0, 0, 0, 3))
-    states = network.hidden(cache.pool.packed(filled))
+    states = network.compute_hidden(cache.pool.build_packed(filled))
     assert torch.isfinite(states).all()
-    assert_close(states[:2], network.hidden(cache.pool.packed(step)))
+    assert_close(states[:2], network.compute_hidden(cache.pool.build_packed(step)))
 
 
 @torch.no_grad()
@@ -142,12 +143,12 @@ def test_the_pool_grows_and_keeps_what_it_holds() -> None:
     before = pool.num_bytes
     texts = sequences([PAGE] * 70)
     slots = cache.allocate(70)
-    network.hidden(cache.extend(slots[:60], texts[:60]))
-    network.hidden(cache.extend(slots[60:], texts[60:]))
+    network.compute_hidden(cache.extend(slots[:60], texts[:60]))
+    network.compute_hidden(cache.extend(slots[60:], texts[60:]))
     assert pool.num_bytes == 2 * before
     packed = cache.extend([0, 69], torch.tensor([1, 2]))
     expected = [torch.cat([texts[0], torch.tensor([1])]), torch.cat([texts[69], torch.tensor([2])])]
-    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
+    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, expected))
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -157,7 +158,7 @@ def test_listed_blocks_hold_every_visible_key(window: int | None) -> None:
     """
     table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
     used = torch.tensor([20, 16, 33, 1], dtype=torch.int32)
-    mask = flex.page_mask(table, used, (7, PAGE), window)
+    mask = flex.build_page_mask(table, used, (7, PAGE), window)
     row, key = torch.arange(4)[:, None], torch.arange(7 * PAGE)[None]
     seen = mask.mask_mod(row, None, None, key)
     for r in range(4):

@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.models.common import last_states, sequences, tiny
-from weft.engine.generation.passes import Passes, reads_only_written
+from weft.engine.generation.passes import DecoderPasses, has_slot_kernel
 from weft.errors import ConfigError
 from weft.models.kv.slots import Cached, KVCache
 from weft.models.network.packed import pack
@@ -30,15 +30,15 @@ def by(request: pytest.FixtureRequest) -> Callable[[Transformer], Hidden]:
     serves it.
     """
     return (
-        (lambda network: network.hidden)
+        (lambda network: network.compute_hidden)
         if request.param == "modules"
-        else (lambda network: Passes(network).hidden)
+        else (lambda network: DecoderPasses(network).compute_hidden)
     )
 
 
 def cache_of(network: Transformer, rectangle: bool, *, slots: int = 1, room: int = 2) -> KVCache:
     """Where it is no `rectangle` it holds no numbers where no token was written."""
-    if not rectangle and not reads_only_written(network):
+    if not rectangle and not has_slot_kernel(network):
         pytest.skip("this network's attention reads all slots as one rectangle")
     cache = KVCache(
         network.config, "cpu", torch.float32, slots=slots, room=room, rectangle=rectangle
@@ -239,10 +239,12 @@ def test_frequencies_that_would_change_under_cached_keys_are_refused() -> None:
     cache = KVCache(network.config, "cpu", torch.float32)
     short, long = cache.allocate(2)
     with torch.no_grad():
-        network.hidden(cache.extend([short, long], sequences([15, 20])))
+        network.compute_hidden(cache.extend([short, long], sequences([15, 20])))
         packed = cache.extend([long], torch.tensor([4]))
-        whole = network.hidden(pack([torch.cat([sequences([15, 20])[1], torch.tensor([4])])]))
-        assert_close(network.hidden(packed)[0], whole[-1])
+        whole = network.compute_hidden(
+            pack([torch.cat([sequences([15, 20])[1], torch.tensor([4])])])
+        )
+        assert_close(network.compute_hidden(packed)[0], whole[-1])
     cache.extend([short], torch.tensor([4]))
     with pytest.raises(ConfigError, match=r"past 16 tokens.*longrope"):
         cache.extend([short], torch.tensor([4]))

@@ -18,10 +18,10 @@ from tests.bounds import probable_gamma, unit
 from tests.models.common import roundings, sequences, tiny
 from weft import kernels
 from weft.kernels.cpu import library
-from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network.config import Rope
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 
 
@@ -38,7 +38,10 @@ def prefixed(scale: int = 1) -> Packed:
         [torch.arange(first, first + n) for first, n in zip(starts, sizes, strict=True)]
     )
     at = ends.tolist()
-    joins = (Join((at[0], at[1]), (at[1], at[3])), Join((at[4], at[5]), (at[5], at[6])))
+    joins = (
+        PrefixContinuation((at[0], at[1]), (at[1], at[3])),
+        PrefixContinuation((at[4], at[5]), (at[5], at[6])),
+    )
     attention = Prefixed(Dense(ends.int(), max(sizes)), joins, ends[[2, 3, 4, 6]] - 1)
     tokens, rows = torch.cat(sequences(sizes)), torch.arange(len(positions) - 1)
     return Packed(tokens, positions, attention, rows, tokens[rows + 1])
@@ -93,13 +96,17 @@ def weighted(states: Tensor) -> Tensor:
 
 
 def gradients(network: Transformer) -> dict[str, Tensor]:
-    return {name: at.grad for name, at in canonical(network).items() if at.grad is not None}
+    return {
+        name: at.grad
+        for name, at in find_canonical_parameters(network).items()
+        if at.grad is not None
+    }
 
 
 def results(network: Transformer, x: Packed, rows: list[int] | None) -> dict[str, Tensor]:
     """Hidden states, and the gradient of a weighted sum of them by every parameter."""
     network.zero_grad()
-    states = network.hidden(x, None if rows is None else torch.tensor(rows))
+    states = network.compute_hidden(x, None if rows is None else torch.tensor(rows))
     weighted(states).backward()
     return {
         "states": states.detach(),
@@ -139,7 +146,7 @@ def check(
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were called."""
-    if library.library() is None:
+    if library.load_library() is None:
         pytest.skip("needs g++")
     names: list[str] = []
     call = library.call
@@ -178,7 +185,7 @@ def test_the_kernels_compute_what_torch_does(
     assert not ran
     with torch.no_grad():  # where nothing is kept
         assert torch.equal(
-            network.hidden(x, None if rows is None else torch.tensor(rows)), ours["states"]
+            network.compute_hidden(x, None if rows is None else torch.tensor(rows)), ours["states"]
         )
 
 
@@ -208,7 +215,7 @@ def test_threads_change_no_bit(threads: int) -> None:
 
 def test_no_rows_are_wanted() -> None:
     network, x = tiny(), dense([9, 3])
-    states = network.hidden(x, torch.zeros(0, dtype=torch.int64))
+    states = network.compute_hidden(x, torch.zeros(0, dtype=torch.int64))
     assert states.shape == (0, network.config.hidden_size)
     states.sum().backward()
     assert not any(p.grad.any() for p in network.parameters() if p.grad is not None)
@@ -217,13 +224,14 @@ def test_no_rows_are_wanted() -> None:
 @pytest.mark.parametrize("row", [12, -1, 200_000])
 def test_rows_that_are_not_there_are_refused(row: int) -> None:
     with pytest.raises(IndexError):
-        tiny().hidden(dense([9, 3]), torch.tensor([0, row]))
+        tiny().compute_hidden(dense([9, 3]), torch.tensor([0, row]))
 
 
 def test_rows_may_be_of_another_type() -> None:
     network, x = tiny(), dense([9, 3])
     assert torch.equal(
-        network.hidden(x, torch.tensor([7, 2], dtype=torch.int32)), network.hidden(x)[[7, 2]]
+        network.compute_hidden(x, torch.tensor([7, 2], dtype=torch.int32)),
+        network.compute_hidden(x)[[7, 2]],
     )
 
 
@@ -233,7 +241,7 @@ def test_the_default_dtype_changes_nothing() -> None:
     network.zero_grad()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        weighted(network.hidden(x)).backward()
+        weighted(network.compute_hidden(x)).backward()
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(value, expected[name]) for name, value in gradients(network).items())
@@ -243,8 +251,8 @@ def test_other_passes_in_between_and_a_second_way_back() -> None:
     network, x = tiny(), dense([9, 3])
     expected = results(network, x, [3])
     network.zero_grad()
-    total = weighted(network.hidden(x, torch.tensor([3])))
-    weighted(network.hidden(dense([40, 7]))).detach()
+    total = weighted(network.compute_hidden(x, torch.tensor([3])))
+    weighted(network.compute_hidden(dense([40, 7]))).detach()
     for times in (1, 2):
         total.backward(retain_graph=True)
         assert all(
@@ -286,7 +294,9 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(
         parameter.requires_grad_(not set(frozen) & set(name.split(".")))
     made = results(network, x, rows)
     left = {
-        name for name, at in canonical(network).items() if not set(frozen) & set(at.name.split("."))
+        name
+        for name, at in find_canonical_parameters(network).items()
+        if not set(frozen) & set(at.name.split("."))
     }
     assert made.keys() == {"states"} | left & expected.keys()
     assert all(torch.equal(value, expected[key]) for key, value in made.items())
@@ -297,7 +307,7 @@ def test_two_passes_add_their_gradients_up() -> None:
     once = results(network, x, None)
     network.zero_grad()
     for _ in range(2):
-        weighted(network.hidden(x)).backward()
+        weighted(network.compute_hidden(x)).backward()
     assert all(torch.equal(value, 2 * once[name]) for name, value in gradients(network).items())
 
 
@@ -313,7 +323,7 @@ def test_recomputed_blocks_have_the_same_gradients(every: int) -> None:
 
 def test_weights_that_changed_between_the_passes_are_refused() -> None:
     network = tiny()
-    states = network.hidden(dense([9, 3]))
+    states = network.compute_hidden(dense([9, 3]))
     with torch.no_grad():
         next(iter(network.blocks)).mlp.gate_up.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -110,7 +110,7 @@ def test_adapters_on_and_off(dropout: float) -> None:
     )
     x = pack(sequences([20, 9]))
     if dropout:
-        x = replace(x, dropout=DropoutKeys.of(3, 1, [("a", 0), ("b", 1)]))
+        x = replace(x, dropout=DropoutKeys.from_sequences(3, 1, [("a", 0), ("b", 1)]))
     alike(plain, other, x)
     known = counting.count
     alike(plain, other, replace(x, tokens=x.tokens.flip(0)))
@@ -144,7 +144,7 @@ def test_dropout_compiles_no_layer_by_itself() -> None:
     for seed in range(2):
         x = replace(
             pack(sequences([20, 9], seed=seed)),
-            dropout=DropoutKeys.of(3, seed, [("a", 0), ("b", 1)]),
+            dropout=DropoutKeys.from_sequences(3, seed, [("a", 0), ("b", 1)]),
         )
         alike(plain, other, x)
     assert counting.count == 4
@@ -159,7 +159,7 @@ def test_what_keeps_torch_from_compiling(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernels.compiling_obstacle(cpu) is None
     monkeypatch.setattr("shutil.which", lambda command: None)
     assert "no C++ compiler" in str(kernels.compiling_obstacle(cpu))
-    monkeypatch.setattr(kernels.flex, "_compiles", lambda: False)
+    monkeypatch.setattr(kernels.flex, "_can_compile", lambda: False)
     assert "Triton" in str(kernels.compiling_obstacle(torch.device("cuda", 0)))
 
 

@@ -15,7 +15,7 @@ from weft import randomness
 from weft.models.network import dropout, lora
 from weft.models.network.dropout import DropoutKeys, TokenDropout
 from weft.models.network.packed import pack
-from weft.models.network.parameters import values
+from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 LOGPROBS = frozenset({"logprobs"})
@@ -26,29 +26,29 @@ def test_threefry_is_the_hash_of_randomness() -> None:
     keys, counters = (
         random.integers(0, 2**32, (50, 2), dtype=np.uint64).astype(np.uint32) for _ in range(2)
     )
-    words = randomness.threefry(keys, counters)
+    words = randomness.compute_threefry(keys, counters)
     k, c = (torch.from_numpy(a.view(np.int32)) for a in (keys, counters))
     x, y = dropout.threefry(k[:, 0], k[:, 1], c[:, 0], c[:, 1])
     assert np.array_equal(np.stack([x.numpy(), y.numpy()], -1).view(np.uint32), words)
 
 
 def test_the_mask_of_an_entry_is_its_number() -> None:
-    keys = DropoutKeys.of(3, 4, [("a", 0), ("b", 2)])
-    tokens = TokenDropout.spread(keys, torch.tensor([2, 3]), torch.tensor([0, 1, 0, 1, 2]))
-    site, rate, width = dropout.site(5, dropout.MLP_OUT), 0.4, 7
+    keys = DropoutKeys.from_sequences(3, 4, [("a", 0), ("b", 2)])
+    tokens = TokenDropout.from_lengths(keys, torch.tensor([2, 3]), torch.tensor([0, 1, 0, 1, 2]))
+    site, rate, width = dropout.compute_site(5, dropout.MLP_OUT), 0.4, 7
     dropped = tokens.drop(torch.ones(5, width), rate, site)
-    words = randomness.key(3, "dropout", 4, "b", 2)
+    words = randomness.derive_key(3, "dropout", 4, "b", 2)
     for position in range(3):
         for channel in range(width):
             counter = np.array([position, site << 20 | channel // 2], dtype=np.uint32)
-            word = randomness.threefry(np.array(words), counter)[channel % 2]
+            word = randomness.compute_threefry(np.array(words), counter)[channel % 2]
             kept = (int(word) >> 8) / 2**24 >= rate
             assert dropped[2 + position, channel] == pytest.approx(1 / (1 - rate) if kept else 0.0)
 
 
 def test_rates_and_independence() -> None:
-    keys = DropoutKeys.of(0, 0, [("a", 0), ("a", 1)])
-    tokens = TokenDropout.spread(keys, torch.tensor([400, 400]), torch.arange(400).repeat(2))
+    keys = DropoutKeys.from_sequences(0, 0, [("a", 0), ("a", 1)])
+    tokens = TokenDropout.from_lengths(keys, torch.tensor([400, 400]), torch.arange(400).repeat(2))
     for rate in (0.1, 0.5):
         mask = (tokens.drop(torch.ones(800, 64), rate, 3) > 0).float()
         assert abs(mask.mean() - (1 - rate)) < 0.01
@@ -66,14 +66,14 @@ def test_rates_and_independence() -> None:
 def noisy(
     network: Transformer, rows: list[Tensor], ids: list[tuple[str, int]], step: int = 1
 ) -> Tensor:
-    packed = replace(pack(rows), dropout=DropoutKeys.of(7, step, ids))
+    packed = replace(pack(rows), dropout=DropoutKeys.from_sequences(7, step, ids))
     return network(packed, LOGPROBS)["logprobs"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "opt", "mistral", "gemma2"])
 def test_packing_changes_no_mask(name: str) -> None:
     network = tiny(name, dtype=torch.float64)
-    network = Transformer.empty(network.config.with_dropout(0.3), dtype=torch.float64)
+    network = Transformer.build_empty(network.config.with_dropout(0.3), dtype=torch.float64)
     network.load_state_dict(tiny(name, dtype=torch.float64).state_dict())
     rows, ids = sequences([9, 30, 17, 30]), [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
     together = noisy(network, rows, ids)
@@ -105,7 +105,7 @@ def test_adapters_drop_their_input(name: str) -> None:
     network = tiny(name, dtype=torch.float64)
     lora.attach(network, r=2, dropout=0.5)
     with torch.no_grad():
-        for n, value in values(network).items():
+        for n, value in find_canonical_values(network).items():
             if n.endswith(lora.B):
                 value.fill_(0.1)
     rows, ids = sequences([9, 14]), [("a", 0), ("b", 0)]
@@ -114,5 +114,5 @@ def test_adapters_drop_their_input(name: str) -> None:
         together, torch.cat([noisy(network, [r], [i]) for r, i in zip(rows, ids, strict=True)])
     )
     assert not torch.allclose(together, network(pack(rows), LOGPROBS)["logprobs"])
-    with lora.adapters_off(network):
+    with lora.disable_adapters(network):
         assert torch.equal(noisy(network, rows, ids), network(pack(rows), LOGPROBS)["logprobs"])

@@ -18,9 +18,13 @@ from tests.models.common import sequences, tiny
 from tests.models.network.test_token_outputs import H, N, V, inputs, support
 from weft.algorithms.base import Output
 from weft.models.network import token_outputs as by_token
-from weft.models.network.event_outputs import given_outputs, outputs, top_outputs
+from weft.models.network.event_outputs import (
+    compute_given_outputs,
+    compute_outputs,
+    compute_top_outputs,
+)
 from weft.models.network.packed import RowGradient, TopIds, pack
-from weft.models.network.token_outputs import Projection
+from weft.models.network.token_outputs import OutputProjection
 
 K = 4
 
@@ -30,7 +34,7 @@ def some_ids(count: int = K, seed: int = 1) -> Tensor:
     return torch.stack([torch.randperm(V, generator=generator)[:count] for _ in range(N)]).int()
 
 
-def naive_logits(hidden: Tensor, projection: Projection, temperature: float) -> Tensor:
+def naive_logits(hidden: Tensor, projection: OutputProjection, temperature: float) -> Tensor:
     logits = hidden @ projection.weight.T + (0 if projection.bias is None else projection.bias)
     if projection.softcap is not None:
         logits = projection.softcap * torch.tanh(logits / projection.softcap)
@@ -56,7 +60,7 @@ class Exactly:
     def __init__(
         self,
         hidden: Tensor,
-        projection: Projection,
+        projection: OutputProjection,
         temperature: float,
         ids: Tensor,
         labels: Tensor,
@@ -143,8 +147,8 @@ def test_given_logprobs_and_gradients_are_the_formula(
     chunk: int, with_bias: bool, softcap: float | None, temperature: float, dtype: torch.dtype
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
-    projection, ids = Projection(weight, bias if with_bias else None, softcap), some_ids()
-    ours = given_outputs(
+    projection, ids = OutputProjection(weight, bias if with_bias else None, softcap), some_ids()
+    ours = compute_given_outputs(
         hidden, labels, ids, projection, temperature=temperature, labelled=True, chunk=chunk
     )
     exact = Exactly(hidden, projection, temperature, ids, labels, dtype)
@@ -169,8 +173,8 @@ def test_gradcheck() -> None:
     ids = some_ids()
 
     def both(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        out = given_outputs(
-            h, labels, ids, Projection(w, b, 2.0), temperature=0.8, labelled=True, chunk=2
+        out = compute_given_outputs(
+            h, labels, ids, OutputProjection(w, b, 2.0), temperature=0.8, labelled=True, chunk=2
         )
         return out["given_logprobs"], out["logprobs"]
 
@@ -180,8 +184,8 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_all_ids_leave_nothing_over(dtype: torch.dtype) -> None:
     hidden, weight, _, labels = inputs(dtype)
-    ids, projection = some_ids(V), Projection(weight)
-    out = given_outputs(hidden, labels, ids, projection)["given_logprobs"]
+    ids, projection = some_ids(V), OutputProjection(weight)
+    out = compute_given_outputs(hidden, labels, ids, projection)["given_logprobs"]
     whole = (hidden @ weight.T).log_softmax(-1)
     assert (out[:, -1] == -math.inf).all()
     assert_close(out[:, :-1], whole.gather(1, ids.long()))
@@ -199,7 +203,9 @@ def test_what_is_left_over_keeps_its_digits() -> None:
     hidden = torch.eye(V)[:1].requires_grad_()
     weight = torch.zeros(V, V).index_copy(1, torch.tensor([0]), logits.T)
     ids = torch.tensor([[0, 1]])
-    out = given_outputs(hidden, torch.tensor([0]), ids, Projection(weight))["given_logprobs"]
+    out = compute_given_outputs(hidden, torch.tensor([0]), ids, OutputProjection(weight))[
+        "given_logprobs"
+    ]
     exact = math.log(9.0) - 65.0
     assert out[0].tolist() == pytest.approx([0.0, -65.0, exact], abs=1e-4)
     # d log(rest) / d hidden = W^T (q - p), and q is uniform over the nine others
@@ -220,17 +226,19 @@ def test_the_likeliest_ids_with_their_logprobs(
     count: int, below: int | None, chunk: int, dtype: torch.dtype
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
-    projection = Projection(weight, bias, 1.5)
-    out = top_outputs(hidden, projection, TopIds(count, below), temperature=0.7, chunk=chunk)
+    projection = OutputProjection(weight, bias, 1.5)
+    out = compute_top_outputs(
+        hidden, projection, TopIds(count, below), temperature=0.7, chunk=chunk
+    )
     logits = naive_logits(hidden, projection, 0.7)
     kept = min(count, V if below is None else below)
     wanted = logits[:, :below].topk(kept).indices
     assert out["top_ids"].dtype == torch.int32 and out["top_ids"].tolist() == wanted.tolist()
     assert_close(out["top_logprobs"], naive(logits, wanted).detach())
     assert not out["top_logprobs"].requires_grad
-    given = given_outputs(hidden, labels, out["top_ids"], projection, temperature=0.7, chunk=chunk)[
-        "given_logprobs"
-    ]
+    given = compute_given_outputs(
+        hidden, labels, out["top_ids"], projection, temperature=0.7, chunk=chunk
+    )["given_logprobs"]
     assert torch.equal(given, out["top_logprobs"]), (
         "a student that is its teacher is not apart from it"
     )
@@ -238,7 +246,9 @@ def test_the_likeliest_ids_with_their_logprobs(
 
 def test_half_precision_is_normalised_in_float32() -> None:
     hidden, weight, _, labels = inputs(torch.bfloat16)
-    out = given_outputs(hidden, labels, some_ids(), Projection(weight))["given_logprobs"]
+    out = compute_given_outputs(hidden, labels, some_ids(), OutputProjection(weight))[
+        "given_logprobs"
+    ]
     assert out.dtype == torch.float32
     # nor are the logits rounded
     assert_close(out, naive(hidden.float() @ weight.float().T, some_ids()))
@@ -248,19 +258,21 @@ def test_half_precision_is_normalised_in_float32() -> None:
 
 def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    project = Projection.own_logits
+    project = OutputProjection.compute_local_logits
 
-    def watch(self: Projection, hidden: Tensor) -> Tensor:
+    def watch(self: OutputProjection, hidden: Tensor) -> Tensor:
         logits = project(self, hidden)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(Projection, "own_logits", watch)
+    monkeypatch.setattr(OutputProjection, "compute_local_logits", watch)
     monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
     monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
-    given_outputs(hidden, labels, some_ids(), Projection(weight))["given_logprobs"].sum().backward()
-    top_outputs(hidden, Projection(weight), TopIds(2))
+    compute_given_outputs(hidden, labels, some_ids(), OutputProjection(weight))[
+        "given_logprobs"
+    ].sum().backward()
+    compute_top_outputs(hidden, OutputProjection(weight), TopIds(2))
     assert max(sizes) == 2 * V and len(sizes) == 3 * 4
 
 
@@ -276,11 +288,16 @@ def test_a_gradient_known_by_row_spares_the_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
-    projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
+    projection, scale = (
+        OutputProjection(weight, bias, softcap),
+        torch.linspace(-0.5, 2.0, N, dtype=dtype),
+    )
     calls = []
-    project = Projection.own_logits
+    project = OutputProjection.compute_local_logits
     monkeypatch.setattr(
-        Projection, "own_logits", lambda self, h: calls.append(1) or project(self, h)
+        OutputProjection,
+        "compute_local_logits",
+        lambda self, h: calls.append(1) or project(self, h),
     )
 
     def loss(out: Mapping[Output, Tensor]) -> Tensor:
@@ -296,7 +313,7 @@ def test_a_gradient_known_by_row_spares_the_logits(
         return {"logprobs": torch.zeros_like(out["logprobs"]), **found}
 
     def gradients(gradient: RowGradient | None) -> tuple[Tensor, ...]:
-        out = given_outputs(
+        out = compute_given_outputs(
             hidden,
             labels,
             some_ids(),
@@ -331,7 +348,7 @@ def test_a_network_gives_all_outputs_together(family: str) -> None:
     ids = torch.stack([torch.randperm(size, generator=generator)[:3] for _ in packed.rows])
     want: frozenset[Output] = frozenset({"given_logprobs", "logprobs", "entropy"})
     ours = network(replace(packed, ids=ids), want, 0.9)
-    logits = network.next_token_logits(network.hidden(packed)[packed.rows]) / 0.9
+    logits = network.next_token_logits(network.compute_hidden(packed)[packed.rows]) / 0.9
     logp = logits.log_softmax(-1)
     theirs = {
         "given_logprobs": naive(logits, ids),
@@ -375,9 +392,9 @@ def test_several_ids_are_of_the_whole_vocabulary_whatever_was_sampled() -> None:
     packed = replace(pack([torch.arange(3)]), labels=labels, ids=some_ids())
     want: frozenset[Output] = frozenset({"given_logprobs", "logprobs"})
     kept = support(labels)
-    limited = outputs(hidden, packed, Projection(weight), want, 1.0, kept)
+    limited = compute_outputs(hidden, packed, OutputProjection(weight), want, 1.0, kept)
     assert_close(limited["given_logprobs"], naive(hidden @ weight.T, some_ids()))
-    plain = by_token.token_outputs(
-        hidden, labels, Projection(weight), frozenset({"logprobs"}), support=kept
+    plain = by_token.compute_token_outputs(
+        hidden, labels, OutputProjection(weight), frozenset({"logprobs"}), support=kept
     )
     assert torch.equal(limited["logprobs"], plain["logprobs"])

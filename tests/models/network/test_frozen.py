@@ -14,7 +14,7 @@ from tests.engine.layouts import Case
 from tests.ranks import Ranks
 from weft.engine.spec import LoRASpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
-from weft.models.network.frozen import frozen_layers
+from weft.models.network.frozen import count_frozen_layers
 
 SGD = OptimizerSpec(type="sgd", lr=0.1, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0)
 GROUPS = [(5, [4, 7]), (2, [6]), (3, [3])]
@@ -63,14 +63,18 @@ def test_frozen_weights_have_no_optimizer_state(tmp_path: Path) -> None:
 
 
 def test_how_many_layers_are_frozen() -> None:
-    assert (frozen_layers(2, None, 5), frozen_layers(None, 2, 5), frozen_layers(None, None, 5)) == (
+    assert (
+        count_frozen_layers(2, None, 5),
+        count_frozen_layers(None, 2, 5),
+        count_frozen_layers(None, None, 5),
+    ) == (
         2,
         3,
         None,
     )
     for first, last in ((6, None), (None, 6)):
         with pytest.raises(ConfigError, match="has 5 layers"):
-            frozen_layers(first, last, 5)
+            count_frozen_layers(first, last, 5)
 
 
 def test_options_that_exclude_each_other() -> None:
@@ -143,7 +147,7 @@ def test_layouts_of_two_compute_the_same(
 
 def test_a_pipeline_with_frozen_layers_is_refused(tmp_path: Path) -> None:
     from weft.checkpoints.hf_io import read_config
-    from weft.engine.torch.source import check_layout
+    from weft.engine.torch.network_source import check_layout
     from weft.topology import Layout
 
     path = tiny(tmp_path)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from tests.models.common import sequences, tiny
-from weft.models.network.head import ValueHead, row_values
+from weft.models.network.head import ValueHead, compute_row_values
 from weft.models.network.packed import pack
 
 
 def test_two_thousand_rewards_have_as_many_values() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(2000, 64).bfloat16(), torch.randn(1, 64).bfloat16()
-    values = row_values(hidden, weight)
+    values = compute_row_values(hidden, weight)
     assert values.dtype == torch.float32 and len(values.unique()) > 1990
     torch.testing.assert_close(
         values, (hidden.double() @ weight[0].double()).float(), rtol=1e-5, atol=1e-5
@@ -48,5 +48,7 @@ def test_mean_pooling_of_sequences_of_unequal_length() -> None:
     network.pooling = "mean"
     with torch.no_grad():
         scores = network(pack(rows), frozenset({"scores"}))["scores"]
-        wanted = [network.hidden(pack([row])).mean(0) @ network.score.weight[0] for row in rows]
+        wanted = [
+            network.compute_hidden(pack([row])).mean(0) @ network.score.weight[0] for row in rows
+        ]
     torch.testing.assert_close(scores.double(), torch.stack(wanted), rtol=1e-10, atol=1e-12)

@@ -28,15 +28,15 @@ def apart(layer: Linear) -> dict[str, nn.Linear]:
     for name, size in SIZES.items():
         made[name] = nn.Linear(7, size, bias=layer.bias is not None, dtype=layer.weight.dtype)
         with torch.no_grad():
-            made[name].weight.copy_(layer.weight[layer.rows(name)])
+            made[name].weight.copy_(layer.weight[layer.find_rows(name)])
             if layer.bias is not None:
-                made[name].bias.copy_(layer.bias[layer.rows(name)])
+                made[name].bias.copy_(layer.bias[layer.find_rows(name)])
     return made
 
 
 def test_parts_are_rows_side_by_side() -> None:
     layer = linear(bias=True)
-    assert [layer.rows(name) for name in SIZES] == [slice(0, 6), slice(6, 10), slice(10, 19)]
+    assert [layer.find_rows(name) for name in SIZES] == [slice(0, 6), slice(6, 10), slice(10, 19)]
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 

@@ -14,7 +14,7 @@ from weft.checkpoints import hf_io
 from weft.errors import ConfigError
 from weft.models.network import lora
 from weft.models.network.packed import pack
-from weft.models.network.parameters import canonical, values
+from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 
 ROW = sequences([18])[0].clamp_min(1)
@@ -28,27 +28,31 @@ def logits(network: Transformer) -> Tensor:
 def test_new_adapters_change_nothing_and_train_alone(name: str) -> None:
     network = tiny(name)
     before = logits(network)
-    base = {n: value.clone() for n, value in values(network).items()}
+    base = {n: value.clone() for n, value in find_canonical_values(network).items()}
     stored = {n for n, _ in network.named_parameters()}
     lora.attach(network, r=2, alpha=4.0, seed=1)
     assert torch.equal(logits(network), before)
-    trained = {n for n, at in canonical(network).items() if at.requires_grad}
+    trained = {n for n, at in find_canonical_parameters(network).items() if at.requires_grad}
     assert trained and all(lora.is_adapter(n) for n in trained)
-    assert canonical(network).keys() - trained == base.keys(), "the base keeps its names"
+    assert find_canonical_parameters(network).keys() - trained == base.keys(), (
+        "the base keeps its names"
+    )
     assert {n for n, p in network.named_parameters() if not p.requires_grad} == stored, (
         "those of what is stored, too"
     )
     network(pack([ROW]), frozenset({"logprobs"}))["logprobs"].sum().backward()
-    for n, at in canonical(network).items():
+    for n, at in find_canonical_parameters(network).items():
         assert (at.grad is not None) == lora.is_adapter(n), n
         assert n in trained or torch.equal(at.data, base[n])
-    grads = {n: at.grad for n, at in canonical(network).items() if n.endswith(lora.B)}
+    grads = {
+        n: at.grad for n, at in find_canonical_parameters(network).items() if n.endswith(lora.B)
+    }
     assert all(g is not None and g.abs().sum() > 0 for g in grads.values())
 
 
 def test_the_formula() -> None:
     network = adapted(targets=("v",))
-    layer, found = network.blocks[1].attention.qkv, values(network)
+    layer, found = network.blocks[1].attention.qkv, find_canonical_values(network)
     weight, a, b = (
         found[f"blocks.1.attention.v.{name}"] for name in ("weight", "lora_a", "lora_b")
     )
@@ -62,7 +66,7 @@ def test_off_is_the_base_and_on_again_is_not() -> None:
     network = adapted()
     base = tiny()
     on = logits(network)
-    with lora.adapters_off(network):
+    with lora.disable_adapters(network):
         assert torch.equal(logits(network), logits(base))
     assert torch.equal(logits(network), on) and not torch.allclose(on, logits(base), atol=0.1)
 
@@ -74,7 +78,10 @@ def test_merged_is_adapted(name: str) -> None:
     """
     network = adapted(name)
     merged = hf_io.init_random(network.config, seed=0)
-    sums, read = lora.merge(values(network), lora.scales(network)), values(merged)
+    sums, read = (
+        lora.merge(find_canonical_values(network), lora.collect_scales(network)),
+        find_canonical_values(merged),
+    )
     assert sums.keys() == read.keys()
     for name, value in sums.items():
         read[name].copy_(value)
@@ -85,12 +92,12 @@ def test_merged_is_adapted(name: str) -> None:
 def test_targets() -> None:
     network = tiny("gpt2")
     lora.attach(network, r=2, targets=["q", "down"])
-    assert {n.rsplit(".", 1)[1] for n in lora.scales(network)} == {"q", "down"}
+    assert {n.rsplit(".", 1)[1] for n in lora.collect_scales(network)} == {"q", "down"}
     with pytest.raises(ConfigError, match=r"no layers 'gate'"):
         lora.attach(tiny("gpt2"), r=2, targets=["gate"])
     everything = tiny()
     lora.attach(everything, r=2)
-    assert len(lora.scales(everything)) == 7 * 3
+    assert len(lora.collect_scales(everything)) == 7 * 3
 
 
 def test_a_score_head_is_trained_in_full() -> None:
@@ -102,6 +109,6 @@ def test_new_adapters_depend_on_seed_and_name() -> None:
     networks, up = (tiny(), tiny(), tiny()), "blocks.0.mlp.up.lora_a"
     for network, seed in zip(networks, (1, 1, 2), strict=True):
         lora.attach(network, r=2, seed=seed)
-    one, other, third = map(values, networks)
+    one, other, third = map(find_canonical_values, networks)
     assert torch.equal(one[up], other[up])
     assert not torch.equal(one[up], third[up])

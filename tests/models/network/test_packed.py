@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
 from weft.models.network.packed import pack
-from weft.models.network.token_outputs import token_outputs
+from weft.models.network.token_outputs import compute_token_outputs
 
 
 def test_a_pack_of_next_tokens() -> None:
@@ -36,11 +36,11 @@ def test_changing_one_sequence_changes_no_other(name: str) -> None:
     changed = [*rows]
     changed[1] = (rows[1] + 1) % 131
     bounds = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
-    before, after = network.hidden(pack(rows)), network.hidden(pack(changed))
+    before, after = network.compute_hidden(pack(rows)), network.compute_hidden(pack(changed))
     for i, (start, stop) in enumerate(pairwise(bounds)):
         assert torch.equal(before[start:stop], after[start:stop]) == (i != 1), f"sequence {i}"
     network.zero_grad()
-    network.hidden(pack(rows))[bounds[3] : bounds[4]].square().sum().backward()
+    network.compute_hidden(pack(rows))[bounds[3] : bounds[4]].square().sum().backward()
     others = set(torch.cat([r for i, r in enumerate(rows) if i != 3]).tolist()) - set(
         rows[3].tolist()
     )
@@ -54,9 +54,9 @@ def test_a_tied_matrix_gets_the_gradients_of_head_and_look_up(dtype: torch.dtype
     network, x = tiny(dtype=dtype, tie_word_embeddings=True), pack(sequences([9, 30, 17]))
     weight = network.embed.weight
     (made,) = torch.autograd.grad(network(x, frozenset({"logprobs"}))["logprobs"].sum(), weight)
-    states = network.hidden(x, x.rows)
+    states = network.compute_hidden(x, x.rows)
     alone = states.detach().requires_grad_()
-    outputs = token_outputs(alone, x.labels, network.projection, frozenset({"logprobs"}))
+    outputs = compute_token_outputs(alone, x.labels, network.projection, frozenset({"logprobs"}))
     by_states, by_head = torch.autograd.grad(outputs["logprobs"].sum(), (alone, weight))
     (by_look_up,) = torch.autograd.grad(states, weight, by_states)
     assert by_look_up.abs().sum() > 0 and made.layout == torch.strided
@@ -70,7 +70,7 @@ def test_nobody_looks_ahead() -> None:
     (row,) = sequences([24])
     changed = row.clone()
     changed[13:] = (changed[13:] + 1) % 131
-    before, after = network.hidden(pack([row])), network.hidden(pack([changed]))
+    before, after = network.compute_hidden(pack([row])), network.compute_hidden(pack([changed]))
     assert torch.equal(before[:13], after[:13]) and not torch.equal(before[13], after[13])
 
 

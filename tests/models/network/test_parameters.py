@@ -13,7 +13,7 @@ from tests.models.common import adapted, sequences, tiny
 from weft.checkpoints import hf_io
 from weft.models.families.base import Family
 from weft.models.network.packed import pack
-from weft.models.network.parameters import canonical, values
+from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 from weft.registry import families
 
@@ -36,16 +36,16 @@ def test_names_and_values_are_those_of_the_checkpoint(
 ) -> None:
     network, family = tiny(name, **changes), families.get(name)
     assert isinstance(family, Family)
-    hf_io.save(tmp_path, values(network), network.config)
-    reader = hf_io.Reader(tmp_path)
+    hf_io.save(tmp_path, find_canonical_values(network), network.config)
+    reader = hf_io.ParameterReader(tmp_path)
     assert (
-        values(network).keys()
+        find_canonical_values(network).keys()
         == family.keymap(network.config).keys.keys()
         == reader.keymap.keys.keys()
     )
-    for key, value in values(network).items():
+    for key, value in find_canonical_values(network).items():
         assert torch.equal(value, reader.read(key)), key
-    assert ("head.weight" in values(network)) != network.config.tied
+    assert ("head.weight" in find_canonical_values(network)) != network.config.tied
 
 
 def test_the_names_of_a_llama() -> None:
@@ -62,9 +62,14 @@ def test_the_names_of_a_llama() -> None:
     ]
     found = [f"blocks.{i}.{name}" for i in range(2) for name in block]
     network = tiny(num_hidden_layers=2)
-    assert list(canonical(network)) == ["embed.weight", *found, "norm.weight", "head.weight"]
+    assert list(find_canonical_parameters(network)) == [
+        "embed.weight",
+        *found,
+        "norm.weight",
+        "head.weight",
+    ]
     stored = {name for name, _ in network.named_parameters()}
-    assert {at.name for at in canonical(network).values()} == stored
+    assert {at.name for at in find_canonical_parameters(network).values()} == stored
     assert "blocks.0.attention.qkv.weight" in stored and "blocks.0.attention.q.weight" not in stored
 
 
@@ -74,15 +79,15 @@ def test_every_number_that_is_stored_has_one_name(name: str, make: Any) -> None:
     network: Transformer = make(name)
     held = dict(network.named_parameters())
     marks = {key: torch.zeros_like(value) for key, value in held.items()}
-    for at in canonical(network).values():
-        assert held[at.name] is at.parameter and at.of(marks[at.name]).data_ptr() != 0
-        at.of(marks[at.name]).add_(1)
+    for at in find_canonical_parameters(network).values():
+        assert held[at.name] is at.parameter and at.select_rows(marks[at.name]).data_ptr() != 0
+        at.select_rows(marks[at.name]).add_(1)
     assert all(bool((mark == 1).all()) for mark in marks.values())
 
 
 def test_values_and_gradients_are_views() -> None:
     network = tiny()
-    at = canonical(network)["blocks.1.attention.k.weight"]
+    at = find_canonical_parameters(network)["blocks.1.attention.k.weight"]
     assert at.grad is None and not at.data.requires_grad
     network(pack(sequences([9])), frozenset({"logprobs"}))["logprobs"].sum().backward()
     whole, rows = network.blocks[1].attention.qkv, slice(32, 48)
@@ -105,9 +110,11 @@ def test_other_modules_keep_their_names_and_a_tied_tensor_has_one() -> None:
             "head": nn.Linear(3, 5),
         }
     )
-    assert list(canonical(module)) == [name for name, _ in module.named_parameters()]
+    assert list(find_canonical_parameters(module)) == [
+        name for name, _ in module.named_parameters()
+    ]
     module["head"].weight = module["table"].weight
-    assert list(canonical(module)) == [
+    assert list(find_canonical_parameters(module)) == [
         "table.weight",
         "inner.0.weight",
         "inner.0.bias",
@@ -119,8 +126,8 @@ def test_a_part_has_the_names_of_the_whole() -> None:
     config = tiny("gemma2").config
     found: list[str] = []
     for layers in (range(1), range(1, 2), range(2, config.num_layers)):
-        found += canonical(Transformer.empty(config, layers=layers))
-    whole = list(canonical(Transformer.empty(config)))
+        found += find_canonical_parameters(Transformer.build_empty(config, layers=layers))
+    whole = list(find_canonical_parameters(Transformer.build_empty(config)))
     assert sorted(found) == sorted([*whole, "embed.weight"]), (
         "the last part reads the tied matrix too"
     )

@@ -17,11 +17,11 @@ from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny, tiny_config
 from weft.checkpoints import hf_io
-from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network import lora, prefix
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import canonical, values
+from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 
 COUNT = 5
@@ -31,20 +31,20 @@ LOGPROBS = frozenset({"logprobs"})
 def with_prefix(network: Transformer, head: Head = "lm") -> Transformer:
     """The same weights, and a prefix that is not zero."""
     dtype = next(network.parameters()).dtype
-    made = Transformer.empty(replace(network.config, prefix_tokens=COUNT), head, dtype=dtype)
-    held, generator = values(network), torch.Generator().manual_seed(4)
+    made = Transformer.build_empty(replace(network.config, prefix_tokens=COUNT), head, dtype=dtype)
+    held, generator = find_canonical_values(network), torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for name, value in values(made).items():
+        for name, value in find_canonical_values(made).items():
             drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             value.copy_(drawn if prefix.is_prefix(name) else held[name])
-    prefix.train(made)
+    prefix.freeze_all_but_prefix(made)
     return made
 
 
 def gradients(network: Transformer) -> dict[str, Tensor]:
     return {
         name: part.grad.clone()
-        for name, part in canonical(network).items()
+        for name, part in find_canonical_parameters(network).items()
         if part.grad is not None
     }
 
@@ -68,7 +68,7 @@ def test_log_probs_and_gradients_are_those_of_peft(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     network = tiny(name, dtype=torch.float64, **changes)
-    hf_io.save(tmp_path, values(network), network.config)
+    hf_io.save(tmp_path, find_canonical_values(network), network.config)
     module = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float64
     )
@@ -113,7 +113,7 @@ def test_a_pack_is_as_its_sequences_one_by_one(dropped: bool, dtype: torch.dtype
     changes = {"attn_pdrop": 0.2} if dropped else {}
     network = with_prefix(tiny("gpt2", dtype=dtype, **changes))
     rows = sequences([7, 12, 3])
-    keys = DropoutKeys.of(1, 2, [("a", 0), ("b", 0), ("c", 0)]) if dropped else None
+    keys = DropoutKeys.from_sequences(1, 2, [("a", 0), ("b", 0), ("c", 0)]) if dropped else None
 
     def keyed(x: Packed, keys: DropoutKeys | None) -> Packed:
         return replace(x, dropout=keys)
@@ -136,7 +136,9 @@ def test_a_beginning_that_is_shared_is_as_one_that_is_repeated(dtype: torch.dtyp
     apart = [torch.cat([one, two]), torch.cat([one, three]), alone]
     bounds = torch.tensor([0, 6, 10, 11, 19], dtype=torch.int32)
     positions = torch.cat([torch.arange(10), torch.arange(6, 7), torch.arange(8)])
-    context = Prefixed(Dense(bounds, 8), (Join((0, 6), (6, 11)),), torch.tensor([9, 10, 18]))
+    context = Prefixed(
+        Dense(bounds, 8), (PrefixContinuation((0, 6), (6, 11)),), torch.tensor([9, 10, 18])
+    )
     rows, labels = torch.tensor([5, 6, 7, 8, 5, *range(11, 18)]), torch.cat([two, three, alone[1:]])
     shared = Packed(torch.cat([one, two, three, alone]), positions, context, rows, labels)
     repeated = pack(apart)
@@ -146,7 +148,7 @@ def test_a_beginning_that_is_shared_is_as_one_that_is_repeated(dtype: torch.dtyp
     (found * weights).sum().backward()
     own = gradients(network)
     network.zero_grad()
-    wanted = network(repeated.at(read), LOGPROBS)["logprobs"]
+    wanted = network(repeated.select_rows(read), LOGPROBS)["logprobs"]
     (wanted * weights).sum().backward()
     assert_close(found, wanted)
     assert own.keys() == {name for name in own if prefix.is_prefix(name)}
@@ -157,7 +159,7 @@ def test_a_prefix_that_is_off_leaves_the_network_as_it_was() -> None:
     plain = tiny()
     network, x = with_prefix(plain), pack(sequences([5, 9]))
     with_it = network(x, LOGPROBS)["logprobs"]
-    with lora.adapters_off(network):
+    with lora.disable_adapters(network):
         assert network.prefix_tokens == 0
         assert_close(
             network(x, LOGPROBS)["logprobs"], plain(x, LOGPROBS)["logprobs"], rtol=0.0, atol=0.0
@@ -169,5 +171,5 @@ def test_a_prefix_that_is_off_leaves_the_network_as_it_was() -> None:
 
 def test_a_window_ends_the_sharing_of_beginnings_earlier() -> None:
     config = replace(tiny_config("mistral", sliding_window=20), prefix_tokens=COUNT)
-    network = Transformer.empty(config)
-    assert network.shares_prefixes(15) and not network.shares_prefixes(16)
+    network = Transformer.build_empty(config)
+    assert network.can_share_prefixes(15) and not network.can_share_prefixes(16)

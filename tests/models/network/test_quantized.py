@@ -11,11 +11,11 @@ from weft.models.network.quantized import (
     BLOCK,
     Kind,
     Quantized,
-    give_memory,
-    hold,
+    allocate_memory,
+    count_bytes,
     linear,
-    num_bytes,
-    whole,
+    quantize_matrices,
+    to_whole,
 )
 
 KINDS: list[Kind] = ["8bit", "4bit"]
@@ -26,7 +26,7 @@ def matrix(rows: int = 6, columns: int = 128) -> Tensor:
 
 
 def held(kind: Kind, values: Tensor, dtype: torch.dtype = torch.float32) -> Quantized:
-    made = Quantized.unfilled(*values.shape, kind, dtype, "cpu")
+    made = Quantized.build_empty(*values.shape, kind, dtype, "cpu")
     made.copy_(values)
     return made
 
@@ -34,33 +34,33 @@ def held(kind: Kind, values: Tensor, dtype: torch.dtype = torch.float32) -> Quan
 def test_8_bits_round_to_a_127th_of_the_row_s_largest() -> None:
     values = matrix()
     step = values.abs().amax(1, keepdim=True) / 127
-    assert torch.equal(held("8bit", values).whole(), (values / step).round() * step)
+    assert torch.equal(held("8bit", values).to_whole(), (values / step).round() * step)
 
 
 def test_4_bits_are_those_of_the_library() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     values = matrix()
     codes, state = functional.quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
-    assert torch.equal(held("4bit", values).whole(), functional.dequantize_4bit(codes, state))
+    assert torch.equal(held("4bit", values).to_whole(), functional.dequantize_4bit(codes, state))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_taken_and_filled_by_themselves(kind: Kind) -> None:
     values = matrix()
     made = nn.Parameter(
-        Quantized.unfilled(*values.shape, kind, torch.float32, "cpu"), requires_grad=False
+        Quantized.build_empty(*values.shape, kind, torch.float32, "cpu"), requires_grad=False
     )
     for part in (slice(0, 2), slice(2, 6)):
         made.detach()[part].copy_(values[part])
     assert isinstance(made[1:4], Quantized)
-    assert torch.equal(whole(made), held(kind, values).whole())
-    assert torch.equal(whole(made[1:4]), held(kind, values).whole()[1:4])
-    assert torch.equal(made + 1, held(kind, values).whole() + 1)
+    assert torch.equal(to_whole(made), held(kind, values).to_whole())
+    assert torch.equal(to_whole(made[1:4]), held(kind, values).to_whole()[1:4])
+    assert torch.equal(made + 1, held(kind, values).to_whole() + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: Kind) -> None:
-    assert torch.equal(held(kind, torch.zeros(2, 64)).whole(), torch.zeros(2, 64))
+    assert torch.equal(held(kind, torch.zeros(2, 64)).to_whole(), torch.zeros(2, 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +73,7 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(
         torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         for _ in "xy"
     )
-    made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.whole(), bias)
+    made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.to_whole(), bias)
     torch.testing.assert_close(made, wanted)
     (made.float() ** 2).mean().backward()
     (wanted.float() ** 2).mean().backward()
@@ -89,9 +89,9 @@ def test_bytes_of_a_layer(kind: Kind = "4bit") -> None:
             }
         )
     # rows of 96 are no whole blocks
-    assert hold(network.values(), kind, torch.bfloat16) == 128 * 96
-    give_memory(network, torch.device("cpu"))
-    elements, size = num_bytes(network)
+    assert quantize_matrices(network.values(), kind, torch.bfloat16) == 128 * 96
+    allocate_memory(network, torch.device("cpu"))
+    elements, size = count_bytes(network)
     assert (elements, size) == (128 * 96, 128 * 96 // 2 + 4 * 128 * 96 // 64)
     assert not network["b"].weight.is_meta and not network["a"].bias.is_meta
     assert network["a"].weight.dtype == torch.bfloat16 and not network["a"].weight.requires_grad

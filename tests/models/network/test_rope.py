@@ -6,7 +6,7 @@ import torch
 
 from weft.models.attention.contexts import Dense
 from weft.models.network.config import Rope
-from weft.models.network.rope import rotation
+from weft.models.network.rope import compute_rotation
 
 
 def test_scalings_that_depend_on_length_choose_for_each_sequence() -> None:
@@ -23,7 +23,7 @@ def test_scalings_that_depend_on_length_choose_for_each_sequence() -> None:
     )
     context = Dense(torch.tensor([0, 5, 11], dtype=torch.int32), 6)
     positions = torch.cat([torch.arange(5), torch.arange(6)])
-    cos, _ = rotation(rope, positions, context.token_lengths, torch.float32)
-    short, _ = rotation(rope, torch.arange(5), torch.full((5,), 5), torch.float32)
-    long, _ = rotation(rope, torch.arange(6), torch.full((6,), 6), torch.float32)
+    cos, _ = compute_rotation(rope, positions, context.token_lengths, torch.float32)
+    short, _ = compute_rotation(rope, torch.arange(5), torch.full((5,), 5), torch.float32)
+    long, _ = compute_rotation(rope, torch.arange(6), torch.full((6,), 6), torch.float32)
     assert torch.equal(cos, torch.cat([short, long])) and not torch.equal(short, long[:5])

@@ -17,8 +17,8 @@ from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models.network import token_outputs as by_token
 from weft.models.network.packed import RowGradient, pack
-from weft.models.network.support import Support
-from weft.models.network.token_outputs import Projection, token_outputs
+from weft.models.network.support import SamplingSupport
+from weft.models.network.token_outputs import OutputProjection, compute_token_outputs
 
 N, H, V = 7, 5, 11
 ALL = frozenset({"logprobs", "entropy", "top1"})
@@ -35,18 +35,22 @@ def inputs(
     return hidden, weight, bias, torch.randint(0, V, (N,), generator=generator)
 
 
-def support(labels: Tensor) -> Support:
+def support(labels: Tensor) -> SamplingSupport:
     """Rows of 3 kept ids with the label among them, and one row without a limit."""
     ids = [
         sorted({int(label), (int(label) + 3) % V, (int(label) + 7) % V}) for label in labels[:-1]
     ]
-    return Support(
+    return SamplingSupport(
         torch.tensor([i for row in ids for i in row]), torch.tensor([len(row) for row in ids] + [0])
     )
 
 
 def naive(
-    hidden: Tensor, labels: Tensor, projection: Projection, temperature: float, kept: Support | None
+    hidden: Tensor,
+    labels: Tensor,
+    projection: OutputProjection,
+    temperature: float,
+    kept: SamplingSupport | None,
 ) -> dict[str, Tensor]:
     logits = hidden @ projection.weight.T + (0 if projection.bias is None else projection.bias)
     if projection.softcap is not None:
@@ -78,9 +82,9 @@ def test_outputs_and_gradients_are_the_formula(
     chunk: int, with_bias: bool, softcap: float | None, temperature: float, limited: bool
 ) -> None:
     hidden, weight, bias, labels = inputs()
-    projection = Projection(weight, bias if with_bias else None, softcap)
+    projection = OutputProjection(weight, bias if with_bias else None, softcap)
     kept = support(labels) if limited else None
-    ours = token_outputs(
+    ours = compute_token_outputs(
         hidden, labels, projection, ALL, temperature=temperature, support=kept, chunk=chunk
     )
     theirs = naive(hidden, labels, projection, temperature, kept)
@@ -100,10 +104,14 @@ def test_outputs_and_gradients_are_the_formula(
 
 def test_a_label_always_counts_as_kept() -> None:
     hidden, weight, _, labels = inputs()
-    others = Support((labels + 1) % V, torch.ones(N, dtype=torch.int64))
-    both = Support(torch.stack([labels, (labels + 1) % V], 1).flatten(), torch.full((N,), 2))
-    ours = token_outputs(hidden, labels, Projection(weight), ALL, support=others)
-    assert_close(ours, token_outputs(hidden, labels, Projection(weight), ALL, support=both))
+    others = SamplingSupport((labels + 1) % V, torch.ones(N, dtype=torch.int64))
+    both = SamplingSupport(
+        torch.stack([labels, (labels + 1) % V], 1).flatten(), torch.full((N,), 2)
+    )
+    ours = compute_token_outputs(hidden, labels, OutputProjection(weight), ALL, support=others)
+    assert_close(
+        ours, compute_token_outputs(hidden, labels, OutputProjection(weight), ALL, support=both)
+    )
     assert bool(ours["logprobs"].isfinite().all())
 
 
@@ -111,8 +119,14 @@ def test_gradcheck() -> None:
     hidden, weight, bias, labels = inputs()
 
     def both(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        out = token_outputs(
-            h, labels, Projection(w, b, 2.0), ALL, temperature=0.8, support=support(labels), chunk=2
+        out = compute_token_outputs(
+            h,
+            labels,
+            OutputProjection(w, b, 2.0),
+            ALL,
+            temperature=0.8,
+            support=support(labels),
+            chunk=2,
         )
         return out["logprobs"], out["entropy"]
 
@@ -121,7 +135,9 @@ def test_gradcheck() -> None:
 
 def test_half_precision_is_normalised_in_float32() -> None:
     hidden, weight, _, labels = inputs(torch.bfloat16)
-    out = token_outputs(hidden, labels, Projection(weight), frozenset({"logprobs"}))["logprobs"]
+    out = compute_token_outputs(hidden, labels, OutputProjection(weight), frozenset({"logprobs"}))[
+        "logprobs"
+    ]
     exact = (hidden.float() @ weight.float().T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     assert out.dtype == torch.float32
     assert_close(out, exact)
@@ -143,19 +159,19 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
     monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
-    out = token_outputs(hidden, labels, Projection(weight), ALL)
+    out = compute_token_outputs(hidden, labels, OutputProjection(weight), ALL)
     (out["logprobs"].sum() + out["entropy"].sum()).backward()
     assert largest == 2 * V
 
 
 def test_chunks_of_a_large_vocabulary_have_rows_enough() -> None:
     cpu = torch.device("cpu")
-    assert [by_token.chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [
+    assert [by_token.count_chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [
         1024,
         512,
         256,
     ]
-    assert by_token.chunk_rows(1 << 17, torch.device("cuda")) == 1024
+    assert by_token.count_chunk_rows(1 << 17, torch.device("cuda")) == 1024
 
 
 def test_only_what_is_wanted_comes() -> None:
@@ -177,19 +193,19 @@ def test_values_and_scores() -> None:
     for pooling in ("last", "mean"):
         network = tiny(head="score")
         network.pooling = pooling
-        hidden, weight = network.hidden(packed), network.score.weight[0]
+        hidden, weight = network.compute_hidden(packed), network.score.weight[0]
         per_token = (hidden @ weight).split([4, 1, 6])
         expected = torch.stack([s[-1] if pooling == "last" else s.mean() for s in per_token])
         assert_close(network(packed, frozenset({"scores"}))["scores"], expected)
     network = tiny(head="value")
-    expected = (network.hidden(packed) @ network.score.weight[0])[packed.rows]
+    expected = (network.compute_hidden(packed) @ network.score.weight[0])[packed.rows]
     assert_close(network(packed, frozenset({"values"}))["values"], expected)
 
 
 def test_the_sampler_sees_the_same_logits() -> None:
     network = tiny("gemma2")
     packed = pack(sequences([9]))
-    logits = network.next_token_logits(network.hidden(packed)[packed.rows])
+    logits = network.next_token_logits(network.compute_hidden(packed)[packed.rows])
     logp = (logits / 0.7).log_softmax(-1).gather(1, packed.labels[:, None])[:, 0]
     assert_close(network(packed, frozenset({"logprobs"}), 0.7)["logprobs"], logp)
 
@@ -206,7 +222,10 @@ def test_a_gradient_known_by_row_spares_the_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
-    projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
+    projection, scale = (
+        OutputProjection(weight, bias, softcap),
+        torch.linspace(-0.5, 2.0, N, dtype=dtype),
+    )
     calls = 0
     project = by_token._project
 
@@ -229,7 +248,7 @@ def test_a_gradient_known_by_row_spares_the_logits(
         return {key: by for key, by in zip(free, made, strict=True) if by is not None}
 
     def gradients(gradient: RowGradient | None) -> tuple[Tensor, ...]:
-        out = token_outputs(
+        out = compute_token_outputs(
             hidden, labels, projection, ALL, temperature=temperature, chunk=3, gradient=gradient
         )
         return torch.autograd.grad(loss(out), [hidden, weight, bias])

@@ -15,7 +15,7 @@ from weft.algorithms.base import Output
 from weft.models.kv.slots import KVCache
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import canonical, values
+from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 
 CUTS = [[1], [2], [1, 2]]  # where one part ends and the next begins
@@ -30,10 +30,10 @@ def ranges(whole: Transformer, cuts: list[int]) -> list[range]:
 def parts_of(whole: Transformer, cuts: list[int]) -> list[Transformer]:
     made = []
     for layers in ranges(whole, cuts):
-        part = Transformer.empty(whole.config, whole.kind, whole.pooling, layers=layers)
+        part = Transformer.build_empty(whole.config, whole.kind, whole.pooling, layers=layers)
         part.recompute_every = whole.recompute_every
-        for name, value in values(part).items():
-            value.copy_(values(whole)[name])
+        for name, value in find_canonical_values(part).items():
+            value.copy_(find_canonical_values(whole)[name])
         made.append(part)
     return made
 
@@ -50,7 +50,7 @@ def gradients(networks: list[Transformer]) -> dict[str, Tensor]:
     """By canonical name; a matrix that two parts hold has the sum."""
     found: dict[str, Tensor] = {}
     for network in networks:
-        for name, at in canonical(network).items():
+        for name, at in find_canonical_parameters(network).items():
             if at.grad is not None:
                 found[name] = found[name] + at.grad if name in found else at.grad
     return found
@@ -68,7 +68,7 @@ def check(whole: Transformer, cuts: list[int], x: Packed, want: frozenset[Output
             [(value * torch.cos(torch.arange(len(value)))).sum() for value in out.values()]
         ).sum().backward()
     one, other = gradients(parts), gradients([whole])
-    assert one.keys() == other.keys() == canonical(whole).keys()
+    assert one.keys() == other.keys() == find_canonical_parameters(whole).keys()
     for key, grad in other.items():
         assert torch.equal(one[key], grad), key
 
@@ -83,10 +83,10 @@ def test_log_probs_and_gradients(name: str, cuts: list[int]) -> None:
 def test_with_recomputation_and_dropout(name: str) -> None:
     """Blocks are counted in the whole network: what is dropped depends on their numbers."""
     network = tiny(name)
-    wide = Transformer.empty(network.config.with_dropout(0.3))
+    wide = Transformer.build_empty(network.config.with_dropout(0.3))
     wide.load_state_dict(network.state_dict())
     wide.recompute_every = 2
-    keys = DropoutKeys.of(0, 1, [(id, 0) for id in "abc"])
+    keys = DropoutKeys.from_sequences(0, 1, [(id, 0) for id in "abc"])
     check(wide, [1], replace(pack(sequences([9, 30, 17])), dropout=keys), WANT)
 
 
@@ -138,9 +138,9 @@ def test_over_caches_of_their_own(name: str) -> None:
     for part in caches:
         part.allocate(2)
     for tokens in (sequences([9, 14]), torch.tensor([3, 5]), torch.tensor([8, 1])):
-        expected, states = whole.hidden(cache.extend(slots, tokens)), None
+        expected, states = whole.compute_hidden(cache.extend(slots, tokens)), None
         for network, own in zip(parts, caches, strict=True):
-            states = network.hidden(own.extend(slots, tokens), states=states)
+            states = network.compute_hidden(own.extend(slots, tokens), states=states)
         assert states is not None and torch.equal(states, expected)
 
 
@@ -152,7 +152,7 @@ def test_states_are_given_where_there_is_no_embedding() -> None:
     with pytest.raises(AssertionError, match="states are given"):
         first(x, WANT, states=torch.zeros(9, first.config.hidden_size))
     names = (
-        {name.split(".")[0] for name in canonical(first)},
-        {name.split(".")[0] for name in canonical(second)},
+        {name.split(".")[0] for name in find_canonical_parameters(first)},
+        {name.split(".")[0] for name in find_canonical_parameters(second)},
     )
     assert names == ({"embed", "blocks"}, {"blocks", "norm", "head"})

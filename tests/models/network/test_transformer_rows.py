@@ -34,40 +34,42 @@ def gradients(network: Transformer, states: Tensor) -> list[Tensor]:
     )
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.list_names())
 def test_rows_are_what_they_are_among_all(name: str) -> None:
     with torch.no_grad():
         network = tiny(name)
-        assert torch.equal(network.hidden(packed(), ROWS), network.hidden(packed())[ROWS])
+        assert torch.equal(
+            network.compute_hidden(packed(), ROWS), network.compute_hidden(packed())[ROWS]
+        )
     wide = tiny(name, dtype=torch.float64)
-    alone, among = wide.hidden(packed(), ROWS), wide.hidden(packed())[ROWS]
+    alone, among = wide.compute_hidden(packed(), ROWS), wide.compute_hidden(packed())[ROWS]
     for one, other in zip(gradients(wide, alone), gradients(wide, among), strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.list_names())
 def test_no_rows_at_all(name: str) -> None:
     network = tiny(name)
-    assert network.hidden(packed(), ROWS[:0]).shape == (0, network.config.hidden_size)
+    assert network.compute_hidden(packed(), ROWS[:0]).shape == (0, network.config.hidden_size)
 
 
 def test_the_last_block_feeds_no_others() -> None:
     network, fed = tiny(), []
     for block in network.blocks:
         block.mlp.register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
-    network.hidden(packed(), ROWS)
+    network.compute_hidden(packed(), ROWS)
     assert fed == [27] * (network.config.num_layers - 1) + [len(ROWS)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_with_recomputation(every: int) -> None:
     network = tiny(dtype=torch.float64)
-    expected = gradients(network, network.hidden(packed(), ROWS))
+    expected = gradients(network, network.compute_hidden(packed(), ROWS))
     network.recompute_every = every
     for one, other in zip(
-        gradients(network, network.hidden(packed(), ROWS)), expected, strict=True
+        gradients(network, network.compute_hidden(packed(), ROWS)), expected, strict=True
     ):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
@@ -75,9 +77,11 @@ def test_with_recomputation(every: int) -> None:
 
 def test_with_dropout() -> None:
     network = tiny("gpt2", resid_pdrop=0.3, attn_pdrop=0.2, embd_pdrop=0.1)
-    noisy = replace(packed(), dropout=DropoutKeys.of(0, 1, [(id, 0) for id in "abcd"]))
-    assert_close(network.hidden(noisy, ROWS), network.hidden(noisy)[ROWS])
-    assert not torch.equal(network.hidden(noisy, ROWS), network.hidden(packed(), ROWS))
+    noisy = replace(packed(), dropout=DropoutKeys.from_sequences(0, 1, [(id, 0) for id in "abcd"]))
+    assert_close(network.compute_hidden(noisy, ROWS), network.compute_hidden(noisy)[ROWS])
+    assert not torch.equal(
+        network.compute_hidden(noisy, ROWS), network.compute_hidden(packed(), ROWS)
+    )
 
 
 def test_experts_are_balanced_over_all_tokens() -> None:
@@ -85,6 +89,6 @@ def test_experts_are_balanced_over_all_tokens() -> None:
     whole, some = (
         replace(packed(), aux_loss=MoEAuxLoss(torch.tensor([9, 3, 14, 1]))) for _ in range(2)
     )
-    assert torch.equal(network.hidden(some, ROWS), network.hidden(whole)[ROWS])
+    assert torch.equal(network.compute_hidden(some, ROWS), network.compute_hidden(whole)[ROWS])
     assert some.aux_loss is not None and whole.aux_loss is not None
-    assert torch.equal(some.aux_loss.by_sequence(), whole.aux_loss.by_sequence())
+    assert torch.equal(some.aux_loss.compute_by_sequence(), whole.aux_loss.compute_by_sequence())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.models.common import adapted, sequences, tiny
-from weft.engine.generation.passes import Passes
+from weft.engine.generation.passes import DecoderPasses
 from weft.models.kv.slots import KVCache
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import pack
@@ -59,7 +59,7 @@ def state(network: Transformer) -> dict[str, Any]:
 
 
 def train(network: Transformer) -> None:
-    keys = DropoutKeys.of(0, 1, [("a", 0), ("b", 0)])
+    keys = DropoutKeys.from_sequences(0, 1, [("a", 0), ("b", 0)])
     for _ in range(2):
         x = replace(pack(sequences([9, 30])), dropout=keys)
         network(x, WANT)["logprobs"].sum().backward()
@@ -68,8 +68,8 @@ def train(network: Transformer) -> None:
 @torch.no_grad()
 def generate(network: Transformer) -> None:
     dtype = next(network.parameters()).dtype
-    passes, first, second = Passes(network), sequences([9, 4]), torch.tensor([3, 5])
-    by: list[Callable[..., Tensor]] = [network.hidden, passes.hidden]
+    passes, first, second = DecoderPasses(network), sequences([9, 4]), torch.tensor([3, 5])
+    by: list[Callable[..., Tensor]] = [network.compute_hidden, passes.compute_hidden]
     for hidden in by:
         cache = KVCache(network.config, "cpu", dtype)
         slots = cache.allocate(2)

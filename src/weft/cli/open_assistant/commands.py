@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.checkpoints.names import newest_run
+from weft.checkpoints.names import find_newest_run
 from weft.cli.open_assistant.datasets import VALID_SPLIT
-from weft.errors import ConfigError, nearest
-from weft.redaction import masked_words
+from weft.errors import ConfigError, find_nearest
+from weft.redaction import mask_words
 
 # weft's own flags, passed through
 OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")
@@ -47,7 +47,7 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
 
     def translated() -> int:
         words.extend(command(script, argv, environment))
-        print(f"$ weft {shlex.join(masked_words(words))}", flush=True)
+        print(f"$ weft {shlex.join(mask_words(words))}", flush=True)
         return 0
 
     return main.guarded(translated, argv) or main.main(words)
@@ -147,7 +147,7 @@ def _take(
         elif keys and word.startswith("--"):
             assigned.append(_assignment(flag[2:], attached if equals else _value(flag, rest)))
         else:
-            close = nearest(word, (*lists, *values, *flags), 1)
+            close = find_nearest(word, (*lists, *values, *flags), 1)
             raise ConfigError(
                 f"unknown argument {word!r}" + (f"; did you mean {close[0]}?" if close else "")
             )
@@ -258,7 +258,7 @@ def _talk(
     model = done.one("--model_path")
     if model is None:
         raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
-    made = ["chat", newest_run(model)]
+    made = ["chat", find_newest_run(model)]
     for flag, why in UNUSED.items():
         if flag in done.named:
             print(f"{flag} is left out: {why}", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.cli.aliases import Translation, data_ranks
 from weft.experiments.common import RunConfig
-from weft.options import leaves
+from weft.options import iterate_options
 
 SFT = "sft"
 RM = "rm"
@@ -48,7 +48,7 @@ class Mapped:
     known: frozenset[str] = frozenset()  # the options of the experiment
 
     def __post_init__(self) -> None:
-        self.known = self.known or frozenset(leaf.name for leaf in leaves(self.config))
+        self.known = self.known or frozenset(leaf.name for leaf in iterate_options(self.config))
 
     @property
     def mode(self) -> str:

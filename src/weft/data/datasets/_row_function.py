@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.data.datasets.base import DatasetUtility, TableDataset, configure
-from weft.data.lengths import Encoded
+from weft.data.datasets.base import DatasetUtility, TableDataset, split_options
+from weft.data.lengths import EncodedSample
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import Form, Source, tokenize
+from weft.data.tokenizing import RowEncoder, RowSource, tokenize
 from weft.errors import ConfigError
 from weft.registry import datasets, import_user_code
 
 
 @dataclass(frozen=True)
-class RowFunction:
+class RowFunctionEncoder:
     """Form that converts rows with function `name` of `module` to rows of the type `rows`.
 
     `inner` is the form of that type. `source` is a hash of the function's file: it is part of the
@@ -48,9 +48,9 @@ class RowFunction:
     def check(self, tokenizer: Tokenizer) -> None:
         self.inner.check(tokenizer)
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         try:
-            made = self.function()(row, **self.options)
+            made = self.load_function()(row, **self.options)
         except KeyError as error:
             raise BadRow(f"lacks the key {error.args[0]!r}, which {self.name} reads") from error
         if not isinstance(made, Mapping):
@@ -60,7 +60,7 @@ class RowFunction:
             )
         return list(self.inner.encode(made, tokenizer))
 
-    def function(self) -> Callable[..., Any]:
+    def load_function(self) -> Callable[..., Any]:
         """Return the function; imports its module if this process has not imported it."""
         module = sys.modules.get(self.module)
         # In a tokenizing process, `__main__` is another module: import the user's file by its path.
@@ -78,7 +78,7 @@ class RowDataset:
     """Dataset of the rows of a file, converted by a function."""
 
     def __init__(
-        self, form: Form, lengths: Any, util: DatasetUtility, path: str, split: str | None
+        self, form: RowEncoder, lengths: Any, util: DatasetUtility, path: str, split: str | None
     ) -> None:
         self.form = type(form)
         of_util = (
@@ -89,7 +89,7 @@ class RowDataset:
             util.name,
             util.most,
         )
-        source = Source(path, split, *of_util)
+        source = RowSource(path, split, *of_util)
         self.table = tokenize(form, lengths, util.tokenizer, source)
 
     def __len__(self) -> int:
@@ -99,10 +99,12 @@ class RowDataset:
         return self.table[index]
 
 
-def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[..., RowDataset]:
-    """Return a constructor of datasets that read rows of type `rows` with `function`.
+def make_dataset_class(
+    function: Callable[..., Any], name: str, *, rows: str
+) -> Callable[..., RowDataset]:
+    """Return a constructor of datasets that read rows of type `rows` with `load_function`.
 
-    `rows` is a shipped type. `function` is called as `function(row, option=..)` and returns a row
+    `rows` is a shipped type. `load_function` is called as `load_function(row, option=..)` and returns a row
     of that type. Limits, masks, reports, cache and mixtures work as for that type.
     """
     shipped = datasets.get(rows)
@@ -125,14 +127,14 @@ def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[.
         given = {
             key: value
             for key, value in options.items()
-            if value is not None or key not in shipped.usual
+            if value is not None or key not in shipped.default_options
         }
         # Separate the options of the function from those of the form.
         of_function = {key: given.pop(key) for key in own if key in given}
-        inner, lengths = configure(shipped.form, {**shipped.usual, **given})
+        inner, lengths = split_options(shipped.form, {**shipped.default_options, **given})
         where = function.__module__, str(Path(file).resolve()), function.__qualname__
         return RowDataset(
-            RowFunction(rows, inner, *where, digest, of_function), lengths, util, path, split
+            RowFunctionEncoder(rows, inner, *where, digest, of_function), lengths, util, path, split
         )
 
     build.__module__ = function.__module__

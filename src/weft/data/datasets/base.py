@@ -7,25 +7,25 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_checkable
 
 from weft.data import dialogue
-from weft.data.asked import conversation, prompt_text
+from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
 from weft.data.columns import Columns
-from weft.data.cuts import joined
-from weft.data.lengths import Encoded, Lengths
+from weft.data.epoch_samples import EpochSamples
+from weft.data.lengths import EncodedSample, LengthLimits
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
-from weft.data.prefix import common_prefix
-from weft.data.progress import Reporter, show
-from weft.data.redrawn import Redrawn
+from weft.data.prefix import count_common_prefix
+from weft.data.progress import Reporter, show_progress
+from weft.data.prompt_columns import read_conversation, read_prompt_text
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
-from weft.data.tokenized_ahead import TableAhead, tokenize_ahead
+from weft.data.template_omissions import merge_omissions
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import Form, Job, Source, tokenize
-from weft.data.window import Window
-from weft.errors import ConfigError, DataError, nearest
+from weft.data.tokenizing import EncodingJob, RowEncoder, RowSource, tokenize
+from weft.data.window import RandomWindow
+from weft.errors import ConfigError, DataError, find_nearest
 from weft.options import coerce
 
-BAD = "augmented"  # column of bad replies; every epoch draws one of them
+BAD_REPLIES_COLUMN = "augmented"  # column of bad replies; every epoch draws one of them
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class DatasetUtility:
     world_size: int = 1
     cache_dir: str | None = None
     num_workers: int | None = None
-    progress: Reporter = show
+    progress: Reporter = show_progress
     random_window: float = 0.0
     # Column name of the dataset type -> column of the source's file.
     columns: Columns = field(default_factory=dict)
     name: str = ""  # name of a named dataset, for messages; else ""
     most: int | None = None  # number of samples after which no more rows are read; None: no limit
-    # Whether large files can be tokenized during training (`TableAhead.start`).
+    # Whether large files can be tokenized during training (`BackgroundTokenTable.start`).
     ahead: bool = False
 
     @property
-    def redraws(self) -> bool:
+    def differs_by_epoch(self) -> bool:
         """Return whether the samples differ between epochs."""
-        return self.random_window > 0 or self.tokenizer.dress.tags
+        return self.random_window > 0 or self.tokenizer.additions.tags
 
 
 @runtime_checkable
@@ -92,22 +92,26 @@ class StreamDataset(Protocol):
 
 
 @runtime_checkable
-class Tokenized(Protocol):
+class TokenizedDataset(Protocol):
     """Dataset whose rows are encoded by a form and kept in a table, as in the shipped types."""
 
-    form: type[Form]
-    table: TokenTable | TableAhead
+    form: type[RowEncoder]
+    table: TokenTable | BackgroundTokenTable
 
 
 def build_table(
-    form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
-) -> tuple[TokenTable | TableAhead, Redrawn | None]:
-    """Return the table of a shipped dataset, and its samples by epoch (`Redrawn`) if they differ.
+    form: type[RowEncoder],
+    util: DatasetUtility,
+    path: str,
+    split: str | None,
+    options: dict[str, Any],
+) -> tuple[TokenTable | BackgroundTokenTable, EpochSamples | None]:
+    """Return the table of a shipped dataset, and its samples by epoch (`EpochSamples`) if they differ.
 
-    `options` are fields of `form` and of `Lengths`. Raises `ConfigError` with the nearest name for
+    `options` are fields of `form` and of `LengthLimits`. Raises `ConfigError` with the nearest name for
     other options, `DataError` for rows that cannot be used.
     """
-    source = Source(
+    source = RowSource(
         path,
         split,
         util.cache_dir,
@@ -117,20 +121,20 @@ def build_table(
         util.name,
         util.most,
     )
-    job = Job(*configure(form, options), util.tokenizer)
-    if util.ahead and not util.redraws:
-        ahead = tokenize_ahead(job.form, job.lengths, job.tokenizer, source)
-        if isinstance(ahead, TableAhead):
+    job = EncodingJob(*split_options(form, options), util.tokenizer)
+    if util.ahead and not util.differs_by_epoch:
+        ahead = tokenize_in_background(job.form, job.lengths, job.tokenizer, source)
+        if isinstance(ahead, BackgroundTokenTable):
             return ahead, None
         table = ahead
     else:
         table = tokenize(job.form, job.lengths, job.tokenizer, source)
-    if not (util.redraws or BAD in table.report.read):
+    if not (util.differs_by_epoch or BAD_REPLIES_COLUMN in table.report.read):
         return table, None
-    return table, Redrawn(job, source, table, util.seed, _window(util, job.lengths))
+    return table, EpochSamples(job, source, table, util.seed, _build_window(util, job.lengths))
 
 
-def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
+def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow | None:
     """Return the random window for rows that are too long, or None if it is off.
 
     Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window, because the
@@ -140,10 +144,10 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
         return None
     tokenizer = util.tokenizer
     head = list[int]()
-    if tokenizer.dress.prefix is not None:
-        alone = [{"role": "system", "content": tokenizer.dress.prefix}]
+    if tokenizer.additions.prefix is not None:
+        alone = [{"role": "system", "content": tokenizer.additions.prefix}]
         try:
-            written = tokenizer.dress.prefix.strip() in tokenizer.render(alone)
+            written = tokenizer.additions.prefix.strip() in tokenizer.render(alone)
         except DataError:
             written = False
         if not written:
@@ -154,27 +158,31 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
                 f"({tokenizer.option}.chat_template=chatml), or leave one out"
             )
         head = tokenizer.encode_chat(alone)
-    return Window(lengths.max_seqlen, util.random_window, head, tokenizer.bos_id)
+    return RandomWindow(lengths.max_seqlen, util.random_window, head, tokenizer.bos_id)
 
 
-def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]:
+def split_options(
+    form: type[RowEncoder], options: dict[str, Any]
+) -> tuple[RowEncoder, LengthLimits]:
     """Build a form and its length limits from options. Raises `ConfigError` for unknown options."""
     of_form = {spec.name for spec in fields(form)}
-    of_lengths = {spec.name for spec in fields(Lengths)}
+    of_lengths = {spec.name for spec in fields(LengthLimits)}
     for name in options:
         if name not in of_form | of_lengths:
-            close = nearest(name, of_form | of_lengths)
+            close = find_nearest(name, of_form | of_lengths)
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
                 hint = f"known: {', '.join(sorted(of_form))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
-    hints = {**get_type_hints(Lengths), **get_type_hints(form)}
+    hints = {**get_type_hints(LengthLimits), **get_type_hints(form)}
     given = {
         name: coerce(value, hints[name], f"dataset.args.{name}") for name, value in options.items()
     }
     chosen = form(**{name: value for name, value in given.items() if name in of_form})
-    return chosen, Lengths(**{name: value for name, value in given.items() if name in of_lengths})
+    return chosen, LengthLimits(
+        **{name: value for name, value in given.items() if name in of_lengths}
+    )
 
 
 class TableDataset:
@@ -182,11 +190,11 @@ class TableDataset:
 
     A subclass consists of a docstring and a form.
 
-    `options` are fields of the form and of `Lengths`; `usual` overrides the defaults of some.
+    `options` are fields of the form and of `LengthLimits`; `default_options` overrides the defaults of some.
     """
 
-    form: ClassVar[type[Form]]
-    usual: ClassVar[Mapping[str, Any]] = {}
+    form: ClassVar[type[RowEncoder]]
+    default_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self, util: DatasetUtility, path: str, split: str | None = None, **options: Any
@@ -194,11 +202,11 @@ class TableDataset:
         given = {
             name: value
             for name, value in options.items()
-            if value is not None or name not in self.usual
+            if value is not None or name not in self.default_options
         }
-        self.table: TokenTable | TableAhead
-        self.table, self.redrawn = build_table(
-            self.form, util, path, split, {**self.usual, **given}
+        self.table: TokenTable | BackgroundTokenTable
+        self.table, self.epoch_samples = build_table(
+            self.form, util, path, split, {**self.default_options, **given}
         )
 
     def __len__(self) -> int:
@@ -208,7 +216,7 @@ class TableDataset:
         return self.table[index]
 
 
-def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
+def is_table_dataset(dataset: MapDataset) -> TypeGuard[TableDataset]:
     """Return whether sample i of a dataset is sample i of its table."""
     return (
         isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
@@ -225,28 +233,30 @@ def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
         tokenizer.require_chat_template()
 
 
-def ended(tokenizer: Tokenizer, content: str) -> list[int]:
+def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
     """Return the ids of a whole text, with exactly one EOS at the end."""
     ids = tokenizer.encode(content)
     eos = tokenizer.require_eos()
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
-def answered(prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any) -> Encoded:
+def build_answer_group(
+    prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any
+) -> EncodedSample:
     """Return a group of sequences, trained after their longest common prefix with `prompt`.
 
     A token that merges the end of the prompt with the beginning of the answer belongs to the
     answer.
     """
-    bounds = [common_prefix(prompt, sequence) for sequence in sequences]
+    bounds = [count_common_prefix(prompt, sequence) for sequence in sequences]
     masks = [
         [index >= bound for index in range(len(ids))]
         for ids, bound in zip(sequences, bounds, strict=True)
     ]
-    return grouped(sequences, masks, **more)
+    return build_group(sequences, masks, **more)
 
 
-def replied(
+def encode_replies(
     tokenizer: Tokenizer,
     row: Row,
     key: str,
@@ -254,7 +264,7 @@ def replied(
     *,
     as_chat: bool = False,
     **more: Any,
-) -> Encoded:
+) -> EncodedSample:
     """Return a group of replies to the prompt in the column `key`.
 
     Each sequence is the prompt, the reply and EOS. A prompt of messages, or any prompt with
@@ -262,46 +272,51 @@ def replied(
     a dialogue in the `\\n\\nHuman:` form is then stripped, like the turns before it.
     """
     if as_chat or not isinstance(row[key], str):
-        turns = [[_turn(tokenizer, row, key, reply)] for reply in replies]
-        return continued(tokenizer, conversation(row, key), turns, row.get("tools"), **more)
-    prompt = plain_prompt(tokenizer, row, key)
-    if tokenizer.dress.label_masking:
+        turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]
+        return encode_continuations(
+            tokenizer, read_conversation(row, key), turns, row.get("tools"), **more
+        )
+    prompt = read_plain_prompt(tokenizer, row, key)
+    if tokenizer.additions.label_masking:
         before = tokenizer.encode(prompt)
     else:
         before = tokenizer.encode(prompt)[:1]
-    return answered(before, [ended(tokenizer, prompt + reply) for reply in replies], **more)
+    return build_answer_group(
+        before, [encode_with_eos(tokenizer, prompt + reply) for reply in replies], **more
+    )
 
 
 def render_reply(
     tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False
 ) -> str:
-    """Return the text that `replied` tokenizes."""
+    """Return the text that `encode_replies` tokenizes."""
     if as_chat or not isinstance(row[key], str):
-        return tokenizer.dressed_text(
-            [*conversation(row, key), _turn(tokenizer, row, key, reply)], row.get("tools")
+        return tokenizer.render_with_additions(
+            [*read_conversation(row, key), _build_turn(tokenizer, row, key, reply)],
+            row.get("tools"),
         )
-    return plain_prompt(tokenizer, row, key) + reply
+    return read_plain_prompt(tokenizer, row, key) + reply
 
 
-def _turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
+def _build_turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
     """Return a reply to the prompt in the column `key` as the assistant's message."""
     if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
         reply = reply.strip()
-    if tokenizer.dress.tags:
+    if tokenizer.additions.tags:
         facts = {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None}
     else:
         facts = {}
     return {"role": "assistant", "content": reply, **facts}
 
 
-def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
+def read_plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
     """Return the prompt as plain text.
 
     Raises `BadRow` if an option adds a system message, which only conversations have.
     """
     for option, asked in (
-        ("system_prefix", tokenizer.dress.prefix),
-        ("system_tags", tokenizer.dress.tags),
+        ("system_prefix", tokenizer.additions.prefix),
+        ("system_tags", tokenizer.additions.tags),
     ):
         if asked:
             raise BadRow(
@@ -309,10 +324,12 @@ def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
                 f"dataset.args.as_chat=true, or "
                 f"leave {option} out"
             )
-    return prompt_text(row, key)
+    return read_prompt_text(row, key)
 
 
-def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:
+def build_group(
+    sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any
+) -> EncodedSample:
     """Return a group of whole sequences with their masks.
 
     The prompt is the longest common prefix without trained tokens. Tokens after the last trained
@@ -321,11 +338,11 @@ def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more:
     if not all(any(mask) for mask in masks):
         raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")
     if sequences:
-        shared = min(common_prefix(*sequences), *(mask.index(True) for mask in masks))
+        shared = min(count_common_prefix(*sequences), *(mask.index(True) for mask in masks))
     else:
         shared = 0
     stops = [len(mask) - mask[::-1].index(True) for mask in masks]
-    return Encoded(
+    return EncodedSample(
         list(sequences[0][:shared]),
         [sequence[shared:stop] for sequence, stop in zip(sequences, stops, strict=True)],
         [mask[shared:stop] for mask, stop in zip(masks, stops, strict=True)],
@@ -333,7 +350,7 @@ def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more:
     )
 
 
-def continued(
+def encode_continuations(
     tokenizer: Tokenizer,
     context: Sequence[Message],
     replies: Sequence[Sequence[Message]],
@@ -341,7 +358,7 @@ def continued(
     *,
     may_be_empty: bool = False,
     **more: Any,
-) -> Encoded:
+) -> EncodedSample:
     """Return a group of conversations that continue `context`; only the continuations are trained.
 
     `may_be_empty`: a last turn without content is accepted as a reply; its end token is trained.
@@ -354,8 +371,8 @@ def continued(
         before = [{**message, "train": False} for message in context]
         found.append(tokenizer.mask_chat([*before, *reply], tools))
     unused = frozenset().union(*(each.unused for each in found))
-    cut = joined(cut for each in found for cut in each.cut)
-    return grouped(
+    cut = merge_omissions(cut for each in found for cut in each.cut)
+    return build_group(
         [each.ids for each in found], [each.mask for each in found], unused=unused, cut=cut, **more
     )
 

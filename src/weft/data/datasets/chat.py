@@ -10,18 +10,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data import trees
-from weft.data.asked import as_messages, listed_messages, with_system
-from weft.data.datasets.base import TableDataset, check_replies, grouped
-from weft.data.lengths import Encoded
-from weft.data.messages import Message, normalise
-from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, Row, answer_messages, first_of, is_tree, need
+from weft.data.datasets.base import TableDataset, build_group, check_replies
+from weft.data.lengths import EncodedSample
+from weft.data.messages import Message, normalize_messages
+from weft.data.prompt_columns import prepend_system, read_message_list, read_messages
+from weft.data.rows import (
+    MESSAGE_KEYS,
+    PROMPT_KEYS,
+    Row,
+    find_answer_messages,
+    find_first_key,
+    is_tree,
+    require_key,
+)
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatEncoder:
     """Form of conversations.
 
     `train_on: last` trains the last turn only; `all` trains every turn of the assistant.
@@ -43,44 +51,46 @@ class Chat:
     def check(self, tokenizer: Tokenizer) -> None:
         tokenizer.check_template()
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         if is_tree(row):
-            return [self._thread(path, tokenizer) for path in trees.threads(row)]
+            return [self._encode_thread(path, tokenizer) for path in trees.iterate_threads(row)]
         return [
-            self._conversation(
-                with_system(row, self._messages(row)), row.get("tools"), tokenizer, ""
+            self._encode_conversation(
+                prepend_system(row, self._read_messages(row)), row.get("tools"), tokenizer, ""
             )
         ]
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        return tokenizer.dressed_text(with_system(row, self._messages(row)), row.get("tools"))
+        return tokenizer.render_with_additions(
+            prepend_system(row, self._read_messages(row)), row.get("tools")
+        )
 
-    def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
+    def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample:
         """Return the sample of a row that has this id."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(
-            path for path in trees.threads(row) if id.endswith(f"/{path[-1]['message_id']}")
+            path for path in trees.iterate_threads(row) if id.endswith(f"/{path[-1]['message_id']}")
         )
-        return self._thread(path, tokenizer)
+        return self._encode_thread(path, tokenizer)
 
-    def _thread(self, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
-        return self._conversation(
-            normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"]
+    def _encode_thread(self, path: Sequence[trees.Node], tokenizer: Tokenizer) -> EncodedSample:
+        return self._encode_conversation(
+            normalize_messages(trees.to_messages(path)), None, tokenizer, path[-1]["message_id"]
         )
 
-    def _messages(self, row: Row) -> list[Message]:
+    def _read_messages(self, row: Row) -> list[Message]:
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
-        prompt = first_of(row, PROMPT_KEYS)
-        completion = answer_messages(row)
-        if first_of(row, keys) is not None or prompt is None or completion is None:
-            return listed_messages(row, need(row, keys, "chat"))
-        context = [{**message, "train": False} for message in as_messages(row, prompt, "user")]
-        return [*context, *as_messages(row, completion, "assistant")]
+        prompt = find_first_key(row, PROMPT_KEYS)
+        completion = find_answer_messages(row)
+        if find_first_key(row, keys) is not None or prompt is None or completion is None:
+            return read_message_list(row, require_key(row, keys, "chat"))
+        context = [{**message, "train": False} for message in read_messages(row, prompt, "user")]
+        return [*context, *read_messages(row, completion, "assistant")]
 
-    def _conversation(
+    def _encode_conversation(
         self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str
-    ) -> Encoded:
+    ) -> EncodedSample:
         check_replies(messages)
         if self.train_on == "last":
             last = max(
@@ -90,7 +100,7 @@ class Chat:
                 m if index == last else {**m, "train": False} for index, m in enumerate(messages)
             ]
         found = tokenizer.mask_chat(messages, tools)
-        return grouped([found.ids], [found.mask], part=part, unused=found.unused, cut=found.cut)
+        return build_group([found.ids], [found.mask], part=part, unused=found.unused, cut=found.cut)
 
 
 @register_dataset("chat")
@@ -102,4 +112,4 @@ class ChatDataset(TableDataset):
     `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
-    form = Chat
+    form = ChatEncoder

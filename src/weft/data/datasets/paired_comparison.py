@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.asked import need_prompt
-from weft.data.datasets.base import TableDataset, check_form, replied
-from weft.data.lengths import Encoded
-from weft.data.rows import BadRow, Row, need, number, texts
+from weft.data.datasets.base import TableDataset, check_form, encode_replies
+from weft.data.lengths import EncodedSample
+from weft.data.prompt_columns import require_prompt_key
+from weft.data.rows import BadRow, Row, read_number, read_texts, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
 
 @dataclass(frozen=True)
-class PairedComparison:
+class PairedComparisonEncoder:
     """Form of prompts with pairs of answers.
 
     Answer j of `pos_answers` is better than answer j of `neg_answers`. `margin` is one number, or
@@ -33,16 +33,16 @@ class PairedComparison:
     def check(self, tokenizer: Tokenizer) -> None:
         check_form(tokenizer, as_chat=self.as_chat)
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        prompt_key = need_prompt(row, self.prompt_key, "paired_comparison")
-        better = texts(row, need(row, ("pos_answers",), "paired_comparison"))
-        worse = texts(row, need(row, ("neg_answers",), "paired_comparison"))
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
+        prompt_key = require_prompt_key(row, self.prompt_key, "paired_comparison")
+        better = read_texts(row, require_key(row, ("pos_answers",), "paired_comparison"))
+        worse = read_texts(row, require_key(row, ("neg_answers",), "paired_comparison"))
         if len(better) != len(worse):
             raise BadRow(
                 f"'pos_answers' has {len(better)} entries and 'neg_answers' {len(worse)}; they "
                 f"come in pairs"
             )
-        margins = _margins(row.get("margin"), len(better))
+        margins = _read_margins(row.get("margin"), len(better))
         pairs = list(zip(better, worse, margins, strict=True))[: self.max_pairs_per_prompt]
         answers = [answer for pair in pairs for answer in pair[:2]]
         values = {
@@ -51,17 +51,19 @@ class PairedComparison:
             "margin": [pair[2] for pair in pairs for _ in range(2)],
             "label": [1.0, 0.0] * len(pairs),
         }
-        return [replied(tokenizer, row, prompt_key, answers, as_chat=self.as_chat, values=values)]
+        return [
+            encode_replies(tokenizer, row, prompt_key, answers, as_chat=self.as_chat, values=values)
+        ]
 
 
-def _margins(value: Any, pairs: int) -> list[float]:
+def _read_margins(value: Any, pairs: int) -> list[float]:
     if value is None:
         return [0.0] * pairs
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return [number(value, "margin")] * pairs
+        return [read_number(value, "margin")] * pairs
     if len(value) != pairs:
         raise BadRow(f"'margin' has {len(value)} entries for {pairs} pairs")
-    return [number(entry, "margin") for entry in value]
+    return [read_number(entry, "margin") for entry in value]
 
 
 @register_dataset("paired_comparison")
@@ -75,4 +77,4 @@ class PairedComparisonDataset(TableDataset):
     max_prompt_len, overlong, truncate_side.
     """
 
-    form = PairedComparison
+    form = PairedComparisonEncoder

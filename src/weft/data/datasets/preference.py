@@ -9,27 +9,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.data import dialogue
-from weft.data.asked import (
-    as_messages,
-    conversation,
-    listed_messages,
-    need_prompt,
-    prompt_keys,
-    with_system,
+from weft.data.datasets.base import (
+    TableDataset,
+    build_group,
+    check_form,
+    encode_continuations,
+    encode_replies,
 )
-from weft.data.datasets.base import TableDataset, check_form, continued, grouped, replied
-from weft.data.lengths import Encoded
-from weft.data.messages import Message, normalise
+from weft.data.lengths import EncodedSample
+from weft.data.messages import Message, normalize_messages
+from weft.data.prompt_columns import (
+    list_prompt_keys,
+    prepend_system,
+    read_conversation,
+    read_message_list,
+    read_messages,
+    require_prompt_key,
+)
 from weft.data.rows import (
     ANSWER_KEYS,
     LABEL_KEYS,
     MESSAGE_KEYS,
     BadRow,
     Row,
-    first_of,
-    need,
-    number,
-    text,
+    find_first_key,
+    read_number,
+    read_text,
+    require_key,
 )
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
@@ -43,7 +49,7 @@ Values = Mapping[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferenceEncoder:
     """Form of rows with a chosen and a rejected reply, or with one labelled reply.
 
     If both replies are whole conversations, their common beginning is the prompt, and a prompt
@@ -66,35 +72,40 @@ class Preference:
     def check(self, tokenizer: Tokenizer) -> None:
         check_form(tokenizer, as_chat=self.as_chat)
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         if row.get("margin") is None:
             margin = 0.0
         else:
-            margin = number(row["margin"], "margin")
+            margin = read_number(row["margin"], "margin")
         chosen_keys = (self.chosen_key,) if self.chosen_key else CHOSEN
         rejected_keys = (self.rejected_key,) if self.rejected_key else REJECTED
         # A single labelled reply.
-        tag = first_of(row, LABEL_KEYS) or next((key for key in LABEL_KEYS if key in row), None)
-        if first_of(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
+        tag = find_first_key(row, LABEL_KEYS) or next(
+            (key for key in LABEL_KEYS if key in row), None
+        )
+        if find_first_key(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
             values = {
                 "rank": [0.0],
                 "comparison": [0.0],
                 "margin": [margin],
-                "label": [_label(row[tag], tag)],
+                "label": [_read_label(row[tag], tag)],
             }
-            return [self._single(row, tokenizer, values)]
+            return [self._encode_single(row, tokenizer, values)]
         # Two texts.
-        keys = need(row, chosen_keys, "preference"), need(row, rejected_keys, "preference")
+        keys = (
+            require_key(row, chosen_keys, "preference"),
+            require_key(row, rejected_keys, "preference"),
+        )
         chosen, rejected = (row[key] for key in keys)
         values = {**PAIR, "margin": [margin] * 2}
         if isinstance(chosen, str) and isinstance(rejected, str):
-            return [self._texts(row, tokenizer, chosen, rejected, values)]
+            return [self._encode_texts(row, tokenizer, chosen, rejected, values)]
         # Two message lists: whole conversations, or replies to the row's prompt.
-        talks = [as_messages(row, key, "assistant") for key in keys]
+        talks = [read_messages(row, key, "assistant") for key in keys]
         whole = [talk[0]["role"] not in SAID for talk in talks]
         if all(whole):
-            shared = _shared(talks)
-            context = with_system(row, talks[0][:shared])
+            shared = _count_shared(talks)
+            context = prepend_system(row, talks[0][:shared])
             talks = [talk[shared:] for talk in talks]
         elif any(whole):
             raise BadRow(
@@ -102,16 +113,19 @@ class Preference:
                 "both in the same form"
             )
         else:
-            key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
-            context = [] if key is None else conversation(row, key)
-        return [continued(tokenizer, context, talks, row.get("tools"), values=values)]
+            key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
+            context = [] if key is None else read_conversation(row, key)
+        return [encode_continuations(tokenizer, context, talks, row.get("tools"), values=values)]
 
-    def _texts(
+    def _encode_texts(
         self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
-    ) -> Encoded:
+    ) -> EncodedSample:
         """Return two texts: replies to the row's prompt, or whole dialogues."""
-        replies = [text({"chosen": chosen}, "chosen"), text({"rejected": rejected}, "rejected")]
-        key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
+        replies = [
+            read_text({"chosen": chosen}, "chosen"),
+            read_text({"rejected": rejected}, "rejected"),
+        ]
+        key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         prompt = None if key is None else row[key]
         dialogues = all(dialogue.HUMAN in reply for reply in replies)
         if (
@@ -121,43 +135,50 @@ class Preference:
         ):
             prompt = None  # the dialogues contain the prompt already
         if key is not None and prompt is not None:
-            return replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
+            return encode_replies(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
         if self.as_chat:
             if dialogues:
-                talks = [normalise(dialogue.messages(reply)) for reply in replies]
+                talks = [normalize_messages(dialogue.split_messages(reply)) for reply in replies]
             else:
                 talks = []
             if not talks or any(talk[-1]["role"] != "assistant" for talk in talks):
                 raise BadRow(
                     "as_chat needs a prompt, or dialogues that end with the assistant's turn"
                 )
-            shared = _shared(talks)
-            context = with_system(row, talks[0][:shared])
+            shared = _count_shared(talks)
+            context = prepend_system(row, talks[0][:shared])
             said = [talk[shared:] for talk in talks]
-            return continued(tokenizer, context, said, None, may_be_empty=True, values=values)
-        return _dialogues(tokenizer, replies, values)
+            return encode_continuations(
+                tokenizer, context, said, None, may_be_empty=True, values=values
+            )
+        return _encode_dialogues(tokenizer, replies, values)
 
-    def _single(self, row: Row, tokenizer: Tokenizer, values: Values) -> Encoded:
-        key = first_of(row, MESSAGE_KEYS)
-        if key is not None and first_of(row, ANSWER_KEYS) is None:
-            messages = with_system(row, listed_messages(row, key))
+    def _encode_single(self, row: Row, tokenizer: Tokenizer, values: Values) -> EncodedSample:
+        key = find_first_key(row, MESSAGE_KEYS)
+        if key is not None and find_first_key(row, ANSWER_KEYS) is None:
+            messages = prepend_system(row, read_message_list(row, key))
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
-            return continued(
+            return encode_continuations(
                 tokenizer, messages[:last], [messages[last:]], row.get("tools"), values=values
             )
-        key = need_prompt(row, self.prompt_key, "preference")
-        answer_key = need(row, ANSWER_KEYS, "preference")
+        key = require_prompt_key(row, self.prompt_key, "preference")
+        answer_key = require_key(row, ANSWER_KEYS, "preference")
         if isinstance(row[answer_key], str):
-            return replied(
-                tokenizer, row, key, [text(row, answer_key)], as_chat=self.as_chat, values=values
+            return encode_replies(
+                tokenizer,
+                row,
+                key,
+                [read_text(row, answer_key)],
+                as_chat=self.as_chat,
+                values=values,
             )
-        reply = as_messages(row, answer_key, "assistant")
-        return continued(
-            tokenizer, conversation(row, key), [reply], row.get("tools"), values=values
+        reply = read_messages(row, answer_key, "assistant")
+        return encode_continuations(
+            tokenizer, read_conversation(row, key), [reply], row.get("tools"), values=values
         )
 
 
-def _label(value: object, key: str) -> float:
+def _read_label(value: object, key: str) -> float:
     """Return 1 for true or the number 1, 0 for false or 0. Raises `BadRow` otherwise."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
@@ -166,7 +187,7 @@ def _label(value: object, key: str) -> float:
     )
 
 
-def _shared(talks: Sequence[Sequence[Message]]) -> int:
+def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
     """Return the number of leading messages shared by two conversations.
 
     The last message of each conversation is never counted, since it is the reply.
@@ -179,25 +200,27 @@ def _shared(talks: Sequence[Sequence[Message]]) -> int:
     return min(shared, *(len(talk) - 1 for talk in talks))
 
 
-def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Values) -> Encoded:
+def _encode_dialogues(
+    tokenizer: Tokenizer, contents: Sequence[str], values: Values
+) -> EncodedSample:
     """Encode two dialogues given as texts; the assistant's turns after the shared part are trained.
 
     An empty last turn is a reply too (hh-rlhf has some): only its EOS is trained.
     """
-    prompt = dialogue.shared_prompt(*contents)
+    prompt = dialogue.find_shared_prompt(*contents)
     sequences = []
     masks = []
     for content in contents:
-        spans = dialogue.assistant_spans(content)
+        spans = dialogue.find_assistant_spans(content)
         if spans == [(0, len(content))]:
-            spans = [(dialogue.shared_words(*contents), len(content))]
+            spans = [(dialogue.count_shared_words(*contents), len(content))]
         after = [span for span in spans if span[0] >= len(prompt)]
         if not after or after[-1][1] < len(content):
             raise BadRow("one of the dialogues does not end with the assistant's turn")
         ids, mask = tokenizer.encode_with_spans(content, after)
         sequences.append([*ids, tokenizer.require_eos()])
         masks.append([*mask, True])
-    return grouped(sequences, masks, values=values)
+    return build_group(sequences, masks, values=values)
 
 
 @register_dataset("preference")
@@ -209,4 +232,4 @@ class PreferenceDataset(TableDataset):
     truncate_side.
     """
 
-    form = Preference
+    form = PreferenceEncoder

@@ -10,11 +10,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.data import dialogue, trees
-from weft.data.asked import INPUT, as_messages, conversation, need_prompt, prompt_keys
-from weft.data.datasets.base import TableDataset, plain_prompt
-from weft.data.lengths import Encoded
-from weft.data.messages import normalise
-from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, is_tree, plain, text
+from weft.data.datasets.base import TableDataset, read_plain_prompt
+from weft.data.lengths import EncodedSample
+from weft.data.messages import normalize_messages
+from weft.data.prompt_columns import (
+    INPUT,
+    list_prompt_keys,
+    read_conversation,
+    read_messages,
+    require_prompt_key,
+)
+from weft.data.rows import (
+    MESSAGE_KEYS,
+    BadRow,
+    Row,
+    find_first_key,
+    is_tree,
+    read_text,
+    to_json_value,
+)
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -23,7 +37,7 @@ MESSAGES = "prompt_messages"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptEncoder:
     """Form of prompts: a text, or messages rendered with the template's generation prompt.
 
     `as_chat`: a text is the user's message.
@@ -42,16 +56,16 @@ class Prompt:
             tokenizer.check_template()
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        key, row, _ = self._asked(row)
+        key, row, _ = self._find_prompt(row)
         if isinstance(row[key], str) and not self.as_chat:
-            return plain_prompt(tokenizer, row, key)
-        return tokenizer.dressed_text(
-            conversation(row, key), row.get("tools"), add_generation_prompt=True
+            return read_plain_prompt(tokenizer, row, key)
+        return tokenizer.render_with_additions(
+            read_conversation(row, key), row.get("tools"), add_generation_prompt=True
         )
 
-    def _asked(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
+    def _find_prompt(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
         """Return (prompt column, row with that column, columns that the prompt consists of)."""
-        key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
+        key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if (
             key is None
@@ -59,44 +73,54 @@ class Prompt:
             and all(isinstance(row.get(name), str) for name in used)
         ):
             key = "prompt"
-            row = {**row, "prompt": _shared(row)}
+            row = {**row, "prompt": _find_shared_prompt(row)}
         else:
-            key = key or need_prompt(row, self.prompt_key, "prompt")
+            key = key or require_prompt_key(row, self.prompt_key, "prompt")
             used = (key, INPUT) if key == "instruction" else (key,)
         return key, row, used
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         if is_tree(row):
-            return [self._branch(row, path, tokenizer) for path in trees.prompts(row)]
-        key, row, used = self._asked(row)
+            return [
+                self._encode_branch(row, path, tokenizer) for path in trees.iterate_prompts(row)
+            ]
+        key, row, used = self._find_prompt(row)
         columns = {
-            name: plain(value)
+            name: to_json_value(value)
             for name, value in row.items()
             if name not in (key, *used, self.id_key)
         }
         if isinstance(row[key], str) and not self.as_chat:
             if not row[key].strip():
                 raise BadRow(f"{key!r} is empty")
-            return [Encoded(tokenizer.encode(plain_prompt(tokenizer, row, key)), metadata=columns)]
-        messages = conversation(row, key)
+            return [
+                EncodedSample(
+                    tokenizer.encode(read_plain_prompt(tokenizer, row, key)), metadata=columns
+                )
+            ]
+        messages = read_conversation(row, key)
         ids, unused = tokenizer.encode_context(messages, row.get("tools"))
         if not ids:
             raise BadRow(f"the chat template renders {key!r} as nothing")
         if (
             not isinstance(row[key], str)
-            and as_messages(row, key, "user")[-1]["role"] == "assistant"
+            and read_messages(row, key, "user")[-1]["role"] == "assistant"
         ):
             unused |= {f"{key}[] of the last reply"}
-        return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
+        return [EncodedSample(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
-    def _branch(self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
+    def _encode_branch(
+        self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer
+    ) -> EncodedSample:
         """Encode a path of a tree that ends with a prompter's message."""
         columns = {
-            name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)
+            name: to_json_value(value)
+            for name, value in row.items()
+            if name not in ("prompt", self.id_key)
         }
-        messages = normalise(trees.messages(path))
+        messages = normalize_messages(trees.to_messages(path))
         ids, unused = tokenizer.encode_context(messages)
-        return Encoded(
+        return EncodedSample(
             ids,
             metadata={**columns, MESSAGES: messages},
             part=path[-1]["message_id"],
@@ -104,12 +128,12 @@ class Prompt:
         )
 
 
-def _shared(row: Row) -> str:
+def _find_shared_prompt(row: Row) -> str:
     """Return the common beginning of two dialogues, up to and including the assistant's mark.
 
     Raises `BadRow` if they have none.
     """
-    shared = dialogue.shared_prompt(text(row, "chosen"), text(row, "rejected"))
+    shared = dialogue.find_shared_prompt(read_text(row, "chosen"), read_text(row, "rejected"))
     if not shared.strip():
         raise BadRow(
             "'chosen' and 'rejected' share no beginning that ends with the assistant's turn"
@@ -125,5 +149,5 @@ class PromptDataset(TableDataset):
     truncate_side, max_seqlen.
     """
 
-    form = Prompt
-    usual: ClassVar[Mapping[str, Any]] = {"overlong": "error"}
+    form = PromptEncoder
+    default_options: ClassVar[Mapping[str, Any]] = {"overlong": "error"}

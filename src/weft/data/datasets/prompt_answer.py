@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.data.asked import need_prompt
-from weft.data.datasets.base import TableDataset, check_form, render_reply, replied
-from weft.data.lengths import Encoded
-from weft.data.rows import ANSWER_KEYS, BadRow, Row, answer_messages, need, text
+from weft.data.datasets.base import TableDataset, check_form, encode_replies, render_reply
+from weft.data.lengths import EncodedSample
+from weft.data.prompt_columns import require_prompt_key
+from weft.data.rows import ANSWER_KEYS, BadRow, Row, find_answer_messages, read_text, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
 
 @dataclass(frozen=True)
-class PromptAnswer:
+class PromptAnswerEncoder:
     """Form of prompts with an answer; the answer and EOS are trained.
 
     `as_chat`: the prompt is rendered as the user's message.
@@ -31,24 +31,24 @@ class PromptAnswer:
         check_form(tokenizer, as_chat=self.as_chat)
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        prompt_key, answer = self._parts(row)
+        prompt_key, answer = self._read_parts(row)
         return render_reply(tokenizer, row, prompt_key, answer, as_chat=self.as_chat)
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        prompt_key, answer = self._parts(row)
-        return [replied(tokenizer, row, prompt_key, [answer], as_chat=self.as_chat)]
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
+        prompt_key, answer = self._read_parts(row)
+        return [encode_replies(tokenizer, row, prompt_key, [answer], as_chat=self.as_chat)]
 
-    def _parts(self, row: Row) -> tuple[str, str]:
+    def _read_parts(self, row: Row) -> tuple[str, str]:
         """Return (prompt column, answer)."""
-        prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
-        answer_key = need(
+        prompt_key = require_prompt_key(row, self.prompt_key, "prompt_answer")
+        answer_key = require_key(
             row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer"
         )
-        if answer_messages(row) == answer_key:
+        if find_answer_messages(row) == answer_key:
             raise BadRow(
                 f"{answer_key!r} holds messages, not text; such rows are of dataset.type=chat"
             )
-        return prompt_key, text(row, answer_key)
+        return prompt_key, read_text(row, answer_key)
 
 
 @register_dataset("prompt_answer")
@@ -59,4 +59,4 @@ class PromptAnswerDataset(TableDataset):
     truncate_side.
     """
 
-    form = PromptAnswer
+    form = PromptAnswerEncoder

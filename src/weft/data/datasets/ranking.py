@@ -9,26 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.data import trees
-from weft.data.asked import need_prompt, prompt_keys
 from weft.data.datasets.base import (
-    BAD,
+    BAD_REPLIES_COLUMN,
     TableDataset,
-    answered,
+    build_answer_group,
     check_form,
-    continued,
-    ended,
-    replied,
+    encode_continuations,
+    encode_replies,
+    encode_with_eos,
 )
-from weft.data.lengths import Encoded
-from weft.data.messages import normalise
-from weft.data.rows import MESSAGE_KEYS, Row, first_of, is_tree, need, texts
+from weft.data.lengths import EncodedSample
+from weft.data.messages import normalize_messages
+from weft.data.prompt_columns import list_prompt_keys, require_prompt_key
+from weft.data.rows import MESSAGE_KEYS, Row, find_first_key, is_tree, read_texts, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
 
 
 @dataclass(frozen=True)
-class Ranking:
+class RankingEncoder:
     """Form of prompts with ranked replies.
 
     The prompt is text or messages, in the column `prompt`, `messages` or `prefix`; `replies` are
@@ -55,30 +55,39 @@ class Ranking:
     def check(self, tokenizer: Tokenizer) -> None:
         check_form(tokenizer, as_chat=self.as_chat)
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         if is_tree(row):
-            return [self._branch(path, replies, tokenizer) for path, replies in trees.rankings(row)]
-        replies = self._replies(row, tokenizer)
-        values = _values(len(replies))
-        keys = (*prompt_keys(self.prompt_key), "prefix")
-        key = first_of(row, keys)
+            return [
+                self._encode_branch(path, replies, tokenizer)
+                for path, replies in trees.iterate_rankings(row)
+            ]
+        replies = self._read_replies(row, tokenizer)
+        values = _build_values(len(replies))
+        keys = (*list_prompt_keys(self.prompt_key), "prefix")
+        key = find_first_key(row, keys)
         # The prompt column is null: the replies are whole texts.
         if (
             key is None
-            and first_of(row, MESSAGE_KEYS) is None
+            and find_first_key(row, MESSAGE_KEYS) is None
             and any(name in row for name in keys)
         ):
-            return [answered([], [ended(tokenizer, reply) for reply in replies], values=values)]
-        key = key or need_prompt(row, self.prompt_key, "ranking")
-        return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
+            return [
+                build_answer_group(
+                    [], [encode_with_eos(tokenizer, reply) for reply in replies], values=values
+                )
+            ]
+        key = key or require_prompt_key(row, self.prompt_key, "ranking")
+        return [encode_replies(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
 
-    def _replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
+    def _read_replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
         """Return the replies, best first, and after them one bad reply if the row has any.
 
         Without random numbers, the longest bad reply is taken.
         """
-        bad = texts(row, BAD) if row.get(BAD) else []
-        replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=1 if bad else 2)
+        bad = read_texts(row, BAD_REPLIES_COLUMN) if row.get(BAD_REPLIES_COLUMN) else []
+        replies = read_texts(
+            row, require_key(row, (self.replies_key,), "ranking"), at_least=1 if bad else 2
+        )
         if not bad:
             return replies[: self.max_replies]
         if tokenizer.draw is not None:
@@ -87,20 +96,22 @@ class Ranking:
             worst = max(bad, key=lambda reply: len(tokenizer.encode(reply)))
         return [*replies[: None if self.max_replies is None else self.max_replies - 1], worst]
 
-    def _branch(
+    def _encode_branch(
         self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
-    ) -> Encoded:
+    ) -> EncodedSample:
         """Encode the ranked replies to one message of a tree."""
         kept = [
             [{"role": "assistant", "content": reply["text"]}]
             for reply in replies[: self.max_replies]
         ]
-        context = normalise(trees.messages(path))
+        context = normalize_messages(trees.to_messages(path))
         part = path[-1]["message_id"]
-        return continued(tokenizer, context, kept, None, values=_values(len(kept)), part=part)
+        return encode_continuations(
+            tokenizer, context, kept, None, values=_build_values(len(kept)), part=part
+        )
 
 
-def _values(count: int) -> dict[str, list[float]]:
+def _build_values(count: int) -> dict[str, list[float]]:
     """Return the values of `count` ranked replies, which belong to one comparison."""
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}
@@ -115,4 +126,4 @@ class RankingDataset(TableDataset):
     overlong, truncate_side.
     """
 
-    form = Ranking
+    form = RankingEncoder

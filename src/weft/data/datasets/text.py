@@ -1,4 +1,4 @@
-"""Dataset type `text`: plain texts, trained on every token.
+"""Dataset type `read_text`: plain texts, trained on every token.
 
 Mixed with conversations, they keep a model from forgetting its language.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.data.datasets.base import TableDataset, ended
-from weft.data.lengths import Encoded
-from weft.data.rows import BadRow, Row, need, text
+from weft.data.datasets.base import TableDataset, encode_with_eos
+from weft.data.lengths import EncodedSample
+from weft.data.rows import BadRow, Row, read_text, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
 
 @dataclass(frozen=True)
-class Text:
-    """Form of the column `text`, followed by EOS.
+class TextEncoder:
+    """Form of the column `read_text`, followed by EOS.
 
     The first token is the prompt, since there is no token before it to predict it from.
     """
@@ -28,20 +28,20 @@ class Text:
         tokenizer.require_eos()
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        return text(row, need(row, (self.text_key,), "text"))
+        return read_text(row, require_key(row, (self.text_key,), "text"))
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        ids = ended(tokenizer, self.render_text(row, tokenizer))
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
+        ids = encode_with_eos(tokenizer, self.render_text(row, tokenizer))
         if len(ids) < 2:
             raise BadRow(f"{self.text_key!r} has no token to learn")
-        return [Encoded(ids[:1], [ids[1:]], [[True] * (len(ids) - 1)])]
+        return [EncodedSample(ids[:1], [ids[1:]], [[True] * (len(ids) - 1)])]
 
 
 @register_dataset("text")
 class TextDataset(TableDataset):
-    """Rows `{text}` as keys `prompt` (the first token), `completion`, `loss_mask`; all is trained.
+    """Rows `{read_text}` as keys `prompt` (the first token), `completion`, `loss_mask`; all is trained.
 
     `options`: text_key, id_key, max_seqlen, overlong, truncate_side.
     """
 
-    form = Text
+    form = TextEncoder

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.data.named.entry import MODES, Entry
-from weft.errors import ConfigError, unknown_name
+from weft.data.named.entry import MODES, CatalogueEntry
+from weft.errors import ConfigError, build_unknown_name_error
 from weft.reading import read_yaml
 from weft.registry import named_datasets
 
@@ -32,49 +32,56 @@ LANGUAGES = (
 PAIR = "{source}-{target}"
 
 
-def find(name: str, files: Sequence[str] = ()) -> Entry:
+def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
     """Return the entry called `name`; entries in the user's `files` override others.
 
     Raises `ConfigError` with the nearest names, and for a pair of unknown languages.
     """
-    known = _known(files)
+    known = _load_entries(files)
     found = known.get(name) or known.get(name.lower())
     if found is not None and PAIR not in found.name:
         return found
     for entry in known.values():
         if PAIR in entry.name and re.match(entry.name.removesuffix(PAIR), name):
-            return _pair(entry, name)
-    raise unknown_name("dataset", name, known)
+            return _build_language_pair(entry, name)
+    raise build_unknown_name_error("dataset", name, known)
 
 
-def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
+def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
     """Return the sorted names of all entries, or of those for a mode (sft, rm, rl).
 
     Aliases are not included.
     """
     if mode is not None and mode not in MODES:
-        raise unknown_name("mode", mode, MODES)
+        raise build_unknown_name_error("mode", mode, MODES)
     return sorted(
-        {entry.name for entry in _known(files).values() if mode is None or mode in entry.modes}
+        {
+            entry.name
+            for entry in _load_entries(files).values()
+            if mode is None or mode in entry.modes
+        }
     )
 
 
-def read_entries(file: Path) -> dict[str, Entry]:
+def read_entries(file: Path) -> dict[str, CatalogueEntry]:
     """Read the entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
     values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: must contain entries as NAME: {{reader: .., repo: ..}}")
-    return {str(name): Entry.parse(str(name), value, str(file)) for name, value in values.items()}
+    return {
+        str(name): CatalogueEntry.parse(str(name), value, str(file))
+        for name, value in values.items()
+    }
 
 
-def _known(files: Sequence[str]) -> dict[str, Entry]:
+def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
     """Return all entries by name and alias.
 
     Entries in `files` override registered ones, and these override shipped ones.
     """
-    entries: dict[str, Entry] = dict(_shipped())
-    for name in named_datasets.names():
-        entries[name] = _registered(name, named_datasets.get(name))
+    entries: dict[str, CatalogueEntry] = dict(_load_shipped())
+    for name in named_datasets.list_names():
+        entries[name] = _parse_registered(name, named_datasets.get(name))
     for file in files:
         entries |= read_entries(Path(file).expanduser())
     aliases = {alias: entry for entry in entries.values() for alias in entry.aliases}
@@ -82,8 +89,8 @@ def _known(files: Sequence[str]) -> dict[str, Entry]:
 
 
 @cache
-def _shipped() -> Mapping[str, Entry]:
-    found: dict[str, Entry] = {}
+def _load_shipped() -> Mapping[str, CatalogueEntry]:
+    found: dict[str, CatalogueEntry] = {}
     for file in sorted(FOLDER.glob("*.yaml")):
         entries = read_entries(file)
         twice = found.keys() & entries.keys()
@@ -92,13 +99,13 @@ def _shipped() -> Mapping[str, Entry]:
     return found
 
 
-def _registered(name: str, value: Any) -> Entry:
-    if isinstance(value, Entry):
+def _parse_registered(name: str, value: Any) -> CatalogueEntry:
+    if isinstance(value, CatalogueEntry):
         return replace(value, name=name)
-    return Entry.parse(name, value, "register_named_dataset")
+    return CatalogueEntry.parse(name, value, "register_named_dataset")
 
 
-def _pair(entry: Entry, name: str) -> Entry:
+def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
     """Return the entry for one pair of languages."""
     pair = name[len(entry.name) - len(PAIR) :]
     languages = pair.split("-")

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, find_nearest
 
 MODES = ("sft", "rm", "rl")
 SEVERAL = ("modes", "aliases")  # fields with several values
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """Source of a named dataset and its reader.
 
     `train` and `valid` are names of splits, or patterns of file names (`*x*.json`). Without
@@ -41,7 +41,7 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, name: str, value: Any, where: str) -> Entry:
+    def parse(cls, name: str, value: Any, where: str) -> CatalogueEntry:
         """Parse an entry of a YAML file; keys that are not fields are options of the reader.
 
         Raises `ConfigError`.
@@ -56,7 +56,7 @@ class Entry:
         options = {key: item for key, item in value.items() if key not in known}
         for key in ("reader", "modes"):
             if not given.get(key):
-                close = nearest(key, options, 1)
+                close = find_nearest(key, options, 1)
                 hint = f"; is {close[0]!r} meant?" if close else ""
                 raise ConfigError(f"{where}: {name}: {key} is missing{hint}")
         for key, item in given.items():

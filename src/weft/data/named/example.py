@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.data.messages import Message
-from weft.data.named.words import unwanted
+from weft.data.named.words import find_unwanted_phrase
 
 TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # mode -> dataset type of its rows
 
@@ -34,7 +34,7 @@ class Example:
 
 
 @dataclass
-class Use:
+class ReaderContext:
     """Settings and counters of one pass over a named dataset.
 
     `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part
@@ -51,7 +51,7 @@ class Use:
     def skip(self, reason: str, count: int = 1) -> None:
         self.left_out[reason] += count
 
-    def shorten(self, turns: Sequence[str], most: int) -> list[str]:
+    def truncate_turns(self, turns: Sequence[str], most: int) -> list[str]:
         """Return the turns cut to `most` characters each; count the row if one was longer."""
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
@@ -61,33 +61,35 @@ class Use:
         """Count a row with non-empty values in columns that its reader does not read."""
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
-    def random(self, *parts: object) -> random.Random:
+    def make_random(self, *parts: object) -> random.Random:
         """Return a random generator for one purpose, the same in every run."""
         digest = hashlib.blake2b(
             "|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8
         ).digest()
         return random.Random(int.from_bytes(digest, "little"))
 
-    def clean(self, *said: str) -> bool:
+    def accept_texts(self, *said: str) -> bool:
         """Return whether none of these texts contains an unwanted phrase.
 
         If one does, the row is counted as skipped.
         """
-        if any(unwanted(text) for text in said):
+        if any(find_unwanted_phrase(text) for text in said):
             self.skip("unwanted phrases")
             return False
         return True
 
 
-def user(content: str, **more: Any) -> Message:
-    return {"role": "user", "content": content, **_kept(more)}
+def make_user_message(content: str, **more: Any) -> Message:
+    return {"role": "user", "content": content, **_drop_empty(more)}
 
 
-def assistant(content: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, **_kept(more)}
+def make_assistant_message(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **_drop_empty(more)}
 
 
-def alternating(turns: Sequence[str], system: str | None = None, **more: Any) -> list[Message]:
+def make_alternating_messages(
+    turns: Sequence[str], system: str | None = None, **more: Any
+) -> list[Message]:
     """Return messages of the user and the assistant in turn.
 
     `more` (lang, ...) is added to each of them.
@@ -96,15 +98,21 @@ def alternating(turns: Sequence[str], system: str | None = None, **more: Any) ->
         head = [{"role": "system", "content": system}]
     else:
         head = []
-    return [*head, *((assistant if i % 2 else user)(turn, **more) for i, turn in enumerate(turns))]
+    return [
+        *head,
+        *(
+            (make_assistant_message if i % 2 else make_user_message)(turn, **more)
+            for i, turn in enumerate(turns)
+        ),
+    ]
 
 
-def conversation(messages: Sequence[Message], **more: Any) -> Example:
+def make_example(messages: Sequence[Message], **more: Any) -> Example:
     """Return an example whose reply is the last message."""
     return Example(context=messages[:-1], replies=messages[-1:], **more)
 
 
-def row_of(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
+def to_row(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
     """Return (dataset type, row) of an example in a mode, or None if it lacks a part."""
     own = {} if example.id is None else {"id": example.id}
     plain = not example.context
@@ -130,5 +138,5 @@ def row_of(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _kept(more: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_empty(more: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in more.items() if value is not None and value != ""}

@@ -15,18 +15,18 @@ from weft.data.rows import BadRow, Row
 PLACE = re.compile(r"\{([^{}\n]+)\}")
 
 
-def fill(template: str, row: Row, random: Random) -> str:
+def fill_template(template: str, row: Row, random: Random) -> str:
     """Return the text of a column (`answer`, `meta.text`), or of a template with columns in braces.
 
     In a path, a number is the index of a list entry, `?` a random entry, `*` all entries joined by
     spaces. Null and missing entries become "". Raises `BadRow` for a column that the row lacks.
     """
     if not PLACE.search(template):
-        return _text(pick(template, row, random))
-    return PLACE.sub(lambda found: _text(pick(found[1], row, random)), template)
+        return _to_text(pick_value(template, row, random))
+    return PLACE.sub(lambda found: _to_text(pick_value(found[1], row, random)), template)
 
 
-def pick(path: str, row: Row, random: Random) -> Any:
+def pick_value(path: str, row: Row, random: Random) -> Any:
     """Return the value at a path.
 
     Returns None for a key that a nested mapping lacks, since null keys of Parquet files are
@@ -43,15 +43,15 @@ def pick(path: str, row: Row, random: Random) -> Any:
                 raise BadRow(f"lacks the key {path!r} (it has: {', '.join(map(repr, row))})")
             value = value.get(step)
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            value = _entry(value, step, path, random)
+            value = _pick_entry(value, step, path, random)
         else:
             raise BadRow(f"{path!r}: there is no {step!r} in {type(value).__name__}")
     return value
 
 
-def _entry(values: Sequence[Any], step: str, path: str, random: Random) -> Any:
+def _pick_entry(values: Sequence[Any], step: str, path: str, random: Random) -> Any:
     if step == "*":
-        return " ".join(map(_text, values))
+        return " ".join(map(_to_text, values))
     if step == "?":
         return values[random.randrange(len(values))] if values else None
     if not step.isdecimal():
@@ -59,7 +59,7 @@ def _entry(values: Sequence[Any], step: str, path: str, random: Random) -> Any:
     return values[int(step)] if int(step) < len(values) else None
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if value is None:

@@ -14,19 +14,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TextIO, get_args, get_type_hints
 
-from weft.data.lengths import Lengths
-from weft.data.messages import unread_keys
+from weft.data.lengths import LengthLimits
+from weft.data.messages import track_unread_keys
 from weft.data.mixture import hold_out
-from weft.data.named.catalogue import find
-from weft.data.named.entry import Entry
-from weft.data.named.example import TYPES, Example, Use, row_of
-from weft.data.named.fetch import Files, locate, named_file, rows_of
+from weft.data.named.catalogue import find_entry
+from weft.data.named.entry import CatalogueEntry
+from weft.data.named.example import TYPES, Example, ReaderContext, to_row
+from weft.data.named.fetch import DatasetFiles, format_file_name, locate, read_entry_rows
 from weft.data.rows import BadRow, Row
-from weft.data.sources import ORIGIN, Place, Unreadable, content_hash
+from weft.data.sources import ORIGIN, RowLocation, UnreadableRow, hash_content
 from weft.data.spec import SourceSpec
-from weft.errors import ConfigError, DataError, nearest
+from weft.errors import ConfigError, DataError, find_nearest
 from weft.registry import datasets, readers
-from weft.writing import destination, rename, write
+from weft.writing import rename, resolve_destination, write
 
 VERSION = 3  # increased when the same rows give other examples or another report
 OF_TYPE = {
@@ -43,7 +43,7 @@ Reader = Callable[..., Iterator[Example]]
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationSplit:
     """Validation set: the source's own split (`own`), or `share` of its groups if it has none."""
 
     share: float = 0.0
@@ -51,14 +51,14 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSource:
     """Source of prepared files that replaces the named one, and notes on rows left out."""
 
     source: SourceSpec
     notes: tuple[str, ...] = ()
 
 
-def mode_of(dataset_type: str) -> str:
+def find_mode(dataset_type: str) -> str:
     """Return the use of named datasets for rows of this type: sft, rm or rl.
 
     Raises `ConfigError` for a user's own type.
@@ -72,15 +72,15 @@ def mode_of(dataset_type: str) -> str:
     return OF_TYPE[dataset_type]
 
 
-def cache_root(cache_dir: str | None) -> Path:
+def find_cache_root(cache_dir: str | None) -> Path:
     if cache_dir:
         return Path(cache_dir).expanduser()
     return Path.home() / ".cache" / "weft"
 
 
 def prepare(
-    source: SourceSpec, mode: str, cache: Path, split: Split, files: Sequence[str] = ()
-) -> Prepared:
+    source: SourceSpec, mode: str, cache: Path, split: ValidationSplit, files: Sequence[str] = ()
+) -> PreparedSource:
     """Write the rows of the dataset `source.named` to files, unless the cache has them.
 
     `files` are the user's YAML files of entries. Raises `ConfigError` or `DataError` with the name
@@ -88,7 +88,7 @@ def prepare(
     """
     # Find the entry, its reader, and the files.
     assert source.named is not None
-    entry = find(source.named, files)
+    entry = find_entry(source.named, files)
     if "source_url" in source.args:  # another file in the same format
         entry = replace(entry, repo=None, url=str(source.args["source_url"]))
         source = replace(
@@ -100,13 +100,13 @@ def prepare(
             f"{entry.name}: is of no use in mode {mode}; it is for {', '.join(entry.modes)}"
         )
     reader: Reader = readers.get(entry.reader)
-    options, of_form = _options(entry, reader, source.args, mode)
+    options, of_form = _split_options(entry, reader, source.args, mode)
     found = locate(entry, source.path or None, cache)
-    made = _Making(entry, reader, options, mode)
+    made = _DatasetConversion(entry, reader, options, mode)
     # The folder is hidden, so that it is not read as data if it is inside a folder of copies.
-    folder = cache / ".named" / entry.name / f"{mode}-{made.digest(found, split)}"
+    folder = cache / ".named" / entry.name / f"{mode}-{made.compute_digest(found, split)}"
     # Write the rows, and describe the files as a source.
-    report = _report(folder) or made.make(found, split, folder)
+    report = _read_report(folder) or made.write_rows(found, split, folder)
     if not report["train"]:
         reasons = (
             ", ".join(f"{count:,} {reason}" for reason, count in report["left_out"].items())
@@ -124,10 +124,10 @@ def prepare(
         split=None,
         args=of_form,
     )
-    return Prepared(read, tuple(_notes(entry.name, report)))
+    return PreparedSource(read, tuple(_build_notes(entry.name, report)))
 
 
-def _notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
+def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
     """Iterate over notes on left-out rows, left-out parts of conversations, and unread keys."""
     left_out = report["left_out"]
     if left_out:
@@ -140,7 +140,7 @@ def _notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that nothing reads: {', '.join(report['unread'])}"
 
 
-def reader_options(reader: Reader) -> list[str]:
+def list_reader_options(reader: Reader) -> list[str]:
     """Return the names of a reader's options."""
     parameters = list(inspect.signature(reader).parameters.values())[2:]
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
@@ -151,21 +151,23 @@ def reader_options(reader: Reader) -> list[str]:
     return names
 
 
-def _options(
-    entry: Entry, reader: Reader, args: Mapping[str, Any], mode: str
+def _split_options(
+    entry: CatalogueEntry, reader: Reader, args: Mapping[str, Any], mode: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (options of the reader, options of the dataset type).
 
     Those of the reader come from the entry, overridden by the user's `args`. Raises `ConfigError`
     for unknown or missing ones.
     """
-    known = reader_options(reader)
+    known = list_reader_options(reader)
     of_type = {
-        spec.name for kind in (datasets.get(TYPES[mode]).form, Lengths) for spec in fields(kind)
+        spec.name
+        for kind in (datasets.get(TYPES[mode]).form, LengthLimits)
+        for spec in fields(kind)
     }
     for name in args:
         if name not in known and name not in of_type:
-            close = nearest(name, [*known, *of_type])
+            close = find_nearest(name, [*known, *of_type])
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
@@ -187,7 +189,7 @@ def _options(
     return options, {name: value for name, value in args.items() if name not in known}
 
 
-def _report(folder: Path) -> dict[str, Any] | None:
+def _read_report(folder: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     except (OSError, json.JSONDecodeError):
@@ -196,15 +198,15 @@ def _report(folder: Path) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class _Making:
+class _DatasetConversion:
     """Conversion of one entry in one mode."""
 
-    entry: Entry
+    entry: CatalogueEntry
     reader: Reader
     options: dict[str, Any]
     mode: str
 
-    def digest(self, files: Files, split: Split) -> str:
+    def compute_digest(self, files: DatasetFiles, split: ValidationSplit) -> str:
         """Return a hash of the files, the entry, the options, and the reader's code."""
         source = inspect.getsourcefile(self.reader)
         if source:
@@ -213,21 +215,27 @@ class _Making:
             code = ""
         places = [str(file) for file in (*files.train, *files.valid)]  # used in error messages
         known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code, places]
-        contents = [content_hash(files.train), content_hash(files.valid)]
+        contents = [hash_content(files.train), hash_content(files.valid)]
         return hashlib.sha256(
             json.dumps([known, contents], sort_keys=True, default=str).encode()
         ).hexdigest()[:24]
 
-    def make(self, files: Files, split: Split, folder: Path) -> dict[str, Any]:
+    def write_rows(
+        self, files: DatasetFiles, split: ValidationSplit, folder: Path
+    ) -> dict[str, Any]:
         """Write `train.jsonl`, `valid.jsonl` and, last, `report.json`; return the report."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
-        counted = Use(self.entry.name, self.mode)
+        counted = ReaderContext(self.entry.name, self.mode)
         own = files.valid if split.own else []
         try:
             # Write the rows to temporary files.
-            with parts[0].open("w") as train, parts[1].open("w") as valid, unread_keys() as unread:
+            with (
+                parts[0].open("w") as train,
+                parts[1].open("w") as valid,
+                track_unread_keys() as unread,
+            ):
                 found, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
                 if own:
@@ -237,9 +245,9 @@ class _Making:
                     counts[1], found = len(held), found or of_valid
             # Hold out rows for validation if the source has no validation split.
             if split.share > 0 and not own:
-                counts = _divide(parts, hold_out(groups, split.share).tolist())
+                counts = _divide_rows(parts, hold_out(groups, split.share).tolist())
             for part, name in zip(parts, names, strict=True):
-                rename(part, destination(name))
+                rename(part, resolve_destination(name))
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
@@ -255,15 +263,15 @@ class _Making:
         return report
 
     def _write(
-        self, files: list[Path], stream: TextIO, use: Use, start: int = 0
+        self, files: list[Path], stream: TextIO, use: ReaderContext, start: int = 0
     ) -> tuple[str, list[str]]:
         """Write the rows; return (dataset type, group of each row)."""
         groups: list[str] = []
         types: set[str] = set()
-        rows = _Rows(self.entry, files)
-        for example in self._examples(rows, use):
-            made = row_of(example, self.mode)
-            origin = [rows.at.file, rows.at.line]
+        rows = _FileRows(self.entry, files)
+        for example in self._read_examples(rows, use):
+            made = to_row(example, self.mode)
+            origin = [rows.place.file, rows.place.line]
             if made is None:
                 use.skip("too little for this mode")
                 continue
@@ -283,47 +291,47 @@ class _Making:
             )
         return next(iter(types), ""), groups
 
-    def _examples(self, rows: _Rows, use: Use) -> Iterator[Example]:
+    def _read_examples(self, rows: _FileRows, use: ReaderContext) -> Iterator[Example]:
         try:
             yield from self.reader(rows, use, **self.options)
         except BadRow as error:
-            raise DataError(f"{rows.at}: {error}") from error
+            raise DataError(f"{rows.place}: {error}") from error
         except KeyError as error:
             raise DataError(
-                f"{rows.at}: lacks the key {error}, which reader {self.entry.reader} reads"
+                f"{rows.place}: lacks the key {error}, which reader {self.entry.reader} reads"
             ) from error
         except (TypeError, AttributeError, ValueError, IndexError) as error:
             if isinstance(error, ConfigError | DataError):
                 raise
             raise DataError(
-                f"{rows.at}: cannot be read by reader {self.entry.reader} ({error})"
+                f"{rows.place}: cannot be read by reader {self.entry.reader} ({error})"
             ) from error
 
 
-class _Rows:
-    """Rows of several files; `at` is the place of the last row read, for error messages.
+class _FileRows:
+    """Rows of several files; `place` is the place of the last row read, for error messages.
 
-    Once all rows are read, `at` names the files instead.
+    Once all rows are read, `place` names the files instead.
     """
 
-    def __init__(self, entry: Entry, files: list[Path]) -> None:
+    def __init__(self, entry: CatalogueEntry, files: list[Path]) -> None:
         self.entry = entry
         self.files = files
-        self.at = Place(named_file(entry, files[0]), 0)
+        self.place = RowLocation(format_file_name(entry, files[0]), 0)
 
     def __iter__(self) -> Iterator[Row]:
         for file in self.files:
-            for place, row in rows_of(self.entry, file):
-                self.at = Place(named_file(self.entry, file), place.line)
-                if isinstance(row, Unreadable):
-                    raise BadRow(row.wrong)
+            for place, row in read_entry_rows(self.entry, file):
+                self.place = RowLocation(format_file_name(self.entry, file), place.line)
+                if isinstance(row, UnreadableRow):
+                    raise BadRow(row.reason)
                 yield row
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
         # Errors that come now are about no single row: the reader collects all rows first.
-        self.at = Place(f"{named_file(self.entry, self.files[0])}{more}", 0)
+        self.place = RowLocation(f"{format_file_name(self.entry, self.files[0])}{more}", 0)
 
 
-def _divide(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
+def _divide_rows(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
     """Move the held-out rows from the first file to the second; return both row counts."""
     whole = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], whole)

@@ -33,7 +33,7 @@ PHRASES = (
 )
 
 
-def unwanted(text: str) -> str | None:
+def find_unwanted_phrase(text: str) -> str | None:
     """Return the first of the phrases that a text contains, ignoring case, or None."""
     low = text.lower()
     return next((phrase for phrase in PHRASES if phrase in low), None)

@@ -13,7 +13,7 @@ from weft.registry import backends, register_backend
 from weft.topology import Layout
 
 
-def chosen(spec: ModelSpec) -> ModelSpec:
+def choose_backend(spec: ModelSpec) -> ModelSpec:
     """Return the spec with its backend: the one it sets, or the one that can run its model.
 
     Raises `UserError` for a model that cannot be read.
@@ -21,13 +21,13 @@ def chosen(spec: ModelSpec) -> ModelSpec:
     if spec.backend != AUTO or spec.path is None:
         return spec
     if spec.type is not None:
-        return replace(spec, backend=kind.OWN_RUN)
+        return replace(spec, backend=kind.TORCH_BACKEND)
     values = hf_io.read_raw(spec.path)
-    backend = kind.backend_of(values)
-    if backend == kind.OWN_RUN:
+    backend = kind.choose_backend(values)
+    if backend == kind.TORCH_BACKEND:
         notes = spec.notes
     else:
-        notes = (*spec.notes, kind.cost(values))
+        notes = (*spec.notes, kind.describe_disadvantages(values))
     return replace(spec, backend=backend, notes=notes)
 
 
@@ -37,7 +37,7 @@ def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) 
 
     Raises `UserError` as that backend does, and for a role without a path.
     """
-    found = chosen(spec)
+    found = choose_backend(spec)
     if found.backend == AUTO:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
     engine: Engine = backends.get(found.backend)(found, layout, *([] if mesh is None else [mesh]))

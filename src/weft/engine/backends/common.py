@@ -9,21 +9,21 @@ from torch import nn
 
 from weft import kernels
 from weft.checkpoints import hf_io
-from weft.checkpoints.prefix_files import holds_prefix
+from weft.checkpoints.prefix_files import has_prefix
 from weft.checkpoints.weight_files import WeightFiles
-from weft.engine.device import choose_flash, memory_bytes, resolve_device
+from weft.engine.device import choose_flash, read_memory_bytes, resolve_device
 from weft.engine.quantize import check_quantize
 from weft.engine.spec import AUTO, ModelSpec
-from weft.engine.torch.engine import DTYPES, dtype_of
+from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.errors import CheckpointError, ConfigError
 from weft.extras import install
 from weft.models.network import quantized
 from weft.models.network.transformer import Embedding
-from weft.parallel.schedule import HALVES
+from weft.parallel.schedule import SPLIT_BACKWARD_KINDS
 from weft.topology import Layout
 
 
-def device_of(spec: ModelSpec) -> torch.device:
+def choose_role_device(spec: ModelSpec) -> torch.device:
     """Return the role's device, and select its flash attention; called before weights are read.
 
     Raises `ConfigError` if either is not available.
@@ -45,11 +45,11 @@ def check_spec(spec: ModelSpec) -> str:
         )
     check_quantize(spec)
     if spec.backend == "hf":
-        _check_own(spec)
+        _check_native_options(spec)
     return spec.path
 
 
-def _check_own(spec: ModelSpec) -> None:
+def _check_native_options(spec: ModelSpec) -> None:
     """Raise `ConfigError` for an option that only weft's own network supports, not `backend=hf`."""
     for name in ("residual_dropout", "freeze_layers", "train_last_layers", "rope_scaling"):
         value = getattr(spec, name)
@@ -58,7 +58,7 @@ def _check_own(spec: ModelSpec) -> None:
                 f"{name}={value!r}: backend=hf runs the module as it is; use backend=torch, or "
                 f"leave it out"
             )
-    if holds_prefix(spec.path):
+    if has_prefix(spec.path):
         raise ConfigError(
             f"{spec.path} is a prefix, which backend=hf does not compute; use backend=torch, or "
             f"name the model it belongs to"
@@ -71,7 +71,7 @@ def _check_own(spec: ModelSpec) -> None:
         )
 
 
-def check_copies(layout: Layout) -> None:
+def check_replicated_layout(layout: Layout) -> None:
     """Raise `ConfigError` for a layout that splits a network; `backend=hf` only copies it."""
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
@@ -123,7 +123,7 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
             f"matrix apart; write t1 (f shards "
             "parameters too), or leave fp8 out"
         )
-    if layout.pipeline > 1 and spec.pipeline_schedule in HALVES:
+    if layout.pipeline > 1 and spec.pipeline_schedule in SPLIT_BACKWARD_KINDS:
         raise ConfigError(
             f"compile=true: pipeline_schedule={spec.pipeline_schedule} halves backward passes, "
             f"which compiled blocks do not; "
@@ -131,7 +131,7 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
         )
 
 
-def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
+def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
     """Return the matrix product for compiled blocks; None for torch's own.
 
     Raises `ConfigError` if 8-bit floats are requested and not available.
@@ -200,37 +200,37 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
         if spec.init_from_scratch or spec.planned:
             stored = stated
         else:
-            stored = str(WeightFiles(hf_io.weights_of(path)).dtype)
+            stored = str(WeightFiles(hf_io.find_weights(path)).dtype)
         usual = (name for name in DTYPES if name != "float64")
         dtype = next((name for name in usual if stored in (name, f"torch.{name}")), dtype)
     return replace(spec, dtype=dtype)
 
 
-def reading_dtype(spec: ModelSpec) -> torch.dtype:
+def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype in which weights are read.
 
     It is at least float32 if all weights are trained, because they become the masters, and the
     role's dtype if weights are frozen.
     """
-    dtype = DTYPES[dtype_of(spec)]
+    dtype = DTYPES[choose_dtype(spec)]
     if spec.trained and not spec.has_adapters:
         return torch.promote_types(dtype, torch.float32)
     return dtype
 
 
-def check_room(network: nn.Module, path: str, device: torch.device) -> None:
+def check_memory(network: nn.Module, path: str, device: torch.device) -> None:
     """Raise `CheckpointError` if the weights alone exceed the device's memory.
 
     `network` is on the meta device.
     """
-    _, few = quantized.num_bytes(network)
+    _, few = quantized.count_bytes(network)
     wide = sum(
         p.numel() * p.element_size()
         for p in network.parameters()
         if not isinstance(p, quantized.Quantized)
     )
     needed = wide + few
-    there = memory_bytes(device)
+    there = read_memory_bytes(device)
     if needed > there:
         raise CheckpointError(
             f"{path}: its weights take {needed / 2**30:,.1f} GiB as config.json describes them, "
@@ -240,7 +240,7 @@ def check_room(network: nn.Module, path: str, device: torch.device) -> None:
         )
 
 
-def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
+def count_product_parameters(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
     """Count the parameters that a token meets in matrix products, including all experts.
 
     A tied embedding counts because it is the head's matrix too.

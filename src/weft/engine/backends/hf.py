@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
-from weft.engine import saving
+from weft.engine import checkpoint_tokens
 from weft.engine.backends import common
-from weft.engine.flops import Cost
+from weft.engine.flops import TokenCost
 from weft.engine.hf import load as hf_load
 from weft.engine.hf import lora as hf_lora
 from weft.engine.hf.imported import GradientCheckpointingLayer, PreTrainedModel
 from weft.engine.hf.network import DIGITS, HFNetwork
-from weft.engine.hf.trial import Trial, try_out
+from weft.engine.hf.trial import DecoderTrial, try_out
 from weft.engine.spec import ModelSpec
-from weft.engine.torch.engine import HOST, BuiltNetwork, Part, TorchEngine
+from weft.engine.torch.engine import HOST, BuiltNetwork, RankShard, TorchEngine
 from weft.errors import ConfigError
 from weft.extras import install
 from weft.models.network.config import TransformerConfig
@@ -43,11 +43,11 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     Raises `UserError` for a model that cannot be read or run.
     """
     path = common.check_spec(spec)
-    common.check_copies(layout)
-    device = common.device_of(spec)
+    common.check_replicated_layout(layout)
+    device = common.choose_role_device(spec)
     common.check_compile(spec, layout, device)
     spec = common.with_dtype(spec, path, device)
-    module = hf_load.load(spec, path, device, common.reading_dtype(spec))
+    module = hf_load.load(spec, path, device, common.choose_reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
     module.config.use_cache = False  # passes don't need a cache; saved files get the original value
     # Find out how the decoder can be run.
@@ -59,30 +59,35 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
     # Count operations, for MFU, before adapters are attached.
     tied = spec.head == "lm" and module.config.tie_word_embeddings
-    matrices = common.products(module, embedding, tied=tied)
+    matrices = common.count_product_parameters(module, embedding, tied=tied)
     head = trial.head.layer.weight.numel()
-    cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, late=head)
+    cost = TokenCost(
+        matrices,
+        _compute_attention_width(config),
+        backward=1 if spec.has_adapters else 2,
+        late=head,
+    )
     _set_up(module, spec)
-    caches = _fits_cache(trial)
+    caches = _can_cache(trial)
     network = HFNetwork(
         module,
         cast(Head, spec.head),
         trial.head,
         config,
-        pooling=_pooling(spec, path),
+        pooling=_choose_pooling(spec, path),
         callers=trial.callers,
         caches=caches,
     )
-    network.padding = saving.skipped_padding(tokenizer, spec)
+    network.padding = checkpoint_tokens.find_skipped_padding(tokenizer, spec)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        kept = saving.padded(tokenizer, spec, network.pooling)
+        kept = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
         kept.save(directory)
         module.config.use_cache = use_cache
         _save(directory, tensors, network, spec, kept)
         module.config.use_cache = False
 
-    rates = hf_load.dropout_rates(module.config.to_dict())
+    rates = hf_load.read_dropout_rates(module.config.to_dict())
     built = BuiltNetwork(
         network=network,
         save=save,
@@ -93,13 +98,13 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
             "num_layers": module.config.num_hidden_layers,
         },
         dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
-        adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
+        adapters_off=(lambda: hf_lora.disable_adapters(module)) if spec.has_adapters else None,
         notes=(
-            *_notes(module, trial, caches),
-            *_reading(spec, device),
-            *saving.notes(tokenizer, spec, network.pooling),
+            *_list_notes(module, trial, caches),
+            *_list_reading_notes(spec, device),
+            *checkpoint_tokens.list_padding_notes(tokenizer, spec, network.pooling),
         ),
-        part=None if mesh is None else _copy(network, mesh, device),
+        part=None if mesh is None else _build_copy_shard(network, mesh, device),
     )
     return TorchEngine(built, spec, layout, device)
 
@@ -112,9 +117,9 @@ def planned(
     Raises `UserError` as `hf_backend` does, for errors that can be detected without weights.
     """
     path = common.check_spec(spec)
-    common.check_copies(mesh.layout)
+    common.check_replicated_layout(mesh.layout)
     common.check_compilable(spec, mesh.layout)
-    module = hf_load.shell(spec, path)
+    module = hf_load.build_meta_module(spec, path)
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     _set_up(module, spec)
@@ -130,10 +135,10 @@ def planned(
     }
 
 
-def _copy(network: HFNetwork, mesh: RankMesh, device: torch.device) -> Part:
-    from weft.engine.torch import parts  # FSDP2 takes a second to import
+def _build_copy_shard(network: HFNetwork, mesh: RankMesh, device: torch.device) -> RankShard:
+    from weft.engine.torch import rank_shards  # FSDP2 takes a second to import
 
-    return parts.copy(network, mesh, device)
+    return rank_shards.build_copy_shard(network, mesh, device)
 
 
 def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
@@ -171,7 +176,9 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
         layer.gradient_checkpointing = number % every == 0
 
 
-def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) -> TransformerConfig:
+def _describe(
+    module: PreTrainedModel, trial: DecoderTrial, embedding: nn.Embedding
+) -> TransformerConfig:
     """Return the configuration for the generator: vocabulary, positions, shapes of the cache.
 
     If keys and values don't fit weft's cache, the cache holds tokens: one layer of `DIGITS`
@@ -182,7 +189,7 @@ def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) ->
     kv_heads = 1
     head_dim = DIGITS
     layers = 1
-    if _fits_cache(trial):
+    if _can_cache(trial):
         heads, kv_heads, head_dim, _ = trial.shapes[0]
         layers = len(trial.shapes)
     positions = values.get("max_position_embeddings") or values.get("n_positions") or 0
@@ -202,7 +209,7 @@ def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) ->
     )
 
 
-def _fits_cache(trial: Trial) -> bool:
+def _can_cache(trial: DecoderTrial) -> bool:
     """Return whether weft's cache can hold the keys and values.
 
     All layers must have equal shapes, and keys must be as wide as values.
@@ -210,17 +217,17 @@ def _fits_cache(trial: Trial) -> bool:
     return len(set(trial.shapes)) == 1 and trial.shapes[0][2] == trial.shapes[0][3]
 
 
-def _attention(config: TransformerConfig) -> int:
+def _compute_attention_width(config: TransformerConfig) -> int:
     return config.num_layers * config.num_heads * config.head_dim
 
 
-def _pooling(spec: ModelSpec, path: str) -> Pooling:
+def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
     """Return the pooling that the spec sets, or else the directory."""
     stored = hf_io.read_raw(path).get(hf_io.POOLING)
     return "mean" if "mean" in (spec.pooling, stored) else "last"
 
 
-def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ...]:
+def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
     """Return notes on parts of the computation that are slower than usual, with the reason."""
     kind = module.config.model_type
     notes = []
@@ -237,9 +244,9 @@ def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ..
     return tuple(notes)
 
 
-def _reading(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
+def _list_reading_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Return notes on the host memory that reading the weights takes."""
-    if device.type == HOST.type or spec.init_from_scratch or hf_load.straight_to(device):
+    if device.type == HOST.type or spec.init_from_scratch or hf_load.build_device_arguments(device):
         return ()
     return (
         "backend=hf: weights are read into host memory as a whole before they go to the device; "
@@ -260,7 +267,7 @@ def _save(
     The adapter's files name the base model.
     """
     module = network.module
-    for key, id in saving.token_ids(tokenizer, network.kind).items():
+    for key, id in checkpoint_tokens.list_special_ids(tokenizer, network.kind).items():
         setattr(module.config, key, id)
         if network.kind == "lm" and module.generation_config is not None:
             setattr(module.generation_config, key, id)
@@ -270,7 +277,7 @@ def _save(
     if spec.has_adapters:
         named = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
         hf_lora.save_adapter(directory / "adapter", module, named, spec.lora, str(spec.path))
-        state = hf_lora.merged_state(module, named)
+        state = hf_lora.merge_state(module, named)
     hf_load.save(directory, module, state)
     if network.kind == "score" and network.pooling == "mean":
-        hf_io.name_mean_pooled(directory)
+        hf_io.write_mean_pooled_architecture(directory)

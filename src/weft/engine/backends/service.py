@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.engine.backends.null import NullEngine
+from weft.engine.service_address import ServiceAddress
 from weft.engine.service_client import ServiceClient
-from weft.engine.service_place import Place
 from weft.engine.service_spec import ServedSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
@@ -29,6 +29,8 @@ def service(spec: ModelSpec, layout: Layout) -> NullEngine:
             f"url={spec.url!r}: a role that is trained has its network here; set path"
         )
     client = ServiceClient(
-        ROLES[spec.head], Place.of(ROLES[spec.head], spec.url, spec.service), spec.service
+        ROLES[spec.head],
+        ServiceAddress.parse(ROLES[spec.head], spec.url, spec.service),
+        spec.service,
     )
     return NullEngine(layout, client.compute, f"served by {spec.url}")

@@ -14,26 +14,26 @@ from torch import Tensor, nn
 from weft.checkpoints import hf_io, peft_io, prefix_io
 from weft.checkpoints.prefix_files import read_prefix
 from weft.data.tokenizer import Tokenizer
-from weft.engine import saving
+from weft.engine import checkpoint_tokens
 from weft.engine.backends import common
-from weft.engine.flops import Cost
+from weft.engine.flops import TokenCost
 from weft.engine.spec import ModelSpec
 from weft.engine.torch import role_config
-from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
-from weft.engine.torch.source import Seat, Source, check_layout
+from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, choose_dtype
+from weft.engine.torch.network_source import NetworkSource, RankCoordinates, check_layout
 from weft.engine.torch.step import AuxLoss
 from weft.models.network import lora, quantized
-from weft.models.network.aux_loss import aux_loss_weight
+from weft.models.network.aux_loss import choose_aux_loss_weight
 from weft.models.network.block import MLP, Block
 from weft.models.network.compiled import compile_blocks
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
 from weft.models.network.moe import ExpertStack
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
 from weft.registry import families, register_backend
-from weft.topology import Layout, Mesh, holdings
+from weft.topology import Layout, Mesh, compute_holdings
 
 
 @register_backend("torch")
@@ -45,40 +45,42 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     """
     # Check the options against the device and the model's configuration.
     path = common.check_spec(spec)
-    device = common.device_of(spec)
+    device = common.choose_role_device(spec)
     spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
-    config = role_config.changed(spec, config, tokenizer)
+    config = role_config.adapt_config(spec, config, tokenizer)
     check_layout(spec, layout, config)
     common.check_recomputation(spec, config.num_layers)
     common.check_compile(spec, layout, device)
-    fp8 = common.fp8_product(spec, device)
+    fp8 = common.build_fp8_product(spec, device)
     common.check_quantized(spec, layout, has_experts=config.experts is not None)
     # Build the whole network and this rank's part on the meta device.
-    source = Source(spec, path, config, tokenizer.added_from)
-    whole = source.network(None)
-    network = whole if mesh is None else source.network(mesh)
+    source = NetworkSource(spec, path, config, tokenizer.added_from)
+    whole = source.build_network(None)
+    network = whole if mesh is None else source.build_network(mesh)
     if spec.compile:
         compile_blocks(network, fp8=fp8)
     for each in {whole, network}:
-        each.padding = saving.skipped_padding(tokenizer, spec)
-    cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
+        each.padding = checkpoint_tokens.find_skipped_padding(tokenizer, spec)
+    cost = _compute_cost(network, frozen=spec.has_adapters).split_over_ranks(layout.context)
     # Allocate and fill the weights.
     part = None
     if mesh is None:
-        common.check_room(network, path, device)
-        quantized.give_memory(network, device)
-        source.fill(canonical(network), {})
+        common.check_memory(network, path, device)
+        quantized.allocate_memory(network, device)
+        source.fill(find_canonical_parameters(network), {})
     else:
-        from weft.engine.torch import parts  # FSDP2 takes a second to import
+        from weft.engine.torch import rank_shards  # FSDP2 takes a second to import
 
-        part = parts.spread(source, network, whole, mesh, device)
+        part = rank_shards.build_rank_shard(source, network, whole, mesh, device)
     experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
-    aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)
+    aux_loss = AuxLoss(
+        choose_aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts
+    )
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        kept = saving.padded(tokenizer, spec, network.pooling)
+        kept = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
         kept.save(directory)
         _save(directory, tensors, whole, spec, config, kept)
 
@@ -86,11 +88,11 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         network=network,
         save=save,
         cost=cost,
-        facts={"family": family.name, **_facts(network, config, spec, layout, device)},
+        facts={"family": family.name, **_describe_network(network, config, spec, layout, device)},
         aux_loss=aux_loss,
-        dropout=_drops(network, spec),
-        adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
-        notes=saving.notes(tokenizer, spec, network.pooling),
+        dropout=_uses_dropout(network, spec),
+        adapters_off=(lambda: lora.disable_adapters(network)) if spec.has_adapters else None,
+        notes=checkpoint_tokens.list_padding_notes(tokenizer, spec, network.pooling),
         part=part,
         blocks=tuple(network.blocks),
     )
@@ -109,23 +111,26 @@ def planned(
     layout = mesh.layout
     family, config = hf_io.read_config(path, spec.type)
     if tokenizer is not None:
-        config = role_config.changed(spec, config, tokenizer)
+        config = role_config.adapt_config(spec, config, tokenizer)
     check_layout(spec, layout, config)
     common.check_recomputation(spec, config.num_layers)
     common.check_compilable(spec, layout)
     common.check_fp8(spec)
-    source = Source(spec, path, config)
-    at = mesh.coordinates(mesh.ranks[0])
-    network, every = source.network(Seat(layout, at)), canonical(source.network(None))
+    source = NetworkSource(spec, path, config)
+    at = mesh.get_coordinates(mesh.ranks[0])
+    network, every = (
+        source.build_network(RankCoordinates(layout, at)),
+        find_canonical_parameters(source.build_network(None)),
+    )
     network.repeats_prefixes = layout.context > 1
-    places = holdings(source.shapes, config, layout, at, tied=source.tied)
+    places = compute_holdings(source.shapes, config, layout, at, tied=source.is_tied)
     held = {
         name: math.prod(part.stop - part.start for part in where) for name, where in places.items()
     }
     trained = {name for name, part in every.items() if part.requires_grad}
     return {
         "family": family.name,
-        **_facts(network, config, spec, layout, device),
+        **_describe_network(network, config, spec, layout, device),
         "num_parameters": sum(math.prod(shape) for shape in source.shapes.values()),
         "num_trainable": sum(math.prod(source.shapes[name]) for name in trained),
         "held_parameters": sum(held.values()),
@@ -135,7 +140,7 @@ def planned(
     }
 
 
-def _facts(
+def _describe_network(
     network: Transformer,
     config: TransformerConfig,
     spec: ModelSpec,
@@ -143,20 +148,22 @@ def _facts(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return facts on a rank's part of the network, other than its numbers of parameters."""
-    sizes = sizes_of(network) | {
+    sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
     }
-    quiet = not _drops(network, spec) and not aux_loss_weight(config, spec.router_aux_loss_coef)
+    quiet = not _uses_dropout(network, spec) and not choose_aux_loss_weight(
+        config, spec.router_aux_loss_coef
+    )
     return {
         "vocab_size": config.vocab_size,
         "num_layers": config.num_layers,
         "sizes": sizes,
-        "shared_prompts": {"longest": _longest_shared(network, device), "in_training": quiet},
+        "shared_prompts": {"longest": _find_longest_shared(network, device), "in_training": quiet},
     }
 
 
-def _drops(network: Transformer, spec: ModelSpec) -> bool:
+def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
     """Return whether training uses dropout."""
     rates = (
         network.config.embed_dropout,
@@ -168,7 +175,7 @@ def _drops(network: Transformer, spec: ModelSpec) -> bool:
     )
 
 
-def _longest_shared(network: Transformer, device: torch.device) -> int:
+def _find_longest_shared(network: Transformer, device: torch.device) -> int:
     """Return the maximum length of a sequence that continues a shared prefix computed once.
 
     It is 0 if the network cannot compute prefixes once.
@@ -176,10 +183,10 @@ def _longest_shared(network: Transformer, device: torch.device) -> int:
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
     )
-    return longest if network.shares_prefixes(longest, device) else 0
+    return longest if network.can_share_prefixes(longest, device) else 0
 
 
-def _adapters_keep(network: Transformer) -> int:
+def _count_adapter_elements(network: Transformer) -> int:
     """Return the mean number of elements per token that a layer's adapters keep for backward.
 
     Each adapter keeps its low-rank product. With dropout it also keeps its input after dropout, in
@@ -188,8 +195,10 @@ def _adapters_keep(network: Transformer) -> int:
     """
     experts = network.config.experts
     kept = 0
-    kept += sum(_reads(block) - _dropped(block) for block in network.blocks)
-    for adapter in lora.adapters(network).values():
+    kept += sum(
+        _count_read_elements(block) - _count_dropped_elements(block) for block in network.blocks
+    )
+    for adapter in lora.find_adapters(network).values():
         rank, inputs = adapter.lora_a.shape[-2:]
         if experts is not None and adapter.lora_a.dim() > 2:
             copies = experts.top_k
@@ -204,15 +213,15 @@ def _is_fused(block: torch.nn.Module) -> bool:
     return isinstance(block, Block) and isinstance(block.mlp, MLP)
 
 
-def _reads(block: torch.nn.Module) -> int:
+def _count_read_elements(block: torch.nn.Module) -> int:
     """Return the elements per token that adapters without dropout on the MLP's last matrix keep."""
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
-    adapters = lora.adapters_of(block.mlp.down)
+    adapters = lora.list_adapters(block.mlp.down)
     return sum(int(adapter.lora_a.shape[-1]) for adapter in adapters if not adapter.rate)
 
 
-def _dropped(block: torch.nn.Module) -> int:
+def _count_dropped_elements(block: torch.nn.Module) -> int:
     """Return the elements per token of norm results that only adapters with dropout read.
 
     Each such adapter keeps its own copy after dropout instead.
@@ -223,19 +232,19 @@ def _dropped(block: torch.nn.Module) -> int:
         block.attention.qkv,
         block.mlp.gate_up if block.mlp.down.gated else block.mlp.up,
     ]
-    rates = [[adapter.rate for adapter in lora.adapters_of(layer)] for layer in readers]
+    rates = [[adapter.rate for adapter in lora.list_adapters(layer)] for layer in readers]
     apart = (
         len(own) == len(layer.parts) and all(own) for layer, own in zip(readers, rates, strict=True)
     )
     return sum(layer.weight.shape[1] for layer, alone in zip(readers, apart, strict=True) if alone)
 
 
-def sizes_of(network: Transformer) -> dict[str, int]:
+def compute_sizes(network: Transformer) -> dict[str, int]:
     """Return the fields of `weft.engine.memory.NetworkShape` other than numbers of parameters."""
     config = network.config
     lm = network.kind == "lm"
     experts = config.experts
-    rounded, rounded_bytes = quantized.num_bytes(network)
+    rounded, rounded_bytes = quantized.count_bytes(network)
     return {
         "layers": len(network.blocks),
         "hidden": config.hidden_size,
@@ -244,11 +253,11 @@ def sizes_of(network: Transformer) -> dict[str, int]:
         "inner": config.intermediate_size
         if experts is None
         else experts.top_k * experts.intermediate_size,
-        "vocab": config.vocab_size if lm and network.ends else 1,
-        "embedding": network.embed.weight.numel() if network.begins else 0,
+        "vocab": config.vocab_size if lm and network.is_last_stage else 1,
+        "embedding": network.embed.weight.numel() if network.is_first_stage else 0,
         "gated": config.gated,
-        "tied": config.tied and lm and network.begins and network.ends,
-        "adapters": _adapters_keep(network),
+        "tied": config.tied and lm and network.is_first_stage and network.is_last_stage,
+        "adapters": _count_adapter_elements(network),
         "fused": all(_is_fused(block) for block in network.blocks),
         "capped": lm and config.final_softcap is not None,
         "rounded": rounded,
@@ -256,7 +265,7 @@ def sizes_of(network: Transformer) -> dict[str, int]:
     }
 
 
-def _cost(network: Transformer, *, frozen: bool) -> Cost:
+def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     """Return the cost of a token in this rank's part of the network.
 
     A token meets `top_k` of `num` experts and every other matrix. Frozen matrices get no gradient.
@@ -266,18 +275,20 @@ def _cost(network: Transformer, *, frozen: bool) -> Cost:
     config = network.config
     last = cast(Block, network.blocks[-1])
     lm = network.kind == "lm"
-    tied = config.tied and lm and network.ends
-    matrices = common.products(network, network.embed if tied else network, tied=tied) - _idle(
-        network, config
-    )
+    tied = config.tied and lm and network.is_last_stage
+    matrices = common.count_product_parameters(
+        network, network.embed if tied else network, tied=tied
+    ) - _count_idle_parameters(network, config)
     late = 0
-    if network.ends:
+    if network.is_last_stage:
         late += network.projection.weight.numel() if lm else network.score.weight.numel()
-    if network.ends and network.pooling == "last":  # else all tokens are read
-        mlp = sum(p.numel() for p in last.mlp.parameters() if p.dim() >= 2) - _idle(last, config)
+    if network.is_last_stage and network.pooling == "last":  # else all tokens are read
+        mlp = sum(
+            p.numel() for p in last.mlp.parameters() if p.dim() >= 2
+        ) - _count_idle_parameters(last, config)
         late += cast(int, cast(Any, last.attention.o.weight).numel()) + mlp
     attention = len(network.blocks) * config.num_heads * config.head_dim
-    return Cost(matrices, attention, backward=1 if frozen else 2, late=late)
+    return TokenCost(matrices, attention, backward=1 if frozen else 2, late=late)
 
 
 def _save(
@@ -293,8 +304,8 @@ def _save(
     The adapter's files name the base model. Of a model with a prefix only the prefix is written,
     with the name of the model it belongs to.
     """
-    config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
-    dtype = DTYPES[dtype_of(spec)]
+    config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, network.kind))
+    dtype = DTYPES[choose_dtype(spec)]
     head = network.kind
     if config.prefix_tokens:
         prefix_io.save_prefix(
@@ -302,14 +313,14 @@ def _save(
             tensors,
             config,
             head,
-            base=_base_of(str(spec.path)),
+            base=_resolve_base_path(str(spec.path)),
             score=families.get(config.family).score,
         )
-        hf_io.write_generation(directory, saving.generation_config(spec))
+        hf_io.write_generation(directory, checkpoint_tokens.read_generation_config(spec))
         hf_io.save_config(directory, config, head, dtype=dtype, pooling=network.pooling)
         return
     if spec.has_adapters:
-        scales = lora.scales(network)
+        scales = lora.collect_scales(network)
         peft_io.save_adapter(
             directory / "adapter",
             tensors,
@@ -321,11 +332,11 @@ def _save(
             whole=spec.trains_embeddings,
         )
         tensors = lora.merge(tensors, scales)
-    hf_io.write_generation(directory, saving.generation_config(spec))
+    hf_io.write_generation(directory, checkpoint_tokens.read_generation_config(spec))
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling)
 
 
-def _base_of(path: str) -> str:
+def _resolve_base_path(path: str) -> str:
     """Return the model that a prefix belongs to, such that it is found from any directory.
 
     It is `path`, or the model that `path` names if `path` is a prefix itself.
@@ -337,7 +348,7 @@ def _base_of(path: str) -> str:
     return base
 
 
-def _idle(module: nn.Module, config: TransformerConfig) -> int:
+def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
     """Count the parameters of the experts that a token is not routed to.
 
     With expert parallelism it counts those on this rank less `top_k` of them, because tokens of

@@ -1,6 +1,6 @@
 """Accounting of the KV cache, without torch.
 
-The scheduler uses the interface `Blocks`, which hides the form of the memory. `Slots` counts the
+The scheduler uses the interface `BlockManager`, which hides the form of the memory. `SlotManager` counts the
 memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow together
 by doubling, because gathering scattered parts costs several times a decode step on a CPU. A shared
 prefix is stored once, outside the slots.
@@ -14,11 +14,11 @@ from typing import Protocol
 Key = Hashable
 
 
-class Blocks(Protocol):
+class BlockManager(Protocol):
     """Accounting of the KV cache for sequences and the prefixes they share, in tokens."""
 
     # minimum tokens that a stored prefix must save; None: prefixes are not shared
-    least_spared: int | None
+    min_saved_tokens: int | None
 
     def expect(self, count: int, longest: int) -> None:
         """Announce the load, so that room can be planned.
@@ -55,16 +55,16 @@ class Blocks(Protocol):
         ...
 
 
-class Slots:
-    """Accounting in slots of equal size; implements `Blocks` for `weft.models.kv.slots`.
+class SlotManager:
+    """Accounting in slots of equal size; implements `BlockManager` for `weft.models.kv.slots`.
 
     There are at most `max_slots` slots of `capacity` tokens, a multiple of `unit`. Slots and shared
     prefixes together have at most `max_tokens` tokens, and up to `unit` - 1 more, so that a
     sequence of `max_tokens` fits wherever its prefix ends.
 
-    `num_held` slots are allocated: those in use and, within the limits, spare ones for later
+    `num_slots` slots are allocated: those in use and, within the limits, spare ones for later
     sequences, because each change of the number copies all slots. Spare slots are freed if
-    something else needs the room. `ahead` is for memory that the system takes only when it is
+    something else needs the room. `reserves_ahead` is for memory that the system takes only when it is
     written: slots then have the length of the longest sequence from the start, if `max_slots` of
     them use at most half the limit.
 
@@ -72,8 +72,8 @@ class Slots:
     is stored as the difference from a clock.
     """
 
-    FIRST = 64  # initial tokens per slot
-    FEWEST = 8  # initial number of slots, if that many fit
+    INITIAL_CAPACITY = 64  # initial tokens per slot
+    MIN_SLOTS = 8  # initial number of slots, if that many fit
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Slots:
     ) -> None:
         self.max_slots = max_slots
         self.max_tokens = max_tokens + unit - 1
-        self.least_spared = least_spared
+        self.min_saved_tokens = least_spared
         self.unit = unit
-        self.ahead = ahead
-        self.capacity = self.num_held = 0
+        self.reserves_ahead = ahead
+        self.capacity = self.num_slots = 0
         self._expected = (0, 0)  # slots, and tokens of each
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens
@@ -102,13 +102,13 @@ class Slots:
         return len(self._waiting) + len(self._started)
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens that need room now; the `num_held` slots have room for more."""
+    def num_tokens(self) -> int:
+        """Number of tokens that need room now; the `num_slots` slots have room for more."""
         return len(self) * self.capacity + sum(self._prefixes.values())
 
     def expect(self, count: int, longest: int) -> None:
         longest = -(-longest // self.unit) * self.unit
-        fits = self.ahead and 2 * self.max_slots * longest <= self.max_tokens
+        fits = self.reserves_ahead and 2 * self.max_slots * longest <= self.max_tokens
         self._expected = (min(count, self.max_slots), longest) if fits else (0, 0)
 
     def admit(self, key: Key, length: int) -> bool:
@@ -118,10 +118,10 @@ class Slots:
         return True
 
     def admit_prefix(self, key: Key, length: int) -> bool:
-        if self.tokens + length > self.max_tokens:
+        if self.num_tokens + length > self.max_tokens:
             return False
         self._prefixes[key] = length
-        self._hold()
+        self._resize()
         return True
 
     def start(self, key: Key) -> None:
@@ -149,18 +149,18 @@ class Slots:
         elif self._started.pop(key) == self._longest:
             self._longest = None
         if not len(self):
-            self.capacity = self.num_held = 0
+            self.capacity = self.num_slots = 0
 
-    def _hold(self, count: int = 0) -> None:
+    def _resize(self, count: int = 0) -> None:
         """Allocate at least `count` slots, within the limits.
 
         Their number is doubled if it is too small.
         """
-        if count > self.num_held:
-            self.num_held = max(count, 2 * self.num_held, self._expected[0] or self.FEWEST)
-        if self.num_held:
+        if count > self.num_slots:
+            self.num_slots = max(count, 2 * self.num_slots, self._expected[0] or self.MIN_SLOTS)
+        if self.num_slots:
             room = self.max_tokens - sum(self._prefixes.values())
-            self.num_held = min(self.num_held, self.max_slots, room // self.capacity)
+            self.num_slots = min(self.num_slots, self.max_slots, room // self.capacity)
 
     def _fit(self, count: int, length: int) -> bool:
         """Grow the capacity to at least `length`, if `count` slots of it are within the limit.
@@ -169,11 +169,13 @@ class Slots:
         if there is not enough room.
         """
         room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
-        capacity = max(self.capacity, min(self._expected[1], room)) or min(self.FIRST, room)
+        capacity = max(self.capacity, min(self._expected[1], room)) or min(
+            self.INITIAL_CAPACITY, room
+        )
         if length > capacity:
             capacity = max(-(-length // self.unit) * self.unit, min(2 * capacity, room))
         if capacity > room:
             return False
         self.capacity = capacity
-        self._hold(count)
+        self._resize(count)
         return True

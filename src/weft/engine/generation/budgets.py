@@ -4,46 +4,48 @@ from __future__ import annotations
 
 import torch
 
-from weft.engine.device import GIGABYTE, free_bytes, memory_bytes
-from weft.engine.generation.scheduler import Budget
+from weft.engine.device import GIGABYTE, free_bytes, read_memory_bytes
+from weft.engine.generation.scheduler import GenerationBudget
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
-from weft.models.network.rope import CHANGING
+from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
 KV_SHARE = 0.25  # maximum share of the device's memory for the KV cache
 FREE_SHARE = 0.9  # maximum share of a GPU's free memory; logits and graphs take the rest
-SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
-DEFAULT_SEQUENCES = 512  # a GPU's step reads the weights once for all rows
+MAX_SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
+DEFAULT_MAX_SEQUENCES = 512  # a GPU's step reads the weights once for all rows
 # prompt tokens of a step; more gain nothing on a CPU, and running sequences wait for them
-PREFILL = {"cpu": 2048}
-DEFAULT_PREFILL = 8192
+PREFILL_TOKENS = {"cpu": 2048}
+DEFAULT_PREFILL_TOKENS = 8192
 
 
-def default_budget(
+def choose_default_budget(
     config: TransformerConfig,
     device: torch.device,
     dtype: torch.dtype,
     kv_cache_gb: float | None = None,
     kept: int = 0,
-) -> Budget:
-    """Return the limits for a device; the KV cache gets the bytes that `kv_bytes` returns.
+) -> GenerationBudget:
+    """Return the limits for a device; the KV cache gets the bytes that `compute_kv_bytes` returns.
 
     `kept` is the number of bytes that the KV cache already has.
     """
-    return Budget(
-        max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
-        max_tokens=max(1, kv_bytes(device, kv_cache_gb, kept) // token_bytes(config, dtype)),
-        max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
-        divides=config.rope is None or config.rope.scaling not in CHANGING,
+    return GenerationBudget(
+        max_sequences=MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES),
+        max_tokens=max(
+            1, compute_kv_bytes(device, kv_cache_gb, kept) // compute_token_bytes(config, dtype)
+        ),
+        max_prefill_tokens=PREFILL_TOKENS.get(device.type, DEFAULT_PREFILL_TOKENS),
+        splits_prompts=config.rope is None or config.rope.scaling not in LENGTH_DEPENDENT_SCALINGS,
     )
 
 
-def token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
+def compute_token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int = 0) -> int:
+def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int = 0) -> int:
     """Return the maximum bytes of the KV cache.
 
     That is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
@@ -53,7 +55,7 @@ def kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int = 0) -> 
     Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
     """
     if kv_cache_gb is None:
-        share = int(KV_SHARE * memory_bytes(device))
+        share = int(KV_SHARE * read_memory_bytes(device))
         if device.type != "cuda":
             return share
         return min(share, int(FREE_SHARE * free_bytes(device)) + kept)

@@ -19,15 +19,21 @@ from torch import Tensor
 from weft import kernels
 from weft.engine.device import wait
 from weft.engine.generation import sampling
-from weft.engine.generation.blocks import Blocks, Slots
+from weft.engine.generation.blocks import BlockManager, SlotManager
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.decoder import Decoder
-from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, Run, cuda_capture
+from weft.engine.generation.graphs import (
+    COARSE_GRAPH_SIZES,
+    GRAPH_SIZES,
+    DecodeGraphs,
+    StepFunction,
+    build_cuda_capture,
+)
 from weft.engine.generation.multi_step import MultiStepDecoder
-from weft.engine.generation.page_blocks import PageBlocks
-from weft.engine.generation.passes import Passes, reads_only_written
-from weft.engine.generation.scheduler import Budget
-from weft.engine.generation.settings import Drawn, SettingsTable
+from weft.engine.generation.page_blocks import PageManager
+from weft.engine.generation.passes import DecoderPasses, has_slot_kernel
+from weft.engine.generation.scheduler import GenerationBudget
+from weft.engine.generation.settings import SampledRows, SettingsTable
 from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
 from weft.models.kv.page_tables import FIRST_WIDTH
 from weft.models.kv.pages import PAGE, PagedCache, PagePool
@@ -35,13 +41,13 @@ from weft.models.kv.slots import KVCache
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Adapter
 from weft.models.network.packed import Packed
-from weft.models.network.prefix import Prefix
-from weft.models.network.rope import CHANGING
+from weft.models.network.prefix import PrefixKeysValues
+from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
-DRAWING = 4  # columns for sampling, before those of `PagedCache.step`
+SAMPLING_COLUMNS = 4  # columns for sampling, before those of `PagedCache.step`
 
 
-class Cache(Protocol):
+class SequenceCache(Protocol):
     """Rows of keys and values: `KVCache` or `PagedCache`, where the methods are described."""
 
     def allocate(self, count: int = 1) -> list[int]: ...
@@ -54,19 +60,19 @@ class Cache(Protocol):
     def close(self) -> None: ...
 
 
-class Caches(Protocol):
+class GenerationCaches(Protocol):
     """The KV cache of one generator, and the passes of the network over it.
 
-    A pass needs at least `least_rows` tokens.
+    A pass needs at least `min_rows` tokens.
     """
 
-    least_rows: int
-    passes: Passes
+    min_rows: int
+    passes: DecoderPasses
 
     @property
-    def blocks(self) -> Blocks: ...
+    def blocks(self) -> BlockManager: ...
 
-    def new(self, room: int | None = None) -> Cache:
+    def create_cache(self, room: int | None = None) -> SequenceCache:
         """Create an empty cache.
 
         With `room`, the cache has one row of so many tokens; without, it is the cache of the
@@ -74,7 +80,7 @@ class Caches(Protocol):
         """
         ...
 
-    def fit(self, cache: Any) -> None:
+    def resize(self, cache: Any) -> None:
         """Resize the cache of the running sequences to the size that `blocks` has reserved."""
         ...
 
@@ -85,9 +91,9 @@ class Caches(Protocol):
         """
         ...
 
-    def draw(
+    def decode_and_sample(
         self, cache: Any, rows: DecodeBatch, settings: SettingsTable
-    ) -> Callable[[], Drawn] | None:
+    ) -> Callable[[], SampledRows] | None:
         """Run a decode step as `decode` does and sample its tokens in the same call.
 
         Returns a function that waits for them, or None, computing nothing, if these rows can't be
@@ -95,11 +101,13 @@ class Caches(Protocol):
         """
         ...
 
-    def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
+    def build_multi_step_decoder(
+        self, rows: DecodeBatch, settings: SettingsTable
+    ) -> MultiStepDecoder | None:
         """Return the decoder of several steps per call; None if steps are computed one at a time."""
         ...
 
-    def weights_changed(self) -> None:
+    def on_weights_changed(self) -> None:
         """Discard everything that depends on the values or the addresses of the weights."""
         ...
 
@@ -108,45 +116,51 @@ class Caches(Protocol):
         ...
 
 
-def caches_for(network: Decoder, device: torch.device, budget: Budget) -> Caches:
+def build_caches(
+    network: Decoder, device: torch.device, budget: GenerationBudget
+) -> GenerationCaches:
     config, rope = network.config, network.config.rope
-    fixed = rope is None or rope.scaling not in CHANGING  # whether cached keys never change
-    reads = _flashes(config, device, next(network.parameters()).dtype) or flex.serves(
+    fixed = (
+        rope is None or rope.scaling not in LENGTH_DEPENDENT_SCALINGS
+    )  # whether cached keys never change
+    reads = _can_flash_read_pages(config, device, next(network.parameters()).dtype) or flex.serves(
         device, config.head_dim
     )
-    if network.reads_pages and fixed and reads:
+    if network.can_read_pages and fixed and reads:
         return PageCaches(network, device, budget)
     return SlotCaches(network, device, budget)
 
 
-def _flashes(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def _can_flash_read_pages(
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Return whether flash attention reads pages on this device; otherwise FlexAttention may."""
     plain = config.attention_softcap is None and flash.serves(device, dtype, config.head_dim)
-    return plain and flash.abilities().block_table
+    return plain and flash.find_features().block_table
 
 
 class SlotCaches:
     """KV cache in slots.
 
-    Passes with fewer than `least_rows` tokens are padded with extra rows.
+    Passes with fewer than `min_rows` tokens are padded with extra rows.
     """
 
-    def __init__(self, network: Decoder, device: torch.device, budget: Budget) -> None:
+    def __init__(self, network: Decoder, device: torch.device, budget: GenerationBudget) -> None:
         self._network = network
         self._device = device
-        joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
+        joins = device.type == "cpu" and network.can_share_prefixes(budget.max_tokens)
         least_spared = LEAST_SPARED_KEYS if joins else None
         unit = in_vectors(1, device)
-        self._kernels = reads_only_written(network)
-        self.passes = Passes(network)
-        self.blocks = Slots(
-            budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels
+        self._uses_kernels = has_slot_kernel(network)
+        self.passes = DecoderPasses(network)
+        self.blocks = SlotManager(
+            budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._uses_kernels
         )
-        alone = self._kernels and network.config.experts is None  # torch computes the experts
-        self.least_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
+        alone = self._uses_kernels and network.config.experts is None  # torch computes the experts
+        self.min_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
 
-    def new(self, room: int | None = None) -> KVCache:
-        slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
+    def create_cache(self, room: int | None = None) -> KVCache:
+        slots, room = self._compute_size() if room is None else (1, in_vectors(room, self._device))
         dtype = next(self._network.parameters()).dtype
         return KVCache(
             self._network.config,
@@ -154,38 +168,40 @@ class SlotCaches:
             dtype,
             slots=slots,
             room=room,
-            rectangle=not self._kernels,
+            rectangle=not self._uses_kernels,
             layers=self._network.held_layers,
         )
 
-    def fit(self, cache: KVCache) -> None:
-        cache.resize(*self._size())
+    def resize(self, cache: KVCache) -> None:
+        cache.resize(*self._compute_size())
 
-    def _size(self) -> tuple[int, int]:
+    def _compute_size(self) -> tuple[int, int]:
         """Return (number of slots of the running sequences, tokens per slot)."""
-        return max(self.blocks.num_held, self.least_rows), self.blocks.capacity
+        return max(self.blocks.num_slots, self.min_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         count = len(tokens)
         fillers = list[int]()
-        if count < self.least_rows:
-            fillers = cache.allocate(self.least_rows - count)
+        if count < self.min_rows:
+            fillers = cache.allocate(self.min_rows - count)
             tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
         packed = cache.extend(np.arange(len(tokens)), torch.from_numpy(tokens).to(self._device))
-        states = self.passes.hidden(packed)
+        states = self.passes.compute_hidden(packed)
         for slot in reversed(fillers):
             cache.release(slot)
         return states[:count] if fillers else states
 
-    def draw(self, cache: KVCache, rows: DecodeBatch, settings: SettingsTable) -> None:
+    def decode_and_sample(self, cache: KVCache, rows: DecodeBatch, settings: SettingsTable) -> None:
         """Return None: sampling is a separate pass, or part of a call of several steps."""
 
-    def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
-        if self.passes.multi_step:
+    def build_multi_step_decoder(
+        self, rows: DecodeBatch, settings: SettingsTable
+    ) -> MultiStepDecoder | None:
+        if self.passes.supports_multi_step:
             return MultiStepDecoder(self.passes, rows, settings)
         return None
 
-    def weights_changed(self) -> None:
+    def on_weights_changed(self) -> None:
         self.passes.forget()
 
     def close(self) -> None:
@@ -195,34 +211,34 @@ class SlotCaches:
 class PageCaches:
     """KV cache in pages, with the CUDA graphs captured over them.
 
-    `KeptPages` passes both on from one generator to the next.
+    `ReusablePageCaches` passes both on from one generator to the next.
     """
 
     def __init__(
-        self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE
+        self, network: Decoder, device: torch.device, budget: GenerationBudget, page: int = PAGE
     ) -> None:
         self._network = network
         config = network.config
         dtype = next(network.parameters()).dtype
-        self.least_rows = 1
-        self.passes = Passes(network)
+        self.min_rows = 1
+        self.passes = DecoderPasses(network)
         self._page = page
-        self.blocks = self._blocks(budget)
+        self.blocks = self._build_blocks(budget)
         self._pool = PagePool(config, device, dtype, page=page, most=self.blocks.num_pages + 1)
-        sizes = SIZES if _flashes(config, device, dtype) else COARSE
+        sizes = GRAPH_SIZES if _can_flash_read_pages(config, device, dtype) else COARSE_GRAPH_SIZES
         # Experts read their token counts on the host, which a graph cannot do.
         if device.type == "cuda" and config.experts is None:
-            capture = cuda_capture(device)
+            capture = build_cuda_capture(device)
         else:
             capture = None
         self._device = device
         self._width = FIRST_WIDTH
-        self._results = dict[int, Tensor]()
-        self._weights = storage_of(network)
-        runs: dict[str, Run] = {
-            "states": self._states,
-            "sampled": self._drawn,
-            "greedy": partial(self._drawn, greedy=True),
+        self._result_buffers = dict[int, Tensor]()
+        self._weight_storage = identify_storage(network)
+        runs: dict[str, StepFunction] = {
+            "states": self._compute_states,
+            "sampled": self._sample_tokens,
+            "greedy": partial(self._sample_tokens, greedy=True),
         }
         self.graphs = DecodeGraphs(runs, device, capture, sizes=sizes)
 
@@ -235,13 +251,13 @@ class PageCaches:
         """Return whether every page has been returned."""
         return not self._pool.pages.num_used
 
-    def renew(self, network: Decoder, budget: Budget) -> bool:
+    def reuse(self, network: Decoder, budget: GenerationBudget) -> bool:
         """Prepare the pages and graphs for another generator.
 
         Returns False if they do not suit it: for another network, or a budget smaller than the
         allocated pages.
         """
-        blocks = self._blocks(budget)
+        blocks = self._build_blocks(budget)
         dtype = next(network.parameters()).dtype
         if (
             network is not self._network
@@ -249,20 +265,20 @@ class PageCaches:
             or blocks.num_pages + 1 < len(self._pool.pages)
         ):
             return False
-        self.blocks, self._pool.pages.most = blocks, blocks.num_pages + 1
-        self.weights_changed()
+        self.blocks, self._pool.pages.max_pages = blocks, blocks.num_pages + 1
+        self.on_weights_changed()
         return True
 
-    def _blocks(self, budget: Budget) -> PageBlocks:
-        return PageBlocks(
+    def _build_blocks(self, budget: GenerationBudget) -> PageManager:
+        return PageManager(
             budget.max_sequences, budget.max_tokens, self._page, least_spared=self._page
         )
 
-    def new(self, room: int | None = None) -> PagedCache:
+    def create_cache(self, room: int | None = None) -> PagedCache:
         self._reserve()
         return PagedCache(self._pool, self._width)
 
-    def fit(self, cache: PagedCache) -> None:
+    def resize(self, cache: PagedCache) -> None:
         self._reserve()
 
     def _reserve(self) -> None:
@@ -271,79 +287,79 @@ class PageCaches:
         Graphs and compiled kernels are specific to one number of pages and one width, so both
         change seldom.
         """
-        self._pool.reserve(self.blocks.num_wanted)
+        self._pool.reserve(self.blocks.num_expected)
         while self._width * self._page < self.blocks.longest:
             self._width *= 2
 
     def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
-        return self._run("states", cache.step(range(len(tokens)), tokens))
+        return self._run_step("states", cache.step(range(len(tokens)), tokens))
 
-    def draw(
+    def decode_and_sample(
         self, cache: PagedCache, rows: DecodeBatch, settings: SettingsTable
-    ) -> Callable[[], Drawn] | None:
+    ) -> Callable[[], SampledRows] | None:
         count = len(rows)
-        how = settings.in_graph(rows.settings[:count], rows.count[:count])
+        how = settings.build_graph_sampling(rows.settings[:count], rows.count[:count])
         if how is None:
             return None
-        numbers = np.stack([rows.uniforms(1)[0], how.temperatures], axis=1)
+        numbers = np.stack([rows.compute_uniforms(1)[0], how.temperatures], axis=1)
         step = np.concatenate(
             [numbers.view(np.int32), cache.step(range(count), rows.last[:count])], axis=1
         )
-        made = self._run("greedy" if how.greedy else "sampled", step)
+        made = self._run_step("greedy" if how.greedy else "sampled", step)
 
-        def drawn() -> Drawn:
+        def wait_for_tokens() -> SampledRows:
             wait(self._device)
             tokens, logprobs = made.numpy().T.copy()
             return tokens.astype(np.int64), logprobs, None
 
-        return drawn
+        return wait_for_tokens
 
-    def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> None:
+    def build_multi_step_decoder(self, rows: DecodeBatch, settings: SettingsTable) -> None:
         """Return None: steps run as CUDA graphs, one at a time."""
 
-    def weights_changed(self) -> None:
+    def on_weights_changed(self) -> None:
         self.passes.forget()
-        self._weights = storage_of(self._network)
+        self._weight_storage = identify_storage(self._network)
 
     def close(self) -> None:
         self.graphs.drop()
         self._pool.keys, self._pool.values = [], []
-        self._results.clear()
+        self._result_buffers.clear()
 
-    def _run(self, kind: str, step: npt.NDArray[np.int32]) -> Tensor:
+    def _run_step(self, kind: str, step: npt.NDArray[np.int32]) -> Tensor:
         form = (
-            step.shape[1] - (DRAWING if kind != "states" else 0),
+            step.shape[1] - (SAMPLING_COLUMNS if kind != "states" else 0),
             len(self._pool.pages),
-            self._weights,
+            self._weight_storage,
         )
         return self.graphs(kind, step, form=form, expected=self.blocks.rows)
 
-    def _states(self, step: Tensor) -> Tensor:
+    def _compute_states(self, step: Tensor) -> Tensor:
         """Return hidden states [B, hidden] of a step."""
-        return self._network.hidden(self._pool.packed(step))
+        return self._network.compute_hidden(self._pool.build_packed(step))
 
-    def _drawn(self, step: Tensor, *, greedy: bool = False) -> Tensor:
+    def _sample_tokens(self, step: Tensor, *, greedy: bool = False) -> Tensor:
         """Return the token and the log-prob of each row, float64 [B, 2] on the host.
 
         The values are valid after the device has been waited for. A row of `step` begins with its
         random number and its temperature, two int32 columns each.
         """
         uniforms, temperatures = (
-            step[:, :DRAWING]
+            step[:, :SAMPLING_COLUMNS]
             .clone(memory_format=torch.contiguous_format)
             .view(torch.float64)
             .unbind(1)
         )
-        logits = self._network.next_token_logits(self._states(step[:, DRAWING:]))
-        drawn = sampling.draw_rows(logits, uniforms, None if greedy else temperatures)
-        if len(step) not in self._results:
-            self._results[len(step)] = torch.zeros(
+        logits = self._network.next_token_logits(self._compute_states(step[:, SAMPLING_COLUMNS:]))
+        drawn = sampling.sample_rows(logits, uniforms, None if greedy else temperatures)
+        if len(step) not in self._result_buffers:
+            self._result_buffers[len(step)] = torch.zeros(
                 len(step), 2, dtype=torch.float64, pin_memory=self._device.type == "cuda"
             )
-        return self._results[len(step)].copy_(drawn.packed, non_blocking=True)
+        return self._result_buffers[len(step)].copy_(drawn.stacked, non_blocking=True)
 
 
-class KeptPages:
+class ReusablePageCaches:
     """Pages and captured graphs that an engine's generators pass on to the next one.
 
     Capturing the graphs costs as much as many steps. While no generator is open, pages and graphs
@@ -351,46 +367,50 @@ class KeptPages:
     """
 
     def __init__(self) -> None:
-        self._kept: PageCaches | None = None
+        self._page_caches: PageCaches | None = None
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._kept is None else self._kept.num_bytes
+        return 0 if self._page_caches is None else self._page_caches.num_bytes
 
-    def take(self, network: Decoder, device: torch.device, budget: Budget) -> Caches:
+    def take(
+        self, network: Decoder, device: torch.device, budget: GenerationBudget
+    ) -> GenerationCaches:
         """Return the caches of the last generator if they suit this one, or new ones."""
-        kept = self._kept
-        self._kept = None
+        kept = self._page_caches
+        self._page_caches = None
         if kept is not None:
-            if kept.renew(network, budget):
+            if kept.reuse(network, budget):
                 return kept
             kept.close()
-        return caches_for(network, device, budget)
+        return build_caches(network, device, budget)
 
-    def give_back(self, caches: Caches) -> None:
+    def give_back(self, caches: GenerationCaches) -> None:
         if isinstance(caches, PageCaches) and caches.is_unused:
             self.drop()  # pages of another generator that was open at the same time
-            self._kept = caches
+            self._page_caches = caches
         else:
             caches.close()
 
     def drop(self) -> None:
         """Free the pages and graphs."""
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        if self._page_caches is not None:
+            self._page_caches.close()
+            self._page_caches = None
 
 
-def storage_of(network: Decoder) -> Hashable:
+def identify_storage(network: Decoder) -> Hashable:
     """Return a value that changes if a captured pass would be wrong for the network.
 
     That is, if it would read other memory or compute something else: the addresses of the tensors,
     and the active adapters.
     """
-    tensors = [kernels.address(x) for x in network.parameters()]
+    tensors = [kernels.get_address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):
-        tensors += [kernels.address(x) for x in network.buffers()]
+        tensors += [kernels.get_address(x) for x in network.buffers()]
         tensors += [
-            module.active for module in network.modules() if isinstance(module, Adapter | Prefix)
+            module.active
+            for module in network.modules()
+            if isinstance(module, Adapter | PrefixKeysValues)
         ]
     return tuple(tensors)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from weft import randomness
 from weft.engine.generation.scheduler import Sequence as Live
 
-FIRST = 64  # initial numbers of rows and of tokens per row
+INITIAL_SIZE = 64  # initial numbers of rows and of tokens per row
 # random numbers of a row computed at once; numpy takes as long for one as for hundreds
-NUMBERS = 64
+UNIFORMS_PER_BLOCK = 64
 
 
 class DecodeBatch:
@@ -30,19 +30,21 @@ class DecodeBatch:
         self.sequences: list[Live] = []
         self.ids: list[str] = []
         self.ks: list[int] = []
-        self.places: dict[tuple[str, int], int] = {}
-        self.count = np.zeros(FIRST, np.int64)
-        self.limit = np.zeros(FIRST, np.int64)
-        self.settings = np.zeros(FIRST, np.int64)
-        self.keys = np.zeros((FIRST, 2), np.uint32)
-        self.last = np.zeros(FIRST, np.int64)  # the last token
-        self.watched = np.zeros(FIRST, bool)  # True if the row has stop texts
-        self._tokens = np.zeros((FIRST, FIRST), np.int64)
-        self._logprobs = np.zeros((FIRST, FIRST), np.float64)
-        self._versions = np.zeros((FIRST, FIRST), np.int64)
+        self.row_by_key: dict[tuple[str, int], int] = {}
+        self.count = np.zeros(INITIAL_SIZE, np.int64)
+        self.limit = np.zeros(INITIAL_SIZE, np.int64)
+        self.settings = np.zeros(INITIAL_SIZE, np.int64)
+        self.keys = np.zeros((INITIAL_SIZE, 2), np.uint32)
+        self.last = np.zeros(INITIAL_SIZE, np.int64)  # the last token
+        self.watched = np.zeros(INITIAL_SIZE, bool)  # True if the row has stop texts
+        self._tokens = np.zeros((INITIAL_SIZE, INITIAL_SIZE), np.int64)
+        self._logprobs = np.zeros((INITIAL_SIZE, INITIAL_SIZE), np.float64)
+        self._versions = np.zeros((INITIAL_SIZE, INITIAL_SIZE), np.int64)
         self._supports: list[list[tuple[int, ...]]] = []
-        self._uniforms = np.zeros((FIRST, NUMBERS))  # for the tokens from `_block` * NUMBERS
-        self._block = np.zeros(FIRST, np.int64)
+        self._uniforms = np.zeros(
+            (INITIAL_SIZE, UNIFORMS_PER_BLOCK)
+        )  # for the tokens from `_block` * NUMBERS
+        self._block = np.zeros(INITIAL_SIZE, np.int64)
         self._steps_ahead = 0  # steps with random numbers for all rows; 0: to be computed
 
     def __len__(self) -> int:
@@ -51,11 +53,11 @@ class DecodeBatch:
     def add(self, live: Live, settings: int, keys: Sequence[np.uint32], watched: bool) -> None:
         row = len(self)
         done = len(live.tokens)
-        self._fit(row + 1, done + 1)
+        self._grow(row + 1, done + 1)
         self.sequences.append(live)
         self.ids.append(live.id)
         self.ks.append(live.k)
-        self.places[live.key] = row
+        self.row_by_key[live.key] = row
         self.count[row], self.limit[row], self.settings[row] = done, live.limit, settings
         self.keys[row], self.watched[row] = keys, watched
         self._tokens[row, :done], self._logprobs[row, :done] = live.tokens, live.logprobs
@@ -64,11 +66,11 @@ class DecodeBatch:
         self._block[row], self._steps_ahead = -1, 0
 
     @property
-    def fewest_left(self) -> int:
+    def min_remaining(self) -> int:
         """Minimum number of tokens left until a row reaches its limit."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
-    def uniforms(self, most: int) -> npt.NDArray[np.float64]:
+    def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:
         """Return random numbers [m, n] in [0, 1) for the next m tokens of each row.
 
         m is between 1 and `most`: as many as are available for all rows. They are the numbers of
@@ -76,16 +78,21 @@ class DecodeBatch:
         """
         count = self.count[: len(self)]
         if self._steps_ahead < 1:
-            block = count // NUMBERS
+            block = count // UNIFORMS_PER_BLOCK
             stale = (block != self._block[: len(self)]).nonzero()[0]
-            positions = block[stale, None] * NUMBERS + np.arange(NUMBERS)
-            made = randomness.uniforms(self.keys[stale].repeat(NUMBERS, 0), positions.ravel())
-            self._uniforms[stale], self._block[stale] = made.reshape(-1, NUMBERS), block[stale]
-            self._steps_ahead = NUMBERS - int((count % NUMBERS).max())
+            positions = block[stale, None] * UNIFORMS_PER_BLOCK + np.arange(UNIFORMS_PER_BLOCK)
+            made = randomness.draw_uniforms(
+                self.keys[stale].repeat(UNIFORMS_PER_BLOCK, 0), positions.ravel()
+            )
+            self._uniforms[stale], self._block[stale] = (
+                made.reshape(-1, UNIFORMS_PER_BLOCK),
+                block[stale],
+            )
+            self._steps_ahead = UNIFORMS_PER_BLOCK - int((count % UNIFORMS_PER_BLOCK).max())
         steps = np.arange(min(most, self._steps_ahead))[:, None]
-        return self._uniforms[np.arange(len(count)), count % NUMBERS + steps]
+        return self._uniforms[np.arange(len(count)), count % UNIFORMS_PER_BLOCK + steps]
 
-    def book(
+    def append_tokens(
         self,
         tokens: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float64],
@@ -98,7 +105,7 @@ class DecodeBatch:
         """
         rows = np.arange(len(self))
         count = self.count[: len(self)]
-        self._fit(len(self), int(count.max()) + 1)
+        self._grow(len(self), int(count.max()) + 1)
         self._tokens[rows, count] = tokens
         self._logprobs[rows, count] = logprobs
         self._versions[rows, count] = version
@@ -121,35 +128,35 @@ class DecodeBatch:
         live.versions = self._versions[row, :done].tolist()
         live.logprobs = self._logprobs[row, :done].tolist()
         live.supports = self._supports[row] or [()] * int(done)
-        for column in self._columns():
+        for column in self._list_columns():
             column[row] = column[last]
         lists: tuple[list[Any], ...] = (self.sequences, self.ids, self.ks, self._supports)
         for one in lists:
             one[row] = one[last]
             one.pop()
         if row < last:
-            self.places[self.sequences[row].key] = row
-        del self.places[live.key]
+            self.row_by_key[self.sequences[row].key] = row
+        del self.row_by_key[live.key]
         return live
 
-    def _columns(self) -> list[npt.NDArray[np.generic]]:
+    def _list_columns(self) -> list[npt.NDArray[np.generic]]:
         return [self.__dict__[name] for name in COLUMNS]
 
-    def _fit(self, rows: int, tokens: int) -> None:
+    def _grow(self, rows: int, tokens: int) -> None:
         if rows <= self._tokens.shape[0] and tokens <= self._tokens.shape[1]:
             return
         for name in COLUMNS:
             old = self.__dict__[name]
-            shape = [_doubled(old.shape[0], rows), *old.shape[1:]]
-            if name in HISTORIES:
-                shape[1] = _doubled(old.shape[1], tokens)
+            shape = [_grow_size(old.shape[0], rows), *old.shape[1:]]
+            if name in TOKEN_COLUMNS:
+                shape[1] = _grow_size(old.shape[1], tokens)
             if tuple(shape) != old.shape:
                 new = np.zeros(shape, old.dtype)
                 new[tuple(slice(size) for size in old.shape)] = old
                 self.__dict__[name] = new
 
 
-HISTORIES = ("_tokens", "_logprobs", "_versions")
+TOKEN_COLUMNS = ("_tokens", "_logprobs", "_versions")
 COLUMNS = (
     "count",
     "limit",
@@ -159,9 +166,9 @@ COLUMNS = (
     "watched",
     "_uniforms",
     "_block",
-    *HISTORIES,
+    *TOKEN_COLUMNS,
 )
 
 
-def _doubled(size: int, least: int) -> int:
+def _grow_size(size: int, least: int) -> int:
     return size if size >= least else max(least, 2 * size)

@@ -19,7 +19,7 @@ class Decoder(Protocol):
     training: bool
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
-    def shares_prefixes(self, longest: int) -> bool:
+    def can_share_prefixes(self, longest: int) -> bool:
         """Return whether attention supports separately stored prefixes.
 
         `longest` is the largest number of tokens of a sequence.
@@ -32,15 +32,15 @@ class Decoder(Protocol):
         ...
 
     @property
-    def reads_pages(self) -> bool:
+    def can_read_pages(self) -> bool:
         """True if keys and values can be stored in pages, because attention is weft's own."""
         ...
 
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
+    def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return the logits of hidden states.
 
-        `wide` is the result of `kernels.kept_wide` for `output_matrix`.
+        `wide` is the result of `kernels.prepare_wide` for `output_matrix`.
         """
         ...
 
@@ -54,7 +54,7 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class PutsOff(Protocol):
+class DeferringDecoder(Protocol):
     """A decoder whose passes without `rows` can return before they are complete."""
 
     def catch_up(self) -> None:

@@ -26,20 +26,26 @@ from torch.nn.functional import pad
 
 from weft import randomness
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.device import using
-from weft.engine.generation.budgets import default_budget
-from weft.engine.generation.caches import Cache, KeptPages
+from weft.engine.device import use_device
+from weft.engine.generation.budgets import choose_default_budget
+from weft.engine.generation.caches import ReusablePageCaches, SequenceCache
 from weft.engine.generation.decode_batch import DecodeBatch
-from weft.engine.generation.decoder import Decoder, PutsOff
-from weft.engine.generation.prefixes import Prefix
-from weft.engine.generation.requests import check_partial, limit_of, prompt_of
-from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
+from weft.engine.generation.decoder import Decoder, DeferringDecoder
+from weft.engine.generation.prefixes import PromptPrefix
+from weft.engine.generation.requests import build_prompt, check_partial, compute_limit
+from weft.engine.generation.scheduler import GenerationBudget, Prefill, PrefillChunk, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
-from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here, joined
-from weft.engine.generation.stops import StopText
+from weft.engine.generation.settings import (
+    SampledRows,
+    SettingsTable,
+    TokenAgreement,
+    concatenate_rows,
+    sample_locally,
+)
+from weft.engine.generation.stops import StopTextDetector
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, NotFinite
-from weft.kernels import kept_wide, put
+from weft.kernels import prepare_wide, put
 
 
 @contextmanager
@@ -50,9 +56,9 @@ def open_generator(
     device: torch.device,
     version: int,
     eos_ids: Iterable[int],
-    budget: Budget | None = None,
-    settle: Settle = drawn_here,
-    kept: KeptPages | None = None,
+    budget: GenerationBudget | None = None,
+    settle: TokenAgreement = sample_locally,
+    kept: ReusablePageCaches | None = None,
 ) -> Iterator[BatchGenerator]:
     """Open a generator on `network`, which is in evaluation mode until it is closed.
 
@@ -73,9 +79,9 @@ def open_generator(
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
         kept_outside = kept is not None
-        kept = kept or KeptPages()
+        kept = kept or ReusablePageCaches()
         dtype = next(network.parameters()).dtype
-        budget = budget or default_budget(
+        budget = budget or choose_default_budget(
             network.config, device, dtype, spec.kv_cache_gb, kept.num_bytes
         )
         generator = BatchGenerator(network, spec, device, version, stop_ids, budget, settle, kept)
@@ -89,7 +95,7 @@ def open_generator(
         network.train(mode)
 
 
-class Head:
+class LogitsHead:
     """Output layer of a network.
 
     On devices where each product would copy the matrix to float32, the copy is made once.
@@ -98,14 +104,14 @@ class Head:
     def __init__(self, network: Decoder) -> None:
         self._network = network
 
-    def logits(self, states: Tensor) -> Tensor:
+    def compute_logits(self, states: Tensor) -> Tensor:
         """Return logits [R, V] of hidden states [R, hidden]."""
-        return self._network.next_token_logits(states, self._wide)
+        return self._network.next_token_logits(states, self._float32_matrix)
 
     @cached_property
-    def _wide(self) -> Tensor | None:
+    def _float32_matrix(self) -> Tensor | None:
         matrix = self._network.output_matrix
-        return None if matrix is None else kept_wide(matrix)
+        return None if matrix is None else prepare_wide(matrix)
 
 
 class BatchGenerator:
@@ -121,29 +127,33 @@ class BatchGenerator:
         device: torch.device,
         version: int,
         stop_ids: frozenset[int],
-        budget: Budget,
-        settle: Settle,
-        kept: KeptPages,
+        budget: GenerationBudget,
+        settle: TokenAgreement,
+        kept: ReusablePageCaches,
     ) -> None:
         self._network = network
         self._device = device
         self._version = version
-        self._settle = settle
-        self._kept = kept
+        self._agree_on_tokens = settle
+        self._reusable_caches = kept
         self._caches = kept.take(network, device, budget)
-        self._head = Head(network)
+        self._head = LogitsHead(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
-        self._least_rows = self._caches.least_rows
+        self._min_rows = self._caches.min_rows
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
-        self._rows = DecodeBatch()
-        self._multi_step = self._caches.multi_step(self._rows, self._settings)
-        self._cache: Cache | None = None
-        self._drawn: Callable[[], Drawn] | None = (
+        self._batch = DecodeBatch()
+        self._multi_step = self._caches.build_multi_step_decoder(self._batch, self._settings)
+        self._cache: SequenceCache | None = None
+        self._wait_for_tokens: Callable[[], SampledRows] | None = (
             None  # waits for the tokens of the step in progress
         )
-        self._held: dict[Prefix | Fill, Cache] = {}  # of prefixes and unfinished prompts
-        self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
-        self._stops: dict[tuple[str, int], StopText] = {}
+        self._prefill_caches: dict[
+            PromptPrefix | Prefill, SequenceCache
+        ] = {}  # of prefixes and unfinished prompts
+        self._sampling_keys: dict[
+            tuple[str, int], tuple[int, randomness.Key]
+        ] = {}  # settings and key
+        self._stop_texts: dict[tuple[str, int], StopTextDetector] = {}
 
     @property
     def idle(self) -> bool:
@@ -154,11 +164,11 @@ class BatchGenerator:
 
         No step is possible afterwards.
         """
-        self._let_go(list(self._held))
+        self._close_caches(list(self._prefill_caches))
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        self._kept.give_back(self._caches)
+        self._reusable_caches.give_back(self._caches)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
@@ -168,9 +178,9 @@ class BatchGenerator:
         for a request submitted twice; `ConfigError` for invalid sampling settings of a request.
         """
         for request in requests:
-            spec = self._settings.specs[settings := self._settings.index(request.sampling)]
-            limit = limit_of(self._network, request, spec.most_new_tokens)
-            live = Live(request.id, request.k, prompt_of(self._network, request), limit)
+            spec = self._settings.specs[settings := self._settings.find_index(request.sampling)]
+            limit = compute_limit(self._network, request, spec.new_token_limit)
+            live = Live(request.id, request.k, build_prompt(self._network, request), limit)
             if request.generated is not None:
                 done = request.generated
                 check_partial(done, live)
@@ -179,18 +189,18 @@ class BatchGenerator:
                 live.versions = list(done.versions)
                 live.supports = [tuple(s) for s in done.supports]
             self._scheduler.submit(live)
-            key = randomness.key(
+            key = randomness.derive_key(
                 self._settings.seed,
                 "sample",
                 request.step,
                 request.draws_as or request.id,
                 request.k,
             )
-            self._draws[live.key] = (settings, key)
+            self._sampling_keys[live.key] = (settings, key)
             if spec.stop:
-                self._stops[live.key] = StopText(spec.stop, spec.tokenizer)
+                self._stop_texts[live.key] = StopTextDetector(spec.stop, spec.tokenizer)
                 for token in live.tokens:
-                    self._stops[live.key].feed(token)
+                    self._stop_texts[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
         """Sample one token of every running sequence and of each completed prompt.
@@ -203,45 +213,45 @@ class BatchGenerator:
 
     def begin(self) -> None:
         """Start the passes of a step; only `submit` can be called before `finish`."""
-        with torch.no_grad(), using(self._device):
+        with torch.no_grad(), use_device(self._device):
             self._begin_step()
 
     def _begin_step(self) -> None:
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan_step()
         for sequence in plan.preempted:
-            self._take_out(self._rows.places[sequence.key])
-        self._let_go_unused(plan.chunks)
+            self._remove_row(self._batch.row_by_key[sequence.key])
+        self._close_unused_caches(plan.chunks)
         if self._cache is not None:
-            self._caches.fit(self._cache)
+            self._caches.resize(self._cache)
         ahead = self._multi_step
-        count = len(self._rows)
+        count = len(self._batch)
         if ahead and count:
-            taken = ahead.take(self._kv(), joined=bool(plan.chunks))
+            taken = ahead.take(self._get_cache(), joined=bool(plan.chunks))
         else:
             taken = None
         if taken:
-            self._drawn = drawn_here(lambda: taken, count)
+            self._wait_for_tokens = sample_locally(lambda: taken, count)
             return
         if count:
-            first = self._caches.draw(self._kv(), self._rows, self._settings)
+            first = self._caches.decode_and_sample(self._get_cache(), self._batch, self._settings)
         else:
             first = None
         if count and first is None:
-            states = [self._caches.decode(self._kv(), self._rows.last[:count])]
+            states = [self._caches.decode(self._get_cache(), self._batch.last[:count])]
         else:
             states = []
-        if plan.chunks and isinstance(self._network, PutsOff):
+        if plan.chunks and isinstance(self._network, DeferringDecoder):
             self._network.catch_up()
         states += self._prefill(plan.chunks)
-        self._let_go_unused()
-        self._drawn = self._settled(first, states) if first or states else None
+        self._close_unused_caches()
+        self._wait_for_tokens = self._sample_rows(first, states) if first or states else None
 
     def finish(self) -> list[TokenEvent]:
         """Record the tokens of the step that `begin` started, and return their events."""
-        drawn = self._drawn
-        self._drawn = None
-        events = [] if drawn is None else self._book(*drawn())
-        self._let_go_unused()
+        drawn = self._wait_for_tokens
+        self._wait_for_tokens = None
+        events = [] if drawn is None else self._record_tokens(*drawn())
+        self._close_unused_caches()
         return events
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
@@ -251,13 +261,13 @@ class BatchGenerator:
         """
         partials = []
         for live in self._scheduler.abort(ids):
-            if live.key in self._rows.places:
-                self._take_out(self._rows.places[live.key])
+            if live.key in self._batch.row_by_key:
+                self._remove_row(self._batch.row_by_key[live.key])
             self._forget(live)
             partials.append(
                 Partial(live.id, live.k, live.tokens, live.logprobs, live.versions, live.supports)
             )
-        self._let_go_unused()
+        self._close_unused_caches()
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
@@ -266,17 +276,17 @@ class BatchGenerator:
         Keys and values are computed again with the new weights, unless `keep_kv` is set.
         """
         self._version = version
-        self._caches.weights_changed()
-        self._head = Head(self._network)
+        self._caches.on_weights_changed()
+        self._head = LogitsHead(self._network)
         if not keep_kv:
-            while len(self._rows):
-                self._take_out(len(self._rows) - 1)
+            while len(self._batch):
+                self._remove_row(len(self._batch) - 1)
             self._scheduler.restart()
-            self._let_go(list(self._held))
+            self._close_caches(list(self._prefill_caches))
 
     # -- one step
 
-    def _prefill(self, chunks: list[Chunk]) -> list[Tensor]:
+    def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts.
 
         Returns the hidden states [m, hidden] of the last tokens of the sequences that start in this
@@ -284,110 +294,123 @@ class BatchGenerator:
         """
         states = []
         leaders = []
-        fresh = [chunk for chunk in chunks if chunk.whole and chunk.fill.makes is None]
+        fresh = [chunk for chunk in chunks if chunk.is_whole and chunk.prefill.new_prefix is None]
         for chunk in chunks:
-            if chunk.whole and chunk.fill.makes is None:
+            if chunk.is_whole and chunk.prefill.new_prefix is None:
                 continue
-            last = self._hold(chunk)
-            if chunk.last and chunk.fill.makes is None:
+            last = self._prefill_chunk(chunk)
+            if chunk.is_last and chunk.prefill.new_prefix is None:
                 states.append(last)
-                leaders.append((self._kv().take(self._held[chunk.fill]), chunk.fill))
+                leaders.append(
+                    (self._get_cache().take(self._prefill_caches[chunk.prefill]), chunk.prefill)
+                )
         if fresh:
-            slots, last = self._prefill_whole([chunk.fill for chunk in fresh])
+            slots, last = self._prefill_whole([chunk.prefill for chunk in fresh])
             states.append(last)
-            leaders += zip(slots, (chunk.fill for chunk in fresh), strict=True)
+            leaders += zip(slots, (chunk.prefill for chunk in fresh), strict=True)
         for _, fill in leaders:
-            self._begin(fill.sequences[0])
+            self._add_row(fill.sequences[0])
         ends = list(states)
         for (slot, fill), end in zip(leaders, torch.cat(ends) if ends else (), strict=True):
             others = fill.sequences[1:]
             if others:
-                self._kv().fork(slot, len(others))
+                self._get_cache().fork(slot, len(others))
                 states.append(end.expand(len(others), -1))
             for live in others:
-                self._begin(live)
+                self._add_row(live)
         return states
 
-    def _hold(self, chunk: Chunk) -> Tensor:
+    def _prefill_chunk(self, chunk: PrefillChunk) -> Tensor:
         """Compute a chunk of a shared prefix, or of a prompt that takes several steps.
 
         Returns the hidden state [1, hidden] of its last token.
         """
-        fill = chunk.fill
+        fill = chunk.prefill
         count = chunk.stop - chunk.start
-        holder = fill.makes or fill
-        if holder not in self._held:
-            cache = self._held[holder] = self._caches.new(len(fill.tokens) + self._least_rows)
-            cache.link(cache.allocate(), self._held[fill.after] if fill.after else None)
-        cache = self._held[holder]
-        tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
+        holder = fill.new_prefix or fill
+        if holder not in self._prefill_caches:
+            cache = self._prefill_caches[holder] = self._caches.create_cache(
+                len(fill.tokens) + self._min_rows
+            )
+            cache.link(
+                cache.allocate(),
+                self._prefill_caches[fill.parent_prefix] if fill.parent_prefix else None,
+            )
+        cache = self._prefill_caches[holder]
+        tokens = torch.zeros(max(count, self._min_rows), dtype=torch.int64)
         tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
-        states = self._caches.passes.hidden(
+        states = self._caches.passes.compute_hidden(
             cache.extend([0], [tokens]), put(np.array([count - 1]), self._device)
         )
         cache.truncate(0, chunk.stop)
         return states
 
-    def _prefill_whole(self, fills: list[Fill]) -> tuple[list[int], Tensor]:
+    def _prefill_whole(self, fills: list[Prefill]) -> tuple[list[int], Tensor]:
         """Compute whole prompts in one pass, each in a new slot.
 
         Returns (slots, hidden states [m, hidden] of their last tokens).
         """
-        cache = self._kv()
+        cache = self._get_cache()
         count = len(fills)
         slots = cache.allocate(count)
         for slot, fill in zip(slots, fills, strict=True):
-            cache.link([slot], self._held[fill.after] if fill.after else None)
+            cache.link(
+                [slot], self._prefill_caches[fill.parent_prefix] if fill.parent_prefix else None
+            )
         tokens = [torch.tensor(fill.tokens) for fill in fills]
         lengths = [len(own) for own in tokens]
-        missing = max(0, self._least_rows - sum(lengths))
+        missing = max(0, self._min_rows - sum(lengths))
         tokens[-1] = torch.nn.functional.pad(tokens[-1], (0, missing))
         packed = cache.extend(slots, tokens)
-        last = self._caches.passes.hidden(packed, put(np.cumsum(lengths) - 1, self._device))
+        last = self._caches.passes.compute_hidden(packed, put(np.cumsum(lengths) - 1, self._device))
         if missing:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last
 
-    def _settled(
-        self, first: Callable[[], Drawn] | None, states: list[Tensor]
-    ) -> Callable[[], Drawn]:
+    def _sample_rows(
+        self, first: Callable[[], SampledRows] | None, states: list[Tensor]
+    ) -> Callable[[], SampledRows]:
         """Sample one token for every row, and return a function that waits for the tokens.
 
         The last rows are sampled from `states`; `first` returns the tokens of the rows before them.
         """
 
-        def draw() -> Drawn:
-            drawn = [self._draw(torch.cat(states))] if states else []
-            return reduce(joined, [first(), *drawn] if first else drawn)
+        def draw() -> SampledRows:
+            drawn = [self._sample(torch.cat(states))] if states else []
+            return reduce(concatenate_rows, [first(), *drawn] if first else drawn)
 
-        return self._settle(draw, len(self._rows))
+        return self._agree_on_tokens(draw, len(self._batch))
 
-    def _draw(self, states: Tensor) -> Drawn:
+    def _sample(self, states: Tensor) -> SampledRows:
         """Sample one token for each of the last rows from its hidden state."""
-        rows = self._rows
+        rows = self._batch
         count = len(states)
         own = slice(len(rows) - count, len(rows))
-        missing = max(0, self._least_rows - count)
-        numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
-        logits = self._head.logits(pad(states, (0, 0, 0, missing)) if missing else states)[:count]
-        return self._settings.draw(
+        missing = max(0, self._min_rows - count)
+        numbers = np.ascontiguousarray(rows.compute_uniforms(1)[0, own])
+        logits = self._head.compute_logits(pad(states, (0, 0, 0, missing)) if missing else states)[
+            :count
+        ]
+        return self._settings.sample(
             logits, put(numbers, self._device), rows.settings[own], rows.count[own]
         )
 
-    def _book(
+    def _record_tokens(
         self,
         tokens: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float64],
         supports: list[tuple[int, ...]] | None,
     ) -> list[TokenEvent]:
         """Record one token of every row, and remove the rows that are finished."""
-        rows = self._rows
-        count = len(self._rows)
+        rows = self._batch
+        count = len(self._batch)
         _check_finite(logprobs, rows, self._version)
-        rows.book(tokens, logprobs, self._version, supports)
+        rows.append_tokens(tokens, logprobs, self._version, supports)
         stopped = self._settings.is_stop[rows.settings[:count], tokens]
-        if self._stops:
-            stopped |= _stopped_by_text(tokens, rows, self._stops, self._settings.least)
+        if self._stop_texts:
+            stopped |= _find_text_stops(
+                tokens, rows, self._stop_texts, self._settings.min_new_tokens
+            )
         finished = (stopped | (rows.count[:count] >= rows.limit[:count])).nonzero()[0].tolist()
         ends: list[Literal["stop", "length"] | None] = [None] * count
         for row in finished:
@@ -399,55 +422,57 @@ class BatchGenerator:
             ends,
             supports or repeat(()),
         )
-        events = list(map(TokenEvent, rows.ids, rows.ks, *said, self._settings.take_likely(count)))
+        events = list(
+            map(TokenEvent, rows.ids, rows.ks, *said, self._settings.take_top_logprobs(count))
+        )
         for row in reversed(finished):
-            live = self._take_out(row)
+            live = self._remove_row(row)
             self._scheduler.finish(live)
             self._forget(live)
         return events
 
     # -- memory
 
-    def _kv(self) -> Cache:
+    def _get_cache(self) -> SequenceCache:
         if self._cache is None:
-            self._cache = self._caches.new()
+            self._cache = self._caches.create_cache()
         return self._cache
 
-    def _let_go(self, holders: list[Prefix | Fill]) -> None:
+    def _close_caches(self, holders: list[PromptPrefix | Prefill]) -> None:
         """Close the caches of these prefixes and prefills."""
         for holder in holders:
-            self._held.pop(holder).close()
+            self._prefill_caches.pop(holder).close()
 
-    def _let_go_unused(self, chunks: Iterable[Chunk] = ()) -> None:
+    def _close_unused_caches(self, chunks: Iterable[PrefillChunk] = ()) -> None:
         """Close the caches that neither the scheduler nor the remaining `chunks` need."""
-        if not self._held:
+        if not self._prefill_caches:
             return
         in_use = {
             *self._scheduler.prefixes.values(),
-            *self._scheduler.filling,
-            *(chunk.fill for chunk in chunks),
+            *self._scheduler.prefilling,
+            *(chunk.prefill for chunk in chunks),
         }
-        self._let_go([holder for holder in self._held if holder not in in_use])
+        self._close_caches([holder for holder in self._prefill_caches if holder not in in_use])
 
-    def _begin(self, live: Live) -> None:
+    def _add_row(self, live: Live) -> None:
         """Add a row for this sequence."""
-        settings, key = self._draws[live.key]
-        self._rows.add(live, settings, key, live.key in self._stops)
+        settings, key = self._sampling_keys[live.key]
+        self._batch.add(live, settings, key, live.key in self._stop_texts)
 
-    def _take_out(self, row: int) -> Live:
+    def _remove_row(self, row: int) -> Live:
         """Remove a row and release its slot; the last row takes its place."""
         assert self._cache is not None
         if self._multi_step is not None:
             self._multi_step.drop()
         self._cache.release(row)
-        live = self._rows.remove(row)
-        if not len(self._rows):
+        live = self._batch.remove(row)
+        if not len(self._batch):
             self._cache = None
         return live
 
     def _forget(self, live: Live) -> None:
-        del self._draws[live.key]
-        self._stops.pop(live.key, None)
+        del self._sampling_keys[live.key]
+        self._stop_texts.pop(live.key, None)
 
 
 def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:
@@ -461,10 +486,10 @@ def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version:
         )
 
 
-def _stopped_by_text(
+def _find_text_stops(
     tokens: npt.NDArray[np.int64],
     rows: DecodeBatch,
-    stops: Mapping[tuple[str, int], StopText],
+    stops: Mapping[tuple[str, int], StopTextDetector],
     least: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
     """Return whether each row's new token completes one of the row's stop texts.

@@ -19,31 +19,33 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.engine.device import using
+from weft.engine.device import use_device
 
 # numbers of rows, each at most twice the one before
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # for attention that is compiled per size, where more sizes would cost more than they save
-COARSE = tuple(1 << n for n in range(10))
-BEYOND = 128  # larger sizes are multiples of this
+COARSE_GRAPH_SIZES = tuple(1 << n for n in range(10))
+LARGE_SIZE_STEP = 128  # larger sizes are multiples of this
 # steps in a larger graph before a size gets its own; a capture takes about the time that they lose
-AFTER = 16
+MIN_USES = 16
 # runs before a capture, which choose and compile kernels and allocate workspaces
 WARM_UPS = 2
 
-Steps = npt.NDArray[np.int32]
-Run = Callable[[Tensor], Tensor]
+StepArray = npt.NDArray[np.int32]
+StepFunction = Callable[[Tensor], Tensor]
 # returns (function that replays the graph, its output buffer)
-Capture = Callable[[Run, Tensor], tuple[Callable[[], object], Tensor]]
+CaptureFunction = Callable[[StepFunction, Tensor], tuple[Callable[[], object], Tensor]]
 
 
-def filled_up(rows: int, sizes: tuple[int, ...]) -> int:
+def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
     """Return the number of rows of the graph for a step of `rows`."""
-    return next((size for size in sizes if size >= rows), -(-rows // BEYOND) * BEYOND)
+    return next(
+        (size for size in sizes if size >= rows), -(-rows // LARGE_SIZE_STEP) * LARGE_SIZE_STEP
+    )
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """A captured graph with its input buffer, the host memory copied to it, and its output buffer."""
 
     inputs: Tensor
@@ -51,7 +53,7 @@ class Captured:
     replay: Callable[[], object]
     output: Tensor
 
-    def __call__(self, step: Steps) -> Tensor:
+    def __call__(self, step: StepArray) -> Tensor:
         """Run the graph for a step of at most its number of rows; return its output."""
         self.host.zero_()
         self.host[: len(step)] = torch.from_numpy(step)
@@ -75,32 +77,32 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        runs: Mapping[str, Run],
+        runs: Mapping[str, StepFunction],
         device: torch.device,
-        capture: Capture | None,
+        capture: CaptureFunction | None,
         *,
-        sizes: tuple[int, ...] = SIZES,
-        after: int = AFTER,
+        sizes: tuple[int, ...] = GRAPH_SIZES,
+        after: int = MIN_USES,
     ) -> None:
         self._runs = runs
         self._device = device
         self._capture = capture
         self._sizes = sizes
         self._after = after
-        self._seen: Counter[tuple[str, int]] = Counter()
-        self._captured: dict[tuple[str, int], Captured] = {}
+        self._num_uses: Counter[tuple[str, int]] = Counter()
+        self._graphs: dict[tuple[str, int], CapturedGraph] = {}
         self._form: Hashable = None
         self.counts: Counter[str] = Counter()
         self.note: str | None = None
 
     def __len__(self) -> int:
-        return len(self._captured)
+        return len(self._graphs)
 
     def drop(self) -> None:
         """Discard all graphs, because addresses may have changed."""
-        self._captured.clear()
+        self._graphs.clear()
 
-    def __call__(self, kind: str, step: Steps, *, form: Hashable, expected: int = 0) -> Tensor:
+    def __call__(self, kind: str, step: StepArray, *, form: Hashable, expected: int = 0) -> Tensor:
         """Return the output of a step [R, C] of this kind; it is valid until the next call.
 
         `form` is any value that differs after the memory of the step has moved; `expected` is the
@@ -109,40 +111,42 @@ class DecodeGraphs:
         if form != self._form:
             self.drop()
             self._form = form
-        graph = self._graph(kind, step, max(expected, len(step)))
+        graph = self._find_graph(kind, step, max(expected, len(step)))
         self.counts["eager" if graph is None else "replayed"] += 1
         if graph is not None:
             return graph(step)
-        _, inputs = self._put(step, filled_up(len(step), self._sizes))
+        _, inputs = self._copy_to_device(step, find_graph_size(len(step), self._sizes))
         return self._runs[kind](inputs)[: len(step)]
 
-    def _graph(self, kind: str, step: Steps, most: int) -> Captured | None:
+    def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
         """Return the graph to run a step in, or None if it runs without one."""
-        size = filled_up(len(step), self._sizes)
-        found = min((own for of, own in self._captured if of == kind and own >= size), default=None)
+        size = find_graph_size(len(step), self._sizes)
+        found = min((own for of, own in self._graphs if of == kind and own >= size), default=None)
         if found == size:
-            return self._captured[kind, size]
-        self._seen[kind, size] += 1
-        if self._capture is not None and (found is None or self._seen[kind, size] > self._after):
-            made = filled_up(most, self._sizes) if found is None else size
+            return self._graphs[kind, size]
+        self._num_uses[kind, size] += 1
+        if self._capture is not None and (
+            found is None or self._num_uses[kind, size] > self._after
+        ):
+            made = find_graph_size(most, self._sizes) if found is None else size
             if self._add(kind, step, made):
-                return self._captured[kind, made]
-        return self._captured.get((kind, found)) if found is not None else None
+                return self._graphs[kind, made]
+        return self._graphs.get((kind, found)) if found is not None else None
 
-    def _add(self, kind: str, step: Steps, size: int) -> bool:
+    def _add(self, kind: str, step: StepArray, size: int) -> bool:
         """Capture a graph of this size, and return whether that succeeded."""
         assert self._capture is not None
-        host, inputs = self._put(step, size)
+        host, inputs = self._copy_to_device(step, size)
         try:
             replay, output = self._capture(self._runs[kind], inputs)
         except RuntimeError as error:
-            self._give_up(error)
+            self._disable_capture(error)
             return False
-        self._captured[kind, size] = Captured(inputs, host, replay, output)
+        self._graphs[kind, size] = CapturedGraph(inputs, host, replay, output)
         self.counts["captured"] += 1
         return True
 
-    def _put(self, step: Steps, size: int) -> tuple[Tensor, Tensor]:
+    def _copy_to_device(self, step: StepArray, size: int) -> tuple[Tensor, Tensor]:
         """Return (a step padded to `size` rows in host memory, its copy on the device)."""
         host = torch.zeros(
             size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda"
@@ -150,7 +154,7 @@ class DecodeGraphs:
         host[: len(step)] = torch.from_numpy(step)
         return host, host.to(self._device, non_blocking=True, copy=True)
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _disable_capture(self, error: RuntimeError) -> None:
         self._capture = None
         self.drop()
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -160,7 +164,7 @@ class DecodeGraphs:
         warnings.warn(self.note, RuntimeWarning, stacklevel=4)
 
 
-def cuda_capture(device: torch.device) -> Capture:
+def build_cuda_capture(device: torch.device) -> CaptureFunction:
     """Return a function that captures graphs on a CUDA device.
 
     Graphs share a memory pool, since no two outputs are needed at the same time. torch 2.11 asserts
@@ -170,9 +174,9 @@ def cuda_capture(device: torch.device) -> Capture:
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
-    def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+    def capture(run: StepFunction, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
         nonlocal pool
-        with using(device):  # streams and captures use the current device of the thread
+        with use_device(device):  # streams and captures use the current device of the thread
             current = torch.cuda.current_stream()
             side = torch.cuda.Stream()
             side.wait_stream(current)

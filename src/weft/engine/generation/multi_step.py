@@ -17,33 +17,35 @@ import torch
 
 from weft.engine.generation import sampling
 from weft.engine.generation.decode_batch import DecodeBatch
-from weft.engine.generation.passes import Passes
-from weft.engine.generation.settings import Drawn, SettingsTable
-from weft.kernels import Drawing
+from weft.engine.generation.passes import DecoderPasses
+from weft.engine.generation.settings import SampledRows, SettingsTable
+from weft.kernels import DrawParameters
 from weft.models.kv.slots import KVCache
 
-SECONDS = 0.04  # maximum duration of a call, by which tokens are delayed
-CREDIT = 64.0
-SHARE = 0.125  # discarded steps allowed per step; `CREDIT` are allowed at first
+MAX_SECONDS = 0.04  # maximum duration of a call, by which tokens are delayed
+MAX_CREDIT = 64.0
+CREDIT_PER_STEP = 0.125  # discarded steps allowed per step; `MAX_CREDIT` are allowed at first
 
 
 class MultiStepDecoder:
     """Decoder that computes several steps per call and returns their tokens one step at a time."""
 
-    def __init__(self, passes: Passes, rows: DecodeBatch, settings: SettingsTable) -> None:
+    def __init__(self, passes: DecoderPasses, rows: DecodeBatch, settings: SettingsTable) -> None:
         self._passes = passes
         self._rows = rows
         self._settings = settings
-        self._drawn: list[Drawn] = []  # tokens of the steps not yet returned, the next one last
-        self._credit = CREDIT
-        self._seconds = SECONDS  # of a step
+        self._pending_tokens: list[
+            SampledRows
+        ] = []  # tokens of the steps not yet returned, the next one last
+        self._credit = MAX_CREDIT
+        self._seconds = MAX_SECONDS  # of a step
 
     def drop(self) -> None:
         """Discard the steps that were computed, but not used."""
-        self._credit -= len(self._drawn)
-        self._drawn = []
+        self._credit -= len(self._pending_tokens)
+        self._pending_tokens = []
 
-    def take(self, cache: Any, joined: bool) -> Drawn | None:
+    def take(self, cache: Any, joined: bool) -> SampledRows | None:
         """Return the tokens [n] and log-probs [n] of the next step of all rows.
 
         The rows are slots 0 to n - 1 of the `KVCache`, which counts the step's keys and values from
@@ -53,54 +55,54 @@ class MultiStepDecoder:
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):
             self.drop()
-        self._credit = min(CREDIT, self._credit + SHARE)
-        if self._drawn:
+        self._credit = min(MAX_CREDIT, self._credit + CREDIT_PER_STEP)
+        if self._pending_tokens:
             cache.used[: len(self._rows)] += 1
-            return self._drawn.pop()
+            return self._pending_tokens.pop()
         kinds = self._rows.settings[: len(self._rows)]
-        if joined or (kinds != kinds[0]).any() or not self._draws_plainly(int(kinds[0])):
+        if joined or (kinds != kinds[0]).any() or not self._samples_whole_vocabulary(int(kinds[0])):
             return None
-        most = self._reach(cache)
-        if not most or not self._passes.draws(cache):
+        most = self._choose_num_steps(cache)
+        if not most or not self._passes.can_sample(cache):
             return None
-        self._compute(cache, most)
-        return self._drawn.pop()
+        self._compute_steps(cache, most)
+        return self._pending_tokens.pop()
 
-    def _reach(self, cache: KVCache) -> int:
+    def _choose_num_steps(self, cache: KVCache) -> int:
         """Return the number of steps to compute in one call.
 
         It is at least one, or 0 if the cache has no room for a step.
         """
         most = min(
-            int(SECONDS / max(self._seconds, 1e-6)), int(self._credit), self._rows.fewest_left
+            int(MAX_SECONDS / max(self._seconds, 1e-6)), int(self._credit), self._rows.min_remaining
         )
         return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
-    def _draws_plainly(self, kind: int) -> bool:
+    def _samples_whole_vocabulary(self, kind: int) -> bool:
         """Return whether rows are sampled from the whole vocabulary, except ends not allowed yet.
 
         Rows with stop texts, recorded ids or reported alternatives do not qualify.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs
-        return not needs_more and not sampling.limits(spec, self._settings.vocab_size)
+        return not needs_more and not sampling.restricts_vocabulary(spec, self._settings.vocab_size)
 
-    def _compute(self, cache: KVCache, most: int) -> None:
+    def _compute_steps(self, cache: KVCache, most: int) -> None:
         rows = self._rows
         count = len(self._rows)
         kind = int(rows.settings[0])
-        uniforms = torch.from_numpy(np.ascontiguousarray(rows.uniforms(most)))
+        uniforms = torch.from_numpy(np.ascontiguousarray(rows.compute_uniforms(most)))
         packed = cache.extend(np.arange(count), torch.from_numpy(rows.last[:count]))
         settings = self._settings
         temperature = self._settings.specs[kind].temperature
         is_stop = torch.from_numpy(settings.is_stop[kind])
-        early = torch.from_numpy(settings.least[kind] - rows.count[:count])
+        early = torch.from_numpy(settings.min_new_tokens[kind] - rows.count[:count])
         started = time.perf_counter()
-        tokens, logprobs = self._passes.ahead(
-            packed, Drawing(uniforms, is_stop, early, temperature)
+        tokens, logprobs = self._passes.run_ahead(
+            packed, DrawParameters(uniforms, is_stop, early, temperature)
         )
         self._seconds = (time.perf_counter() - started) / len(tokens)
         for token, logprob in zip(
             tokens.numpy()[::-1], logprobs.numpy().astype(np.float64)[::-1], strict=True
         ):
-            self._drawn.append((token, logprob, None))
+            self._pending_tokens.append((token, logprob, None))

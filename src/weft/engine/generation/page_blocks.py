@@ -12,8 +12,8 @@ from collections import Counter
 from weft.engine.generation.blocks import Key
 
 
-class PageBlocks:
-    """Accounting in pages of `page` tokens; implements `weft.engine.generation.blocks.Blocks`.
+class PageManager:
+    """Accounting in pages of `page` tokens; implements `weft.engine.generation.blocks.BlockManager`.
 
     The pages have room for `max_tokens` tokens in all. The cost of a step does not depend on the
     number of sequences: they are grouped by the step, modulo `page`, in which they need another
@@ -25,7 +25,7 @@ class PageBlocks:
     ) -> None:
         self.max_sequences = max_sequences
         self.page = page
-        self.least_spared = least_spared
+        self.min_saved_tokens = least_spared
         # so that a sequence of `max_tokens` fits wherever its prefix ends
         self.num_pages = -(-max_tokens // page) + 2
         self.num_used = 0
@@ -36,12 +36,12 @@ class PageBlocks:
         self._started: dict[Key, int] = {}  # tokens - clock
         self._prefixes: dict[Key, int] = {}  # tokens
         # number of running sequences by the clock % page at which they need another page
-        self._opening: Counter[int] = Counter()
+        self._num_opening: Counter[int] = Counter()
 
     @property
-    def num_wanted(self) -> int:
+    def num_expected(self) -> int:
         """Number of pages to allocate at once: enough for all expected sequences, within the limit."""
-        return min(self.num_pages, max(self.num_used, self.rows * self._own(self.longest)))
+        return min(self.num_pages, max(self.num_used, self.rows * self._count_pages(self.longest)))
 
     def expect(self, count: int, longest: int) -> None:
         self.rows = min(count, self.max_sequences)
@@ -49,13 +49,13 @@ class PageBlocks:
 
     def admit(self, key: Key, length: int) -> bool:
         full = len(self._waiting) + len(self._started) == self.max_sequences
-        if full or not self._take(self._own(length)):
+        if full or not self._reserve(self._count_pages(length)):
             return False
         self._waiting[key] = length
         return True
 
     def admit_prefix(self, key: Key, length: int) -> bool:
-        if not self._take(-(-length // self.page)):
+        if not self._reserve(-(-length // self.page)):
             return False
         self._prefixes[key] = length
         return True
@@ -63,10 +63,10 @@ class PageBlocks:
     def start(self, key: Key) -> None:
         distance = self._waiting.pop(key) - self._clock
         self._started[key] = distance
-        self._opening[self._phase(distance)] += 1
+        self._num_opening[self._compute_phase(distance)] += 1
 
     def advance(self) -> bool:
-        if not self._take(self._opening[(self._clock + 1) % self.page]):
+        if not self._reserve(self._num_opening[(self._clock + 1) % self.page]):
             return False
         self._clock += 1
         return True
@@ -75,24 +75,24 @@ class PageBlocks:
         if key in self._prefixes:
             self.num_used -= -(-self._prefixes.pop(key) // self.page)
         elif key in self._waiting:
-            self.num_used -= self._own(self._waiting.pop(key))
+            self.num_used -= self._count_pages(self._waiting.pop(key))
         else:
             distance = self._started.pop(key)
-            self._opening[self._phase(distance)] -= 1
-            self.num_used -= self._own(distance + self._clock)
+            self._num_opening[self._compute_phase(distance)] -= 1
+            self.num_used -= self._count_pages(distance + self._clock)
 
-    def _own(self, length: int) -> int:
+    def _count_pages(self, length: int) -> int:
         """Return the maximum number of pages of `length` tokens that begin anywhere in a page."""
         return (length + 2 * self.page - 2) // self.page
 
-    def _phase(self, distance: int) -> int:
+    def _compute_phase(self, distance: int) -> int:
         """Return the value of clock % page at which the sequence needs another page.
 
-        `_own` grows at 2, page + 2, ... tokens.
+        `_count_pages` grows at 2, page + 2, ... tokens.
         """
         return (2 - distance) % self.page
 
-    def _take(self, count: int) -> bool:
+    def _reserve(self, count: int) -> bool:
         if self.num_used + count > self.num_pages:
             return False
         self.num_used += count

@@ -33,7 +33,7 @@ from weft.models.network.transformer import Transformer
 
 # Values of configuration fields that the kernel supports; None: all values. A field that is not
 # listed must have its default value.
-SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
+FIELD_RULES: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "family": None,
     "vocab_size": None,
     "hidden_size": None,
@@ -68,18 +68,18 @@ SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
 }
 
 
-def serves(config: TransformerConfig) -> bool:
+def supports_config(config: TransformerConfig) -> bool:
     """Return whether the kernel supports networks of this configuration."""
     for field in fields(config):
-        if field.name not in SERVED:
+        if field.name not in FIELD_RULES:
             if getattr(config, field.name) != field.default:
                 return False
-        elif (rule := SERVED[field.name]) is not None and not rule(config):
+        elif (rule := FIELD_RULES[field.name]) is not None and not rule(config):
             return False
     return True
 
 
-def reads_only_written(network: object) -> bool:
+def has_slot_kernel(network: object) -> bool:
     """Return whether attention reads only those positions of a slot that have been written."""
     if not isinstance(network, Transformer):
         return False
@@ -90,16 +90,16 @@ def reads_only_written(network: object) -> bool:
 
 
 @dataclass
-class _Prepared:
+class _PreparedForward:
     """A network in the form that the kernel reads, for one cache."""
 
     forward: CachedForward
-    moves: int  # `KVCache.moves` at the time of preparation
+    num_moves: int  # `KVCache.num_moves` at the time of preparation
     groups: tuple[PrefixGroup, ...] = ()  # groups of the decode step that `prefixes` belongs to
     prefixes: tuple[PrefixRows, ...] = ()
 
 
-class Passes:
+class DecoderPasses:
     """Passes of one network without gradients.
 
     The addresses of weights and caches are remembered until `forget` is called.
@@ -107,86 +107,94 @@ class Passes:
 
     def __init__(self, network: Decoder) -> None:
         self._network = network
-        self._prepared: WeakKeyDictionary[KVCache, _Prepared | None] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[KVCache, _PreparedForward | None] = WeakKeyDictionary()
         # (cos, sin) of the positions used so far
         self._rotations: tuple[Tensor, Tensor] | None = None
-        self._fits = _fits(network)
+        self._is_supported = _supports_network(network)
 
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return hidden states as `Transformer.hidden` does."""
+    def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """Return hidden states as `Transformer.compute_hidden` does."""
         context = x.attention
         prepared = None
-        if isinstance(context, Cached) and not prefix.begins_in_prefix(
+        if isinstance(context, Cached) and not prefix.has_prefix_tokens(
             context, self._network.prefix_tokens
         ):
-            prepared = self._over(context.cache)
+            prepared = self._prepare(context.cache)
         if prepared is None:
-            return self._network.hidden(x, rows)
-        return prepared.forward.run(self._pass(prepared, x), rows)
+            return self._network.compute_hidden(x, rows)
+        return prepared.forward.run(self._build_pass(prepared, x), rows)
 
-    def ahead(self, x: Packed, draws: kernels.Drawing) -> tuple[Tensor, Tensor]:
-        """Run `CachedForward.run_ahead` on a cache for which `draws` returns True."""
+    def run_ahead(self, x: Packed, draws: kernels.DrawParameters) -> tuple[Tensor, Tensor]:
+        """Run `CachedForward.run_ahead` on a cache for which `can_sample` returns True."""
         assert isinstance(x.attention, Cached)
-        prepared = self._over(x.attention.cache)
+        prepared = self._prepare(x.attention.cache)
         assert prepared is not None
-        return prepared.forward.run_ahead(self._pass(prepared, x, len(draws.uniforms)), draws)
+        return prepared.forward.run_ahead(self._build_pass(prepared, x, len(draws.uniforms)), draws)
 
     @property
-    def multi_step(self) -> bool:
+    def supports_multi_step(self) -> bool:
         """True if several decode steps can be computed in one call."""
         settings = self._network.config.rope
-        return self._fits and (settings is None or settings.scaling not in rope.CHANGING)
+        return self._is_supported and (
+            settings is None or settings.scaling not in rope.LENGTH_DEPENDENT_SCALINGS
+        )
 
-    def draws(self, cache: KVCache) -> bool:
+    def can_sample(self, cache: KVCache) -> bool:
         """Return whether decode steps over the cache and sampling are computed in the same call."""
-        prepared = self._over(cache)
+        prepared = self._prepare(cache)
         return prepared is not None and prepared.forward.weights.head is not None
 
     def is_ready(self, cache: KVCache) -> bool:
         """Return whether the cache and the weights have the same addresses as in the last pass."""
         prepared = self._prepared.get(cache)
-        return prepared is not None and prepared.moves == cache.moves
+        return prepared is not None and prepared.num_moves == cache.num_moves
 
     def forget(self) -> None:
         """Discard the addresses of weights and caches, because weights may have changed or moved."""
         self._prepared.clear()
-        self._fits = _fits(self._network)
+        self._is_supported = _supports_network(self._network)
 
-    def _over(self, cache: KVCache) -> _Prepared | None:
-        if not self._fits:
+    def _prepare(self, cache: KVCache) -> _PreparedForward | None:
+        if not self._is_supported:
             return None
         found = self._prepared.get(cache)
-        if found is None or found.moves != cache.moves:
+        if found is None or found.num_moves != cache.num_moves:
             assert isinstance(self._network, Transformer)
-            weights = _weights(self._network, cache)
+            weights = _collect_weights(self._network, cache)
             if kernels.serves_network(weights):
-                found = _Prepared(CachedForward(weights), cache.moves)
+                found = _PreparedForward(CachedForward(weights), cache.num_moves)
             else:
                 found = None
             if found is None:
-                self._fits = False
+                self._is_supported = False
                 return None
             self._prepared[cache] = found
         return found
 
-    def _pass(self, prepared: _Prepared, x: Packed, steps: int = 1) -> CachedPass:
+    def _build_pass(self, prepared: _PreparedForward, x: Packed, steps: int = 1) -> CachedPass:
         context = x.attention
         assert isinstance(context, Cached)
-        rotation = self._rotation(x, context, steps)
+        rotation = self._compute_rotation(x, context, steps)
         after = context.used + context.new
-        prefixes = self._prefixes(prepared, context)
+        prefixes = self._build_prefixes(prepared, context)
         return CachedPass(x.tokens, context.slots, context.new, after, rotation, prefixes)
 
-    def _prefixes(self, prepared: _Prepared, context: Cached) -> tuple[PrefixRows, ...]:
+    def _build_prefixes(
+        self, prepared: _PreparedForward, context: Cached
+    ) -> tuple[PrefixRows, ...]:
         """Return the prefixes of a decode step, which mostly equal those of the step before."""
         if context.max_len > 1:
-            return tuple(_prefix(cache, rows) for cache, rows in context.continued)
+            return tuple(
+                _build_prefix_rows(cache, rows) for cache, rows in context.tokens_by_prefix
+            )
         if context.groups is not prepared.groups:
             prepared.groups = context.groups
-            prepared.prefixes = tuple(_prefix(cache, rows) for cache, rows in context.continued)
+            prepared.prefixes = tuple(
+                _build_prefix_rows(cache, rows) for cache, rows in context.tokens_by_prefix
+            )
         return prepared.prefixes
 
-    def _rotation(
+    def _compute_rotation(
         self, x: Packed, context: Cached, steps: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return (cos, sin, row of the two for each token).
@@ -198,23 +206,23 @@ class Passes:
         dtype = context.cache.dtype
         if settings is None:
             return None
-        if settings.scaling in rope.CHANGING:
-            cos, sin = rope.rotation(settings, x.positions, context.token_lengths, dtype)
+        if settings.scaling in rope.LENGTH_DEPENDENT_SCALINGS:
+            cos, sin = rope.compute_rotation(settings, x.positions, context.token_lengths, dtype)
             return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
         end = max(context.cache.capacity, context.max_used + steps) + int(context.before.max())
         if self._rotations is None or len(self._rotations[0]) < end:
             positions = torch.arange(end)
-            cos, sin = rope.rotation(settings, positions, positions, dtype)
+            cos, sin = rope.compute_rotation(settings, positions, positions, dtype)
             self._rotations = cos.contiguous(), sin.contiguous()
         return *self._rotations, x.positions
 
 
-def _fits(network: Decoder) -> bool:
+def _supports_network(network: Decoder) -> bool:
     """Return whether the kernel computes everything that the network's modules do.
 
     False for hooks, adapters, or parts that ranks have to reduce.
     """
-    if not isinstance(network, Transformer) or not serves(network.config):
+    if not isinstance(network, Transformer) or not supports_config(network.config):
         return False
     for module in network.modules():
         if module._forward_hooks or module._forward_pre_hooks:
@@ -223,10 +231,10 @@ def _fits(network: Decoder) -> bool:
             isinstance(module, Linear) and (len(module.adapters) or module.is_quantized)
         ):
             return False
-    return network.begins and network.ends
+    return network.is_first_stage and network.is_last_stage
 
 
-def _weights(network: Transformer, cache: KVCache) -> NetworkWeights:
+def _collect_weights(network: Transformer, cache: KVCache) -> NetworkWeights:
     config = network.config
     drawn = None
     if network.kind == "lm" and config.final_softcap is None:
@@ -237,8 +245,8 @@ def _weights(network: Transformer, cache: KVCache) -> NetworkWeights:
     stored = zip(blocks, cache.keys, cache.values, strict=True)
     return NetworkWeights(
         embedding=network.embed.weight,
-        blocks=[_block(*each) for each in stored],
-        norm=_scale(network.norm),
+        blocks=[_collect_block_weights(*each) for each in stored],
+        norm=_get_norm_weight(network.norm),
         head=drawn,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -249,22 +257,24 @@ def _weights(network: Transformer, cache: KVCache) -> NetworkWeights:
     )
 
 
-def _block(block: Block, keys: Tensor, values: Tensor) -> BlockWeights:
+def _collect_block_weights(block: Block, keys: Tensor, values: Tensor) -> BlockWeights:
     attention = block.attention
     mlp = block.mlp
     assert isinstance(attention, Attention) and isinstance(mlp, MLP)
     q_norm, k_norm = (
-        (_scale(attention.q_norm), _scale(attention.k_norm)) if attention.qk_norm else (None, None)
+        (_get_norm_weight(attention.q_norm), _get_norm_weight(attention.k_norm))
+        if attention.qk_norm
+        else (None, None)
     )
     return BlockWeights(
-        _scale(block.norm1),
-        _scale(block.norm2),
+        _get_norm_weight(block.norm1),
+        _get_norm_weight(block.norm2),
         q_norm,
         k_norm,
-        _linear(attention.qkv),
-        _linear(attention.o),
-        _linear(mlp.gate_up),
-        _linear(mlp.down),
+        _collect_linear_weights(attention.qkv),
+        _collect_linear_weights(attention.o),
+        _collect_linear_weights(mlp.gate_up),
+        _collect_linear_weights(mlp.down),
         keys,
         values,
         attention.spec.scale,
@@ -272,15 +282,15 @@ def _block(block: Block, keys: Tensor, values: Tensor) -> BlockWeights:
     )
 
 
-def _linear(layer: Linear) -> LinearWeights:
+def _collect_linear_weights(layer: Linear) -> LinearWeights:
     return LinearWeights(layer.weight, layer.bias)
 
 
-def _scale(norm: Norm) -> Tensor:
+def _get_norm_weight(norm: Norm) -> Tensor:
     assert norm.weight is not None
     return norm.weight
 
 
-def _prefix(prefix: KVCache, rows: Tensor) -> PrefixRows:
+def _build_prefix_rows(prefix: KVCache, rows: Tensor) -> PrefixRows:
     stored = [x for pair in zip(prefix.keys, prefix.values, strict=True) for x in pair]
     return PrefixRows(rows, int(prefix.used[0]), prefix.capacity, stored)

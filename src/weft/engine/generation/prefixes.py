@@ -12,21 +12,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 STRIDE = 64  # also the shortest prefix: its own pass would have too few tokens to be worth it
-Level = tuple[int, int]  # (tokens, hash of the chain up to there)
+PrefixLevel = tuple[int, int]  # (tokens, hash of the chain up to there)
 
 
 @dataclass(eq=False)
-class Prefix:
+class PromptPrefix:
     """First tokens shared by several sequences.
 
-    `ready` is set once their keys and values are computed; `users` is the number of running
+    `is_ready` is set once their keys and values are computed; `num_users` is the number of running
     sequences that begin with them.
     """
 
     tokens: tuple[int, ...]
-    mark: int  # hash of the chain
-    ready: bool = False
-    users: int = 0
+    chain_hash: int  # hash of the chain
+    is_ready: bool = False
+    num_users: int = 0
 
 
 @dataclass
@@ -34,10 +34,10 @@ class PrefixIndex:
     """Number of current sequences that begin with each chain of tokens."""
 
     # minimum tokens that a new prefix must save: its length times the sequences after the first
-    least: int
+    min_saved_tokens: int
     counts: Counter[int] = field(default_factory=Counter)
 
-    def levels(self, prompt: Sequence[int]) -> tuple[Level, ...]:
+    def list_levels(self, prompt: Sequence[int]) -> tuple[PrefixLevel, ...]:
         """Return the prefixes of a prompt that can be shared, shortest first."""
         last = len(prompt) - 1
         ends = [*range(STRIDE, last, STRIDE), last]
@@ -50,22 +50,24 @@ class PrefixIndex:
             found.append((end, mark))
         return tuple(found)
 
-    def add(self, levels: Collection[Level]) -> None:
+    def add(self, levels: Collection[PrefixLevel]) -> None:
         self.counts.update(mark for _, mark in levels)
 
-    def remove(self, levels: Collection[Level]) -> None:
+    def remove(self, levels: Collection[PrefixLevel]) -> None:
         for _, mark in levels:
             self.counts[mark] -= 1
             if not self.counts[mark]:
                 del self.counts[mark]
 
-    def best(self, levels: Collection[Level], stored: Mapping[int, Prefix]) -> Level | None:
+    def find_best(
+        self, levels: Collection[PrefixLevel], stored: Mapping[int, PromptPrefix]
+    ) -> PrefixLevel | None:
         """Return the prefix that saves a sequence the most tokens, or None if none saves enough.
 
         `stored` has the prefixes that are already in the KV cache.
         """
 
-        def spared(level: Level) -> float:
+        def count_saved_tokens(level: PrefixLevel) -> float:
             length, mark = level
             count = self.counts[mark]
             return float(length) if mark in stored else length * (count - 1) / count
@@ -73,6 +75,6 @@ class PrefixIndex:
         worth = [
             (n, mark)
             for n, mark in levels
-            if mark in stored or n * (self.counts[mark] - 1) >= self.least
+            if mark in stored or n * (self.counts[mark] - 1) >= self.min_saved_tokens
         ]
-        return max(worth, key=spared, default=None)
+        return max(worth, key=count_saved_tokens, default=None)

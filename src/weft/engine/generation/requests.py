@@ -8,7 +8,7 @@ from weft.engine.generation.scheduler import Sequence
 from weft.errors import DataError
 
 
-def limit_of(network: Decoder, request: Request, most: int) -> int:
+def compute_limit(network: Decoder, request: Request, most: int) -> int:
     """Return the maximum number of new tokens of a completion.
 
     It is `most` or the request's own limit, and at most the number of positions left in a network
@@ -50,7 +50,7 @@ def limit_of(network: Decoder, request: Request, most: int) -> int:
     return min(wanted, room)
 
 
-def prompt_of(network: Decoder, request: Request) -> tuple[int, ...]:
+def build_prompt(network: Decoder, request: Request) -> tuple[int, ...]:
     """Return the tokens of the prompt, after placeholders for the tokens of the network's prefix."""
     return (*(0,) * network.prefix_tokens, *map(int, request.prompt))
 

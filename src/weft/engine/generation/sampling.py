@@ -24,31 +24,33 @@ from torch import Tensor
 from weft import kernels
 from weft.engine.spec import GenerationSpec
 
-BLOCK = 128  # ids per block of the two-level search in the CDF
-HEAD = 1024  # likeliest ids examined before a whole row is sorted
-CELLS = 1 << 19  # probabilities that a CPU processes at once: 2 MB, which fit into its caches
+CDF_BLOCK = 128  # ids per block of the two-level search in the CDF
+RANKED_IDS = 1024  # likeliest ids examined before a whole row is sorted
+MAX_PROBABILITIES = (
+    1 << 19
+)  # probabilities that a CPU processes at once: 2 MB, which fit into its caches
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledTokens:
     """Sampled tokens of R rows.
 
-    `tokens` are int64 [R] and `logprobs` float32 [R]. `kept` is a mask bool [R, V] of the ids that
+    `tokens` are int64 [R] and `logprobs` float32 [R]. `support_mask` is a mask bool [R, V] of the ids that
     the sampling limits left, or None without limits.
     """
 
     tokens: Tensor
     logprobs: Tensor
-    kept: Tensor | None = None
+    support_mask: Tensor | None = None
 
     @property
-    def packed(self) -> Tensor:
+    def stacked(self) -> Tensor:
         """Tokens and log-probs as one tensor float64 [R, 2], to be copied to the host at once."""
         return torch.stack([self.tokens.double(), self.logprobs.double()], dim=1)
 
 
 @dataclass(frozen=True)
-class Ban:
+class TokenBan:
     """Ids that some rows must not sample.
 
     `ids` are int64 [B]; `rows` is a mask bool [R] of the rows in which they are excluded.
@@ -57,17 +59,17 @@ class Ban:
     rows: Tensor
     ids: Tensor
 
-    def __getitem__(self, part: slice) -> Ban:
-        return Ban(self.rows[part], self.ids)
+    def __getitem__(self, part: slice) -> TokenBan:
+        return TokenBan(self.rows[part], self.ids)
 
-    def applied(self, scores: Tensor) -> Tensor:
+    def apply(self, scores: Tensor) -> Tensor:
         """Return `scores` [R, V] with minus infinity for the excluded ids."""
         allowed = scores.clone()
         allowed[:, self.ids] = scores[:, self.ids].masked_fill(self.rows.unsqueeze(-1), -math.inf)
         return allowed
 
 
-def limits(spec: GenerationSpec, vocab_size: int) -> bool:
+def restricts_vocabulary(spec: GenerationSpec, vocab_size: int) -> bool:
     """Return whether the spec excludes ids of this vocabulary.
 
     A top_k of at least the size of the vocabulary excludes nothing.
@@ -75,7 +77,9 @@ def limits(spec: GenerationSpec, vocab_size: int) -> bool:
     return not spec.greedy and (spec.top_p < 1.0 or 0 < spec.top_k < vocab_size or spec.min_p > 0.0)
 
 
-def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> Draw:
+def sample(
+    logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: TokenBan | None = None
+) -> SampledTokens:
     """Sample one token per row of `logits` [R, V] with random numbers `uniforms` [R] in [0, 1).
 
     Logits have any float dtype. Probabilities are float32 (float64 for float64 logits) and are
@@ -88,31 +92,37 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
         if banned is None:
             banned = None
         else:
-            banned = Ban(banned.rows.cpu(), banned.ids.cpu())
-    copies = banned is not None or limits(spec, logits.shape[-1]) or not kernels.serves(logits)
+            banned = TokenBan(banned.rows.cpu(), banned.ids.cpu())
+    copies = (
+        banned is not None
+        or restricts_vocabulary(spec, logits.shape[-1])
+        or not kernels.serves(logits)
+    )
     if not logits.is_cpu or not copies:
-        return _draw(logits, uniforms, spec, banned)
-    size = max(1, CELLS // logits.shape[-1])
+        return _sample_part(logits, uniforms, spec, banned)
+    size = max(1, MAX_PROBABILITIES // logits.shape[-1])
     parts = []
     for first in range(0, len(logits), size):
         rows = slice(first, first + size)
         parts.append(
-            _draw(logits[rows], uniforms[rows], spec, None if banned is None else banned[rows])
+            _sample_part(
+                logits[rows], uniforms[rows], spec, None if banned is None else banned[rows]
+            )
         )
-    kept = [part.kept for part in parts if part.kept is not None]
-    return Draw(
+    kept = [part.support_mask for part in parts if part.support_mask is not None]
+    return SampledTokens(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.logprobs for part in parts]),
         torch.cat(kept) if kept else None,
     )
 
 
-def likely(
-    logits: Tensor, spec: GenerationSpec, banned: Ban | None = None
+def find_top_logprobs(
+    logits: Tensor, spec: GenerationSpec, banned: TokenBan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (the `spec.top_logprobs` likeliest ids of each row, their log-probs), best first.
 
-    Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `draw` samples from;
+    Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `sample` samples from;
     minus infinity for ids that it cannot sample.
     """
     if logits.is_mps:
@@ -120,56 +130,60 @@ def likely(
         if banned is None:
             banned = None
         else:
-            banned = Ban(banned.rows.cpu(), banned.ids.cpu())
-    scores = _scaled(logits, spec)
-    allowed = scores if banned is None else banned.applied(scores)
-    if limits(spec, logits.shape[-1]):
-        scores = allowed = scores.masked_fill(~likeliest(allowed.double(), spec), -math.inf)
+            banned = TokenBan(banned.rows.cpu(), banned.ids.cpu())
+    scores = _scale_logits(logits, spec)
+    allowed = scores if banned is None else banned.apply(scores)
+    if restricts_vocabulary(spec, logits.shape[-1]):
+        scores = allowed = scores.masked_fill(~select_support(allowed.double(), spec), -math.inf)
     best, ids = allowed.topk(min(spec.top_logprobs, logits.shape[-1]), dim=-1)
-    return ids, _logprobs(scores, ids).masked_fill(best == -math.inf, -math.inf)
+    return ids, _compute_logprobs(scores, ids).masked_fill(best == -math.inf, -math.inf)
 
 
-def draw_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> Draw:
-    """Sample as `draw` does from the whole vocabulary, with one temperature per row.
+def sample_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> SampledTokens:
+    """Sample as `sample` does from the whole vocabulary, with one temperature per row.
 
     `temperatures` are [R]; rows with 0 are padding. Without temperatures, the likeliest ids are
     returned. Nothing depends on the host, so that a graph can capture it.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperatures is None:
-        return Draw(tokens := scores.argmax(dim=-1), _logprobs(scores, tokens))
+        return SampledTokens(tokens := scores.argmax(dim=-1), _compute_logprobs(scores, tokens))
     scores = scores / temperatures.where(temperatures > 0.0, 1.0).to(scores.dtype)[:, None]
-    return Draw(*_sample(scores, scores, uniforms))
+    return SampledTokens(*_sample_tokens(scores, scores, uniforms))
 
 
-def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None) -> Draw:
-    scores = _scaled(logits, spec)
-    allowed = scores if banned is None else banned.applied(scores)
+def _sample_part(
+    logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: TokenBan | None
+) -> SampledTokens:
+    scores = _scale_logits(logits, spec)
+    allowed = scores if banned is None else banned.apply(scores)
     if spec.greedy:
-        return Draw(tokens := allowed.argmax(dim=-1), _logprobs(scores, tokens))
-    if not limits(spec, logits.shape[-1]):
-        return Draw(*_sample(allowed, scores, uniforms))
-    kept = likeliest(allowed.double(), spec)
+        return SampledTokens(tokens := allowed.argmax(dim=-1), _compute_logprobs(scores, tokens))
+    if not restricts_vocabulary(spec, logits.shape[-1]):
+        return SampledTokens(*_sample_tokens(allowed, scores, uniforms))
+    kept = select_support(allowed.double(), spec)
     among = scores.masked_fill(~kept, -math.inf)
-    return Draw(*_sample(among, among, uniforms), kept)
+    return SampledTokens(*_sample_tokens(among, among, uniforms), kept)
 
 
-def _scaled(logits: Tensor, spec: GenerationSpec) -> Tensor:
+def _scale_logits(logits: Tensor, spec: GenerationSpec) -> Tensor:
     """Return logits divided by the temperature, in float32 or wider."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     temperature = 1.0 if spec.greedy else spec.temperature
     return scores if temperature == 1.0 else scores / temperature
 
 
-def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_tokens(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return (tokens from the softmax of `allowed`, their log-probs in the softmax of `scores`)."""
     if not kernels.serves(allowed):
-        return (tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms)), _logprobs(scores, tokens)
+        return (tokens := invert_cdf(allowed.softmax(dim=-1), uniforms)), _compute_logprobs(
+            scores, tokens
+        )
     tokens, logprobs = kernels.draw(allowed, uniforms)
-    return tokens, logprobs if allowed is scores else _logprobs(scores, tokens)
+    return tokens, logprobs if allowed is scores else _compute_logprobs(scores, tokens)
 
 
-def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
+def _compute_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-probs of `tokens`, [R] or [R, n].
 
     The operations are those of `weft.models.network.token_outputs`, so that equal logits give
@@ -177,11 +191,11 @@ def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
     """
     if kernels.serves(scores):
         lse = kernels.statistics(scores).lse
-        return _at(scores, tokens) - (lse if tokens.dim() == 1 else lse.unsqueeze(-1))
-    return _at(scores.log_softmax(dim=-1), tokens).float()
+        return _select(scores, tokens) - (lse if tokens.dim() == 1 else lse.unsqueeze(-1))
+    return _select(scores.log_softmax(dim=-1), tokens).float()
 
 
-def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return ids int64 [R] for unnormalized `weights` [R, V] >= 0 and `uniforms` [R] in [0, 1).
 
     Weights are float32 or float64. The id is the first whose cumulative weight exceeds `uniform *
@@ -189,18 +203,20 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     no row needs a running sum over the vocabulary.
     """
     rows, vocab = weights.shape
-    if vocab % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
-    blocks = weights.view(rows, -1, BLOCK)
-    ends = _running(blocks.sum(dim=-1, dtype=torch.float64))
+    if vocab % CDF_BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab % CDF_BLOCK))
+    blocks = weights.view(rows, -1, CDF_BLOCK)
+    ends = _compute_running_sums(blocks.sum(dim=-1, dtype=torch.float64))
     target = uniforms.to(torch.float64) * ends[:, -1]
-    block = _first_above(ends, target)
-    before = torch.where(block > 0, _at(ends, (block - 1).clamp(min=0)), 0.0)
-    inside = _running(blocks[torch.arange(rows, device=weights.device), block].double())
-    return block * BLOCK + _first_above(inside, target - before)
+    block = _find_first_above(ends, target)
+    before = torch.where(block > 0, _select(ends, (block - 1).clamp(min=0)), 0.0)
+    inside = _compute_running_sums(
+        blocks[torch.arange(rows, device=weights.device), block].double()
+    )
+    return block * CDF_BLOCK + _find_first_above(inside, target - before)
 
 
-def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
+def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
     """Return a mask bool [R, V] of the ids that top-k, top-p and min-p leave.
 
     `scores` [R, V] are logits divided by the temperature. If the ids are recorded, at most the
@@ -215,26 +231,26 @@ def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
     limit = min(spec.top_k or vocab, spec.max_support if spec.record_support else vocab, vocab)
     if spec.top_p >= 1.0 and limit == vocab:
         return kept
-    ranked, count = _ranked_count(scores, limit, spec.top_p)
+    ranked, count = _rank_ids(scores, limit, spec.top_p)
     count = torch.minimum(count, possible.sum(dim=-1))
-    threshold = _at(ranked, count - 1).unsqueeze(-1)
+    threshold = _select(ranked, count - 1).unsqueeze(-1)
     above = scores > threshold
     level = scores == threshold
     wanted = count.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
     return kept & (above | (level & (level.cumsum(dim=-1) <= wanted)))
 
 
-def supports(kept: Tensor) -> list[list[int]]:
+def list_supports(kept: Tensor) -> list[list[int]]:
     """Return the ids in each row of the mask, in vocabulary order."""
     counts = kept.sum(dim=-1).tolist()
     ids = kept.nonzero()[:, 1]
     return [part.tolist() for part in ids.split(counts)]
 
 
-def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
+def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Return (scores of the likeliest ids [R, w], best first; the number of them that remain [R]).
 
-    `limit` is the value of top-k. The `HEAD` likeliest ids nearly always have `top_p` of the
+    `limit` is the value of top-k. The `RANKED_IDS` likeliest ids nearly always have `top_p` of the
     probability; whole rows are sorted only if they do not.
     """
     if top_p >= 1.0:
@@ -243,15 +259,15 @@ def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Ten
     log_total = (
         scores if limit == scores.shape[-1] else scores.topk(limit, dim=-1).values
     ).logsumexp(-1, keepdim=True)
-    for width in sorted({min(HEAD, limit), limit}):
+    for width in sorted({min(RANKED_IDS, limit), limit}):
         ranked = scores.topk(width, dim=-1).values
-        mass = _running((ranked - log_total).exp_())
+        mass = _compute_running_sums((ranked - log_total).exp_())
         if bool((mass[:, -1] >= top_p).all()):
             break
     return ranked, ((mass < top_p).sum(dim=-1) + 1).clamp(max=ranked.shape[-1])
 
 
-def _running(x: Tensor) -> Tensor:
+def _compute_running_sums(x: Tensor) -> Tensor:
     """Return running sums along the last dimension of [R, n].
 
     With deterministic algorithms on CUDA, torch refuses `cumsum`, whose order of summation can
@@ -262,7 +278,7 @@ def _running(x: Tensor) -> Tensor:
     return x.cumsum(dim=-1)
 
 
-def _first_above(ends: Tensor, target: Tensor) -> Tensor:
+def _find_first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Return the first index [R] at which the running sums `ends` [R, n] exceed `target` [R].
 
     If rounding leaves no sum above the target, it is the first index of the largest sum.
@@ -270,7 +286,7 @@ def _first_above(ends: Tensor, target: Tensor) -> Tensor:
     return torch.minimum((ends <= target.unsqueeze(-1)).sum(dim=-1), ends.argmax(dim=-1))
 
 
-def _at(values: Tensor, index: Tensor) -> Tensor:
+def _select(values: Tensor, index: Tensor) -> Tensor:
     if index.dim() == 1:
         return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return values.gather(-1, index)

@@ -5,7 +5,7 @@ running sequence. If memory is short, the youngest sequence is preempted: it wai
 keys and values are computed again later. Then waiting sequences are admitted, oldest first, and
 their prompts are computed up to the prefill budget of the step. A longer prompt takes several
 steps, in each of which every running sequence gets its token. Sequences with equal first tokens
-share their computation: a prefix that is worth storing separately (`Prefix`) is computed and stored
+share their computation: a prefix that is worth storing separately (`PromptPrefix`) is computed and stored
 once; sequences with exactly the same tokens after it are computed once and copied.
 """
 
@@ -15,20 +15,20 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from weft.engine.generation.blocks import Blocks
-from weft.engine.generation.prefixes import Level, Prefix, PrefixIndex
+from weft.engine.generation.blocks import BlockManager
+from weft.engine.generation.prefixes import PrefixIndex, PrefixLevel, PromptPrefix
 from weft.errors import RunError
 
 
 @dataclass(frozen=True)
-class Budget:
+class GenerationBudget:
     """Limits on the work done at once."""
 
     max_sequences: int = 64
     max_tokens: int = 1 << 20  # maximum tokens in the KV cache
     max_prefill_tokens: int = 8192  # maximum prompt tokens of one step
     # split longer prompts over several steps; otherwise each gets a step without other prompts
-    divides: bool = True
+    splits_prompts: bool = True
 
 
 @dataclass(eq=False)
@@ -47,47 +47,47 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
-    prefix: Prefix | None = None
-    levels: tuple[Level, ...] = ()
+    prefix: PromptPrefix | None = None
+    levels: tuple[PrefixLevel, ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
         return self.id, self.k
 
-    def known(self) -> tuple[int, ...]:
+    def list_tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
 
 
 @dataclass(eq=False)
-class Fill:
-    """A prefill: tokens to compute after the prefix `after`.
+class Prefill:
+    """A prefill: tokens to compute after the prefix `parent_prefix`.
 
-    They are the tokens of the new prefix `makes`, or the remaining tokens of `sequences`, which are
+    They are the tokens of the new prefix `new_prefix`, or the remaining tokens of `sequences`, which are
     all equal.
     """
 
     tokens: tuple[int, ...]
-    after: Prefix | None = None
-    makes: Prefix | None = None
+    parent_prefix: PromptPrefix | None = None
+    new_prefix: PromptPrefix | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    done: int = 0
+    num_done: int = 0
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Tokens `start` to `stop` of a fill, computed in one step."""
 
-    fill: Fill
+    prefill: Prefill
     start: int
     stop: int
 
     @property
-    def whole(self) -> bool:
-        return self.stop - self.start == len(self.fill.tokens)
+    def is_whole(self) -> bool:
+        return self.stop - self.start == len(self.prefill.tokens)
 
     @property
-    def last(self) -> bool:
-        return self.stop == len(self.fill.tokens)
+    def is_last(self) -> bool:
+        return self.stop == len(self.prefill.tokens)
 
 
 @dataclass(frozen=True)
@@ -100,43 +100,43 @@ class StepPlan:
 
     preempted: list[Sequence]
     decodes: list[Sequence]
-    chunks: list[Chunk]
+    chunks: list[PrefillChunk]
 
 
 class Scheduler:
     """Scheduler of waiting and running sequences.
 
-    `running` is in order of admission; `filling` are the pending prefills of admitted sequences.
+    `running` is in order of admission; `prefilling` are the pending prefills of admitted sequences.
     """
 
-    def __init__(self, budget: Budget, blocks: Blocks) -> None:
+    def __init__(self, budget: GenerationBudget, blocks: BlockManager) -> None:
         self.budget = budget
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
-        self.filling: list[Fill] = []
+        self.prefilling: list[Prefill] = []
         self.running: dict[tuple[str, int], Sequence] = {}
-        self.prefixes: dict[int, Prefix] = {}
-        self._known: dict[tuple[str, int], Sequence] = {}
+        self.prefixes: dict[int, PromptPrefix] = {}
+        self._sequences: dict[tuple[str, int], Sequence] = {}
         # number of times that a running sequence was preempted
         self.num_preempted = 0
         self._longest = 0  # maximum tokens of any submitted sequence
-        self._index = PrefixIndex(blocks.least_spared or 0)
+        self._index = PrefixIndex(blocks.min_saved_tokens or 0)
 
     @property
     def idle(self) -> bool:
-        return not self._known
+        return not self._sequences
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
         Raises `RunError` if it was submitted before, or if it would not fit even alone.
         """
-        if sequence.key in self._known:
+        if sequence.key in self._sequences:
             raise RunError(
                 f"completion {sequence.k} of {sequence.id!r} was submitted twice; give requests "
                 f"other ids"
             )
-        most = max(len(sequence.prompt) + sequence.limit, len(sequence.known()))
+        most = max(len(sequence.prompt) + sequence.limit, len(sequence.list_tokens()))
         if most > self.budget.max_tokens:
             raise RunError(
                 f"{sequence.id!r}: prompt and completion may need {most} tokens, but keys and "
@@ -144,22 +144,22 @@ class Scheduler:
                 f"{self.budget.max_tokens} are held at most; lower gen.max_new_tokens or "
                 f"dataset.max_prompt_len"
             )
-        if self.blocks.least_spared is not None:
-            sequence.levels = self._index.levels(sequence.prompt)
+        if self.blocks.min_saved_tokens is not None:
+            sequence.levels = self._index.list_levels(sequence.prompt)
             self._index.add(sequence.levels)
-        self._known[sequence.key] = sequence
+        self._sequences[sequence.key] = sequence
         self._longest = max(self._longest, most)
-        self.blocks.expect(len(self._known), self._longest)
+        self.blocks.expect(len(self._sequences), self._longest)
         self.waiting.append(sequence)
 
-    def plan(self) -> StepPlan:
+    def plan_step(self) -> StepPlan:
         """Return the work of the next step; planned work counts as done from now on."""
         preempted = self._make_room()
         decodes = list(self.running.values())
         if not preempted:  # their tokens may not be recorded yet, and memory is full
             self._admit()
         self._drop_unused()
-        return StepPlan(preempted, decodes, self._chunks())
+        return StepPlan(preempted, decodes, self._split_prefills())
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence that is complete."""
@@ -171,19 +171,19 @@ class Scheduler:
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Remove all sequences of these ids, and return them in order of submission."""
         wanted = set(ids)
-        gone = [sequence for sequence in self._known.values() if sequence.id in wanted]
+        gone = [sequence for sequence in self._sequences.values() if sequence.id in wanted]
         for sequence in gone:
             if sequence.key in self.running:
                 self.finish(sequence)
                 continue
-            fill = next((fill for fill in self.filling if sequence in fill.sequences), None)
+            fill = next((fill for fill in self.prefilling if sequence in fill.sequences), None)
             if fill is None:
                 self.waiting.remove(sequence)
             else:
                 fill.sequences.remove(sequence)
                 self._release(sequence)
             self._forget(sequence)
-        self.filling = [fill for fill in self.filling if fill.makes or fill.sequences]
+        self.prefilling = [fill for fill in self.prefilling if fill.new_prefix or fill.sequences]
         self._drop_unused(self._index.counts)
         return gone
 
@@ -194,13 +194,13 @@ class Scheduler:
         """
         admitted = [
             *self.running.values(),
-            *(sequence for fill in self.filling for sequence in fill.sequences),
+            *(sequence for fill in self.prefilling for sequence in fill.sequences),
         ]
         for sequence in admitted:
             self._release(sequence)
         self.waiting.extendleft(reversed(admitted))
         self.running.clear()
-        self.filling.clear()
+        self.prefilling.clear()
         self._drop_unused()
 
     # -- memory
@@ -216,9 +216,9 @@ class Scheduler:
                 continue
             # Pending prefills are younger than all running sequences; only their computation is
             # lost.
-            if self.filling:
-                young = [sequence for fill in self.filling for sequence in fill.sequences]
-                self.filling.clear()
+            if self.prefilling:
+                young = [sequence for fill in self.prefilling for sequence in fill.sequences]
+                self.prefilling.clear()
             else:
                 young = [self.running.popitem()[1]]
                 preempted += young
@@ -231,12 +231,12 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.key)
         if sequence.prefix is not None:
-            sequence.prefix.users -= 1
+            sequence.prefix.num_users -= 1
             sequence.prefix = None
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._known[sequence.key]
-        if not self._known:
+        del self._sequences[sequence.key]
+        if not self._sequences:
             self._longest = 0
         self._index.remove(sequence.levels)
 
@@ -248,102 +248,108 @@ class Scheduler:
         unused = [
             prefix
             for prefix in self.prefixes.values()
-            if not prefix.users and not (prefix.ready and prefix.mark in keep)
+            if not prefix.num_users and not (prefix.is_ready and prefix.chain_hash in keep)
         ]
         for prefix in unused:
-            del self.prefixes[prefix.mark]
+            del self.prefixes[prefix.chain_hash]
             self.blocks.release(prefix)
-            self.filling = [fill for fill in self.filling if fill.makes is not prefix]
+            self.prefilling = [fill for fill in self.prefilling if fill.new_prefix is not prefix]
         return bool(unused)
 
     # -- admission
 
     def _admit(self) -> None:
         """Admit waiting sequences while there is room, up to the prefill budget of a step."""
-        pending = sum(len(fill.tokens) - fill.done for fill in self.filling)
-        equal = {(fill.after, fill.tokens): fill for fill in self.filling if fill.makes is None}
-        count = len(self.running) + sum(len(fill.sequences) for fill in self.filling)
+        pending = sum(len(fill.tokens) - fill.num_done for fill in self.prefilling)
+        equal = {
+            (fill.parent_prefix, fill.tokens): fill
+            for fill in self.prefilling
+            if fill.new_prefix is None
+        }
+        count = len(self.running) + sum(len(fill.sequences) for fill in self.prefilling)
         while (
             self.waiting
             and count < self.budget.max_sequences
             and pending < self.budget.max_prefill_tokens
         ):
             sequence = self.waiting[0]
-            fills = self._room_for(sequence)
+            fills = self._allocate(sequence)
             if fills is None and self._drop_unused():
-                fills = self._room_for(sequence)
+                fills = self._allocate(sequence)
             if fills is None:
                 break
             *before, own = fills
-            first = equal.setdefault((own.after, own.tokens), own)
+            first = equal.setdefault((own.parent_prefix, own.tokens), own)
             if first is own:
                 before.append(own)
             else:
                 first.sequences.append(sequence)
-            self.filling += before
+            self.prefilling += before
             pending += sum(len(fill.tokens) for fill in before)
             self.waiting.popleft()
             count += 1
 
-    def _room_for(self, sequence: Sequence) -> list[Fill] | None:
+    def _allocate(self, sequence: Sequence) -> list[Prefill] | None:
         """Allocate memory for a sequence and return the prefills it needs.
 
         These are a new prefix, if any, then the sequence's own tokens. Returns None and allocates
         nothing if there is not enough room.
         """
         fills = []
-        known = sequence.known()
-        prefix = self._prefix_of(sequence)
-        if prefix is not None and prefix.mark not in self.prefixes:
+        known = sequence.list_tokens()
+        prefix = self._find_prefix(sequence)
+        if prefix is not None and prefix.chain_hash not in self.prefixes:
             if not self.blocks.admit_prefix(prefix, len(prefix.tokens)):
                 return None
-            self.prefixes[prefix.mark] = prefix
-            fills.append(Fill(prefix.tokens, makes=prefix))
+            self.prefixes[prefix.chain_hash] = prefix
+            fills.append(Prefill(prefix.tokens, new_prefix=prefix))
         rest = known if prefix is None else known[len(prefix.tokens) :]
         if not self.blocks.admit(sequence.key, len(rest)):
             if fills and prefix is not None:
-                del self.prefixes[prefix.mark]
+                del self.prefixes[prefix.chain_hash]
                 self.blocks.release(prefix)
             return None
         if prefix is not None:
             sequence.prefix = prefix
-            prefix.users += 1
-        return [*fills, Fill(rest, after=prefix, sequences=[sequence])]
+            prefix.num_users += 1
+        return [*fills, Prefill(rest, parent_prefix=prefix, sequences=[sequence])]
 
-    def _prefix_of(self, sequence: Sequence) -> Prefix | None:
-        level = self._index.best(sequence.levels, self.prefixes)
+    def _find_prefix(self, sequence: Sequence) -> PromptPrefix | None:
+        level = self._index.find_best(sequence.levels, self.prefixes)
         if level is None:
             return None
         length, mark = level
         tokens = sequence.prompt[:length]
         stored = self.prefixes.get(mark)
         if stored is None:
-            return Prefix(tokens, mark)
+            return PromptPrefix(tokens, mark)
         return stored if stored.tokens == tokens else None  # other tokens with the same hash
 
-    def _chunks(self) -> list[Chunk]:
+    def _split_prefills(self) -> list[PrefillChunk]:
         """Return chunks of the pending prefills, in order, up to the budget.
 
         A prefill that fits into one step is not split.
         """
         room = self.budget.max_prefill_tokens
-        chunks: list[Chunk] = []
-        while self.filling and room:
-            fill = self.filling[0]
-            rest = len(fill.tokens) - fill.done
-            if rest > room and (rest <= self.budget.max_prefill_tokens or not self.budget.divides):
+        chunks: list[PrefillChunk] = []
+        while self.prefilling and room:
+            fill = self.prefilling[0]
+            rest = len(fill.tokens) - fill.num_done
+            if rest > room and (
+                rest <= self.budget.max_prefill_tokens or not self.budget.splits_prompts
+            ):
                 if chunks:
                     break
                 room = rest
-            chunk = Chunk(fill, fill.done, fill.done + min(rest, room))
+            chunk = PrefillChunk(fill, fill.num_done, fill.num_done + min(rest, room))
             chunks.append(chunk)
             room -= chunk.stop - chunk.start
-            fill.done = chunk.stop
-            if not chunk.last:
+            fill.num_done = chunk.stop
+            if not chunk.is_last:
                 break
-            self.filling.pop(0)
-            if fill.makes is not None:
-                fill.makes.ready = True
+            self.prefilling.pop(0)
+            if fill.new_prefix is not None:
+                fill.new_prefix.is_ready = True
             for sequence in fill.sequences:
                 self.running[sequence.key] = sequence
                 self.blocks.start(sequence.key)

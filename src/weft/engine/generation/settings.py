@@ -21,22 +21,22 @@ from weft.errors import ConfigError
 from weft.kernels import put
 from weft.options import validate
 
-Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
-Likely = tuple[tuple[int, float], ...]  # ids and their log-probs, the likeliest first
+SampledRows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
+TopLogprobs = tuple[tuple[int, float], ...]  # ids and their log-probs, the likeliest first
 # Function by which the ranks of one network agree on the tokens of a step. Its arguments are a
 # function that samples them on this rank, and the number of rows; it returns a function that waits
 # for the agreed tokens. Whether it samples on this rank is decided immediately.
-Settle = Callable[[Callable[[], Drawn], int], Callable[[], Drawn]]
+TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], SampledRows]]
 
 
-def drawn_here(draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
-    """Return the tokens that this rank samples: the `Settle` of a network on one rank."""
+def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
+    """Return the tokens that this rank samples: the `TokenAgreement` of a network on one rank."""
     drawn = draw()
     return lambda: drawn
 
 
 @dataclass(frozen=True)
-class InGraph:
+class GraphSampling:
     """Sampling parameters of a captured graph.
 
     Each row gets its likeliest token (`greedy`), or is sampled from the whole vocabulary at
@@ -47,7 +47,7 @@ class InGraph:
     temperatures: npt.NDArray[np.float64]
 
 
-def joined(first: Drawn, second: Drawn) -> Drawn:
+def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
     """Concatenate the rows of both."""
     supports = [[()] * len(drawn[0]) if drawn[2] is None else drawn[2] for drawn in (first, second)]
     recorded = first[2] is not None or second[2] is not None
@@ -62,26 +62,26 @@ class SettingsTable:
     """Sampling settings of a generator and of its requests, by index.
 
     `specs[i]` are settings i. `is_stop[i]` is a mask bool [V] of the ids that end a completion, and
-    `least[i]` the minimum number of tokens before any end.
+    `min_new_tokens[i]` the minimum number of tokens before any end.
     """
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
-        self._own = spec
+        self._default_spec = spec
         self.vocab_size = vocab_size
         # by id(), so that each object is compared only once
-        self._given: dict[int, tuple[GenerationSpec, int]] = {}
+        self._index_by_id: dict[int, tuple[GenerationSpec, int]] = {}
         self.specs: list[GenerationSpec] = []
         self.is_stop = np.zeros((0, vocab_size), bool)
-        self.least = np.zeros(0, np.int64)
+        self.min_new_tokens = np.zeros(0, np.int64)
         self._stop_ids = stop_ids
-        self._likely: list[Likely] | None = None
-        self._add(_by_token(spec))
+        self._top_logprobs: list[TopLogprobs] | None = None
+        self._add(_convert_stop_texts(spec))
 
     @property
     def seed(self) -> int:
-        return self._own.seed
+        return self._default_spec.seed
 
-    def index(self, given: GenerationSpec | None) -> int:
+    def find_index(self, given: GenerationSpec | None) -> int:
         """Return the index of a request's settings; 0, the generator's own, if it has none.
 
         The seed, the tokenizer and the recorded outputs are always the generator's, and its stop
@@ -89,9 +89,9 @@ class SettingsTable:
         """
         if given is None:
             return 0
-        if id(given) not in self._given:
+        if id(given) not in self._index_by_id:
             validate(given, "sampling.")
-            own = self._own
+            own = self._default_spec
             spec = replace(
                 given,
                 seed=own.seed,
@@ -105,68 +105,68 @@ class SettingsTable:
                     f"sampling.stop={spec.stop}: stop texts need a tokenizer, and this role has "
                     f"none"
                 )
-            spec = _by_token(spec)
+            spec = _convert_stop_texts(spec)
             found = self.specs.index(spec) if spec in self.specs else self._add(spec)
-            self._given[id(given)] = (given, found)
-        return self._given[id(given)][1]
+            self._index_by_id[id(given)] = (given, found)
+        return self._index_by_id[id(given)][1]
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         uniforms: Tensor,
         settings: npt.NDArray[np.int64],
         done: npt.NDArray[np.int64],
-    ) -> Drawn:
+    ) -> SampledRows:
         """Sample rows of `logits` [R, V], each with its `settings` [R] after `done` [R] tokens.
 
         Returns tokens, log-probs and, if they are recorded, the ids that the sampling limits left.
-        Likely alternatives, if settings request them, are then available from `take_likely`.
+        Likely alternatives, if settings request them, are then available from `take_top_logprobs`.
         """
-        self._likely = self._most_likely(logits, settings, done)
+        self._top_logprobs = self._find_top_logprobs(logits, settings, done)
         if (settings == settings[0]).all():
-            return self._draw(logits, uniforms, int(settings[0]), done)
+            return self._sample_kind(logits, uniforms, int(settings[0]), done)
         tokens = np.zeros(len(settings), np.int64)
         logprobs = np.zeros(len(settings))
         supports: list[tuple[int, ...]] = [()] * len(settings)
         for kind in np.unique(settings).tolist():
             rows = np.flatnonzero(settings == kind)
             where = put(rows, logits.device)
-            tokens[rows], logprobs[rows], kept = self._draw(
+            tokens[rows], logprobs[rows], kept = self._sample_kind(
                 logits[where], uniforms[where], kind, done[rows]
             )
             for row, support in zip(rows.tolist(), kept or [()] * len(rows), strict=True):
                 supports[row] = support
-        return tokens, logprobs, supports if self._own.record_support else None
+        return tokens, logprobs, supports if self._default_spec.record_support else None
 
-    def _draw(
+    def _sample_kind(
         self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]
-    ) -> Drawn:
+    ) -> SampledRows:
         """Sample rows that have the same settings."""
         spec = self.specs[kind]
         supports = None
-        drawn = sampling.draw(logits, uniforms, spec, self._banned(kind, done, logits.device))
+        drawn = sampling.sample(logits, uniforms, spec, self._build_ban(kind, done, logits.device))
         if spec.record_support:
             kept: Sequence[Sequence[int]] = [()] * len(logits)
-            if drawn.kept is not None:
-                kept = sampling.supports(drawn.kept)
+            if drawn.support_mask is not None:
+                kept = sampling.list_supports(drawn.support_mask)
             supports = [tuple(ids) for ids in kept]
         if drawn.tokens.is_cpu:
             return drawn.tokens.numpy(), drawn.logprobs.numpy().astype(np.float64), supports
-        tokens, logprobs = drawn.packed.cpu().numpy().T
+        tokens, logprobs = drawn.stacked.cpu().numpy().T
         return tokens.astype(np.int64), logprobs.copy(), supports
 
-    def take_likely(self, count: int) -> Iterable[Likely]:
+    def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
         """Return the likely alternatives of each of `count` rows, once.
 
-        The last rows are those of the last call of `draw`; the others have none.
+        The last rows are those of the last call of `sample`; the others have none.
         """
-        found = self._likely
-        self._likely = None
+        found = self._top_logprobs
+        self._top_logprobs = None
         return repeat(()) if found is None else [()] * (count - len(found)) + found
 
-    def _most_likely(
+    def _find_top_logprobs(
         self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
-    ) -> list[Likely] | None:
+    ) -> list[TopLogprobs] | None:
         """Return the likeliest ids of each row of `logits` [R, V], with log-probs.
 
         Rows whose settings do not request them have none. Returns None if no row does.
@@ -174,11 +174,11 @@ class SettingsTable:
         kinds = [kind for kind in np.unique(settings).tolist() if self.specs[kind].top_logprobs]
         if not kinds:
             return None
-        found: list[Likely] = [()] * len(settings)
+        found: list[TopLogprobs] = [()] * len(settings)
         for kind in kinds:
             rows = np.flatnonzero(settings == kind)
-            banned = self._banned(kind, done[rows], logits.device)
-            ids, logprobs = sampling.likely(
+            banned = self._build_ban(kind, done[rows], logits.device)
+            ids, logprobs = sampling.find_top_logprobs(
                 logits[put(rows, logits.device)], self.specs[kind], banned
             )
             for row, own, values in zip(
@@ -189,38 +189,39 @@ class SettingsTable:
                 )
         return found
 
-    def in_graph(
+    def build_graph_sampling(
         self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
-    ) -> InGraph | None:
+    ) -> GraphSampling | None:
         """Return the sampling parameters of rows in a captured graph; None if it can't sample them.
 
         A graph does not support limits, ends not allowed yet, recorded sets of kept ids, reported
         alternatives, or a mixture of greedy and sampled rows.
         """
-        if self._own.record_support or (done < self.least[settings]).any():
+        if self._default_spec.record_support or (done < self.min_new_tokens[settings]).any():
             return None
         specs = {kind: self.specs[kind] for kind in np.unique(settings).tolist()}
         greedy = {spec.greedy for spec in specs.values()}
         beyond = any(
-            sampling.limits(spec, self.vocab_size) or spec.top_logprobs for spec in specs.values()
+            sampling.restricts_vocabulary(spec, self.vocab_size) or spec.top_logprobs
+            for spec in specs.values()
         )
         if len(greedy) > 1 or beyond:
             return None
         temperatures = np.ones(len(self.specs))
         for kind, spec in specs.items():
             temperatures[kind] = spec.temperature
-        return InGraph(greedy.pop(), temperatures[settings])
+        return GraphSampling(greedy.pop(), temperatures[settings])
 
-    def _banned(
+    def _build_ban(
         self, kind: int, done: npt.NDArray[np.int64], device: torch.device
-    ) -> sampling.Ban | None:
+    ) -> sampling.TokenBan | None:
         """Return the stop ids for the rows with too few tokens to end, or None."""
-        early = done < self.least[kind]
+        early = done < self.min_new_tokens[kind]
         if not early.any():
             return None
         ends = np.flatnonzero(self.is_stop[kind])
         if len(ends):
-            return sampling.Ban(put(early, device), put(ends, device))
+            return sampling.TokenBan(put(early, device), put(ends, device))
         return None
 
     def _add(self, spec: GenerationSpec) -> int:
@@ -230,18 +231,18 @@ class SettingsTable:
         ] = True
         self.specs.append(spec)
         self.is_stop = np.concatenate([self.is_stop, stops])
-        self.least = np.append(self.least, spec.min_new_tokens)
+        self.min_new_tokens = np.append(self.min_new_tokens, spec.min_new_tokens)
         return len(self.specs) - 1
 
 
-def _by_token(spec: GenerationSpec) -> GenerationSpec:
+def _convert_stop_texts(spec: GenerationSpec) -> GenerationSpec:
     """Return settings in which stop texts that are one special token (`<|im_end|>`) are stop ids.
 
     Stop ids need no decoding.
     """
     if not spec.stop or spec.tokenizer is None:
         return spec
-    found = {text: spec.tokenizer.special_id(text) for text in spec.stop}
+    found = {text: spec.tokenizer.find_special_id(text) for text in spec.stop}
     ids = [id for id in found.values() if id is not None]
     return replace(
         spec,

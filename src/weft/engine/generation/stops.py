@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
-class StopText:
+class StopTextDetector:
     """Detector of stop texts in one completion.
 
     Text is decoded as it becomes stable, so that a stop text, or a character, can span several

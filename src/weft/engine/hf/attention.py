@@ -1,6 +1,6 @@
 """weft's attention in a `transformers` module, through two interfaces of `transformers`.
 
-A decoder that gets its attention function from `AttentionInterface` gets `packed_attention`, which
+A decoder that gets its attention function from `AttentionInterface` gets `compute_packed_attention`, which
 reads the pass (which tokens attend to which) from the attention module that calls it. Nothing else
 in the module changes. A trial (`trial.py`) first tests whether this is exact for the decoder, which
 may mix tokens outside of attention too.
@@ -27,7 +27,7 @@ STATE = "weft_pass"  # attribute of an attention module
 UNKNOWN = ("s_aux", "position_bias")
 
 
-class NotPacked(Exception):
+class UnsupportedAttention(Exception):
     """This decoder's attention asks for something that weft's attention does not compute."""
 
 
@@ -44,7 +44,7 @@ class AttentionPass:
 
 
 @dataclass
-class Recorder:
+class AttentionRecorder:
     """Stand-in for a pass during the trial of a decoder; records the calls of attention modules.
 
     `callers` are the modules in the order of their calls, `shapes` the shapes of their inputs.
@@ -55,7 +55,7 @@ class Recorder:
     shapes: list[tuple[int, int, int, int]]  # query heads, kv heads, key dim, value dim
 
 
-def packed_attention(
+def compute_packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -69,7 +69,7 @@ def packed_attention(
     """
     state = vars(module).get(STATE)
     window = settings.get("sliding_window")
-    if isinstance(state, Recorder):
+    if isinstance(state, AttentionRecorder):
         _record(state, module, (query, key, value), attention_mask, settings)
         state = AttentionPass(state.context, None, len(state.callers) - 1)
     assert isinstance(state, AttentionPass), "HFNetwork sets the pass before it calls the module"
@@ -85,7 +85,7 @@ def packed_attention(
 
 
 def _record(
-    recorder: Recorder,
+    recorder: AttentionRecorder,
     module: nn.Module,
     qkv: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
@@ -94,17 +94,17 @@ def _record(
     query, key, value = qkv
     for name in UNKNOWN:
         if settings.get(name) is not None:
-            raise NotPacked(f"its attention has {name}")
+            raise UnsupportedAttention(f"its attention has {name}")
     limit = None if mask is None else int(mask.flatten()[0])
     if limit is not None and limit != settings.get("sliding_window"):
-        raise NotPacked("its attention mask is neither causal nor a sliding window")
+        raise UnsupportedAttention("its attention mask is neither causal nor a sliding window")
     if module in recorder.callers:
-        raise NotPacked("its attention runs several times a layer")
+        raise UnsupportedAttention("its attention runs several times a layer")
     recorder.callers.append(module)
     recorder.shapes.append((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
 
 
-def mask_limit(
+def get_window_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
     """Return the window's size in place of a mask `[.., T, T]`, or None if the mask is causal.
@@ -118,5 +118,5 @@ def mask_limit(
 
 def register() -> None:
     """Register the functions with `transformers`; repeated calls change nothing."""
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, mask_limit)
+    AttentionInterface.register(NAME, compute_packed_attention)
+    AttentionMaskInterface.register(NAME, get_window_limit)

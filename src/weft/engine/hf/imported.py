@@ -6,9 +6,9 @@ torch. A user can do nothing about these warnings.
 
 from __future__ import annotations
 
-from weft.checkpoints.unheard import unheard
+from weft.checkpoints.library_output import hide_library_output
 
-with unheard():
+with hide_library_output():
     from transformers import (
         AttentionInterface,
         AttentionMaskInterface,

@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available, logging
 from weft import randomness
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
-from weft.engine.backends.common import check_room
+from weft.engine.backends.common import check_memory
 from weft.engine.hf.imported import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +28,7 @@ from weft.engine.hf.imported import (
 )
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, RunError
-from weft.reading import reading
+from weft.reading import explain_read_errors
 
 DROPOUTS = ("dropout", "pdrop")  # endings of the configuration keys of dropout rates
 # prefixes of names that a checkpoint with another head may lack or have in addition
@@ -47,18 +47,18 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
         auto: Any = AutoModelForCausalLM
     else:
         auto = AutoModelForSequenceClassification
-    with quiet():
+    with silence_transformers():
         code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
         hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
-        with reading(
+        with explain_read_errors(
             f"{path}: transformers cannot load it{f': {hint}' if hint else ''}", CheckpointError
         ):
             config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
             _configure(config, spec)
-            with _seeded(spec.seed):
+            with _hold_seed(spec.seed):
                 if spec.init_from_scratch:
                     with torch.device("meta"):
-                        check_room(auto.from_config(config, dtype=dtype), path, device)
+                        check_memory(auto.from_config(config, dtype=dtype), path, device)
                     module = auto.from_config(
                         config, dtype=dtype, trust_remote_code=spec.trust_remote_code
                     )
@@ -71,15 +71,15 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
                         dtype=dtype,
                         trust_remote_code=spec.trust_remote_code,
                         output_loading_info=True,
-                        **straight_to(device),
+                        **build_device_arguments(device),
                     )
                     new = _check_report(path, report)
     if spec.head != "lm" and any(name.startswith(HEADS) for name in new):
-        _new_head(module, spec)
+        _initialize_head(module, spec)
     return module.to(device).eval()
 
 
-def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
+def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
     """Build the module of a model's config.json on the meta device; weights are not read.
 
     Raises as `load` does.
@@ -91,11 +91,11 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
     if spec.trust_remote_code:
         where = path
     else:
-        where = str(hf_io.config_file(path).parent)
+        where = str(hf_io.find_config_file(path).parent)
     with (
-        quiet(),
+        silence_transformers(),
         torch.device("meta"),
-        reading(f"{path}: transformers cannot make it", CheckpointError),
+        explain_read_errors(f"{path}: transformers cannot make it", CheckpointError),
     ):
         config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
         _configure(config, spec)
@@ -103,7 +103,7 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
     return module.eval()
 
 
-def straight_to(device: torch.device) -> dict[str, Any]:
+def build_device_arguments(device: torch.device) -> dict[str, Any]:
     """Return arguments with which `transformers` moves each tensor to the device once it is read.
 
     The host then never holds the whole model. This needs the package accelerate; without it, the
@@ -122,7 +122,7 @@ def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
     if any(directory.glob("*.safetensors*")):
         files = WeightFiles(directory)
         if "quantization_config" not in raw:
-            files.need_floats(name for name in files.names if name.endswith(".weight"))
+            files.check_floats(name for name in files.names if name.endswith(".weight"))
 
 
 def _configure(config: Any, spec: ModelSpec) -> None:
@@ -135,11 +135,11 @@ def _configure(config: Any, spec: ModelSpec) -> None:
     if spec.head != "lm":
         config.num_labels = 1
     if spec.dropout is not None:
-        for key in dropout_rates(values):
+        for key in read_dropout_rates(values):
             setattr(config, key, spec.dropout)
 
 
-def dropout_rates(values: dict[str, Any]) -> dict[str, float]:
+def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
     """Return the dropout rates of a configuration by their keys."""
     return {
         k: v
@@ -173,15 +173,15 @@ def _check_report(path: str, report: dict[str, Any]) -> list[str]:
     return missing
 
 
-def _new_head(module: nn.Module, spec: ModelSpec) -> None:
+def _initialize_head(module: nn.Module, spec: ModelSpec) -> None:
     """Initialize a new value head with zeros and a new score head with small random weights.
 
-    `weft.checkpoints.hf_io.fill` does the same, for the reasons given there.
+    `weft.checkpoints.hf_io.initialize_parameter` does the same, for the reasons given there.
     """
     for child in module.children():
         if isinstance(child, nn.Linear) and child.out_features == 1:
             with torch.no_grad():
-                low, high = randomness.key(spec.seed, "init", id="score.weight")
+                low, high = randomness.derive_key(spec.seed, "init", id="score.weight")
                 generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
                 drawn = torch.randn(child.weight.shape, generator=generator)
                 if spec.head == "value":
@@ -199,7 +199,7 @@ def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | No
     Raises `RunError` if writing fails.
     """
     try:
-        with quiet():
+        with silence_transformers():
             module.save_pretrained(directory, state_dict=state)
     except (OSError, SafetensorError) as failed:
         raise RunError(
@@ -208,7 +208,7 @@ def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | No
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence progress bars and log messages of `transformers`; weft makes the needed checks."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
@@ -223,7 +223,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _hold_seed(seed: int) -> Iterator[None]:
     """Seed torch's generator, which initializes new weights; its state is restored at the end."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -23,14 +23,14 @@ from weft import randomness
 from weft.engine import checkpoint
 from weft.engine.hf.imported import Conv1D, PreTrainedModel
 from weft.engine.spec import LoRASpec
-from weft.errors import ConfigError, nearest
-from weft.models.network.lora import merged_weight
+from weft.errors import ConfigError, find_nearest
+from weft.models.network.lora import merge_weight
 from weft.writing import write
 
 BASE = ".base"  # part that wrapping adds to a parameter's name
 
 
-class Adapted(nn.Module):
+class HFAdaptedLinear(nn.Module):
     """Linear layer, or GPT-2's transposed one (`Conv1D`), with an adapter.
 
     `weight` and `bias` of the base layer stay readable, because module code may access them.
@@ -63,12 +63,12 @@ class Adapted(nn.Module):
             F.linear(F.dropout(x, self.dropout, self.training), self.lora_a), self.lora_b
         )
 
-    def merged(self, a: Tensor, b: Tensor) -> Tensor:
+    def merge_weight(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the base layer's weight with the product of the adapter's matrices added."""
         weight = self.base.weight.detach()
         if self.transposed:
-            return merged_weight(weight.T, a, b, self.scale).T.contiguous()
-        return merged_weight(weight, a, b, self.scale)
+            return merge_weight(weight.T, a, b, self.scale).T.contiguous()
+        return merge_weight(weight, a, b, self.scale)
 
 
 def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
@@ -89,15 +89,15 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
             raise ConfigError(
                 f"lora.targets: this {module.config.model_type} module has no linear layers "
                 f"{target!r}; "
-                f"it has {', '.join(nearest(target, held) or sorted(held))}"
+                f"it has {', '.join(find_nearest(target, held) or sorted(held))}"
             )
     module.requires_grad_(False)
     for name, layer in layers.items():
         parent, own = name.rsplit(".", 1)
         if spec.targets and own not in spec.targets:
             continue
-        adapted = Adapted(layer, spec.r, spec.alpha / spec.r, spec.dropout)
-        low, high = randomness.key(seed, "init", id=f"{name}.lora_a")
+        adapted = HFAdaptedLinear(layer, spec.r, spec.alpha / spec.r, spec.dropout)
+        low, high = randomness.derive_key(seed, "init", id=f"{name}.lora_a")
         generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
         drawn = torch.rand(adapted.lora_a.shape, generator=generator) * 2 - 1
         with torch.no_grad():
@@ -109,9 +109,9 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
 
 
 @contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
+def disable_adapters(module: nn.Module) -> Iterator[None]:
     """Disable the module's adapters within the context, so that it computes what its base does."""
-    adapted = [layer for layer in module.modules() if isinstance(layer, Adapted)]
+    adapted = [layer for layer in module.modules() if isinstance(layer, HFAdaptedLinear)]
     for layer in adapted:
         layer.active = False
     try:
@@ -121,7 +121,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-def merged_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the module's state with merged adapters, under the names without adapters.
 
     `tensors` are the exact values of the adapters by the module's parameter names.
@@ -132,8 +132,8 @@ def merged_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
         if not name.endswith((".lora_a", ".lora_b"))
     }
     for name, layer in module.named_modules():
-        if isinstance(layer, Adapted):
-            state[f"{name}.weight"] = layer.merged(
+        if isinstance(layer, HFAdaptedLinear):
+            state[f"{name}.weight"] = layer.merge_weight(
                 tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
             )
     return state
@@ -151,7 +151,9 @@ def save_adapter(
     `tensors` are parameters by the module's names.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    adapted = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+    adapted = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, HFAdaptedLinear)
+    }
     held: dict[str, Tensor] = {}
     for name in adapted:
         held[f"base_model.model.{name}.lora_A.weight"] = tensors[f"{name}.lora_a"]

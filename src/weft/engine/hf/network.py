@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from weft.algorithms.base import Output
-from weft.engine.hf.attention import STATE, AttentionPass, Recorder
+from weft.engine.hf.attention import STATE, AttentionPass, AttentionRecorder
 from weft.engine.hf.imported import PreTrainedModel
 from weft.errors import ConfigError
 from weft.models.attention.contexts import Dense
 from weft.models.kv.slots import Cached
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import DropoutKeys, TokenDropout
-from weft.models.network.event_outputs import outputs
-from weft.models.network.head import Pooling, mean_scores, row_values, score_rows
+from weft.models.network.event_outputs import compute_outputs
+from weft.models.network.head import Pooling, average_scores, compute_row_values, find_score_rows
 from weft.models.network.packed import Packed, pack
-from weft.models.network.support import Support
-from weft.models.network.token_outputs import Projection
+from weft.models.network.support import SamplingSupport
+from weft.models.network.token_outputs import OutputProjection
 from weft.models.network.transformer import OUTPUTS, Head
 
 DIGIT_BITS = 7
@@ -43,8 +43,8 @@ class HeadLayer:
     softcap: float | None = None
 
     @property
-    def projection(self) -> Projection:
-        return Projection(self.layer.weight, self.layer.bias, self.softcap)
+    def projection(self) -> OutputProjection:
+        return OutputProjection(self.layer.weight, self.layer.bias, self.softcap)
 
 
 class HFNetwork(nn.Module):
@@ -86,29 +86,32 @@ class HFNetwork(nn.Module):
         x: Packed,
         want: frozenset[Output],
         temperature: float = 1.0,
-        support: Support | None = None,
+        support: SamplingSupport | None = None,
     ) -> dict[Output, Tensor]:
         """Compute outputs as `weft.models.network.transformer.Transformer` does."""
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
             given = ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
-        with _seeded(x.dropout):
+        with _hold_seed(x.dropout):
             mean = self.kind == "score" and self.pooling == "mean"
-            rows = score_rows(x, self.padding) if self.kind == "score" else x.rows
-            states = self.hidden(x, None if mean else rows)
+            rows = find_score_rows(x, self.padding) if self.kind == "score" else x.rows
+            states = self.compute_hidden(x, None if mean else rows)
         layer = self._head[0].layer
         if self.kind == "lm":
             rows = states * self._head[0].scale
             projection = self._head[0].projection
-            return outputs(rows, x, projection, want, temperature, support)
+            return compute_outputs(rows, x, projection, want, temperature, support)
         bias = 0.0 if layer.bias is None else layer.bias.float()
         if mean:
-            return {"scores": mean_scores(row_values(states, layer.weight), x.attention) + bias}
+            return {
+                "scores": average_scores(compute_row_values(states, layer.weight), x.attention)
+                + bias
+            }
         name: Output = "scores" if self.kind == "score" else "values"
-        return {name: row_values(states, layer.weight) + bias}
+        return {name: compute_row_values(states, layer.weight) + bias}
 
-    def shares_prefixes(self, longest: int) -> bool:
+    def can_share_prefixes(self, longest: int) -> bool:
         """Return False: the trial of a module covers whole sequences only."""
         return False
 
@@ -118,33 +121,33 @@ class HFNetwork(nn.Module):
         return 0
 
     @property
-    def reads_pages(self) -> bool:
+    def can_read_pages(self) -> bool:
         """True if the attention modules call weft's attention, which reads pages of the cache."""
         return self._caches
 
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return the head's input `[T, hidden]`, or only its rows `rows`, int64 `[N]`."""
-        states = self._states(x)
+    def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """Return the head's input `[T, compute_hidden]`, or only its rows `rows`, int64 `[N]`."""
+        states = self._compute_states(x)
         return states if rows is None else states[rows]
 
-    def _states(self, x: Packed) -> Tensor:
+    def _compute_states(self, x: Packed) -> Tensor:
         if isinstance(x.attention, Cached) and not self._caches:
-            return self._again(x, x.attention)
+            return self._recompute_cached(x, x.attention)
         if self._callers:
             keys = None
             if x.dropout is not None:
-                keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
+                keys = TokenDropout.from_lengths(x.dropout, x.attention.dense.lengths, x.positions)
             for layer, caller in enumerate(self._callers):
                 setattr(caller, STATE, AttentionPass(x.attention, keys, layer))
             return self.run(x.tokens[None], x.positions[None])[0]
-        return self._by_length(x)
+        return self._compute_by_length(x)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits `[R, V]` before temperature of states `[R, hidden]`.
+        """Return float32 logits `[R, V]` before temperature of states `[R, compute_hidden]`.
 
         `wide` as in `Transformer`.
         """
-        return self._head[0].projection.logits(hidden_rows * self._head[0].scale, wide)
+        return self._head[0].projection.compute_logits(hidden_rows * self._head[0].scale, wide)
 
     @property
     def output_matrix(self) -> Tensor | None:
@@ -152,10 +155,10 @@ class HFNetwork(nn.Module):
         return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the decoder's hidden states `[B, L, hidden]` of tokens `[B, L]` without padding."""
+        """Return the decoder's hidden states `[B, L, compute_hidden]` of tokens `[B, L]` without padding."""
         return run(self.module, tokens, positions)
 
-    def _by_length(self, x: Packed) -> Tensor:
+    def _compute_by_length(self, x: Packed) -> Tensor:
         starts = x.attention.dense.starts
         members: dict[int, list[int]] = {}
         for start, stop in pairwise(starts):
@@ -170,7 +173,7 @@ class HFNetwork(nn.Module):
         order = torch.cat([cells.flatten() for cells in index])
         return torch.cat(states)[torch.argsort(order)]
 
-    def _again(self, x: Packed, context: Cached) -> Tensor:
+    def _recompute_cached(self, x: Packed, context: Cached) -> Tensor:
         """Return hidden states of new tokens for a decoder whose keys and values are not cached.
 
         The cache contains the tokens themselves, and all of them are computed again.
@@ -184,19 +187,19 @@ class HFNetwork(nn.Module):
         whole = pack(
             [tokens[:total] for tokens, total in zip(kept, totals, strict=True)], x.tokens.device
         )
-        states = self.hidden(whole).split(totals)
+        states = self.compute_hidden(whole).split(totals)
         return torch.cat(
             [state[len(state) - count :] for state, count in zip(states, new, strict=True)]
         )
 
 
 def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Run the decoder without its head on tokens `[B, L]` without padding -> `[B, L, hidden]`."""
+    """Run the decoder without its head on tokens `[B, L]` without padding -> `[B, L, compute_hidden]`."""
     places = {} if positions is None else {"position_ids": positions}
-    return _trunk(module)(input_ids=tokens, **places).last_hidden_state
+    return _get_trunk(module)(input_ids=tokens, **places).last_hidden_state
 
 
-def _trunk(module: PreTrainedModel) -> nn.Module:
+def _get_trunk(module: PreTrainedModel) -> nn.Module:
     """Return the decoder without its head.
 
     A few classes give another class's name for it; theirs is the only model among their children.
@@ -213,13 +216,13 @@ def _trunk(module: PreTrainedModel) -> nn.Module:
     return inside[0]
 
 
-def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
-    """Return hidden states `[T, hidden]` of a pack by weft's attention, and the recorded calls.
+def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, AttentionRecorder]:
+    """Return hidden states `[T, compute_hidden]` of a pack by weft's attention, and the recorded calls.
 
-    Raises `NotPacked` for a module that weft's attention cannot compute.
+    Raises `UnsupportedAttention` for a module that weft's attention cannot compute.
     """
     assert isinstance(x.attention, Dense)
-    recorder = Recorder(x.attention, [], [])
+    recorder = AttentionRecorder(x.attention, [], [])
     submodules = list(module.modules())
     for submodule in submodules:
         setattr(submodule, STATE, recorder)
@@ -231,7 +234,7 @@ def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
 
 
 @contextmanager
-def _seeded(keys: DropoutKeys | None) -> Iterator[None]:
+def _hold_seed(keys: DropoutKeys | None) -> Iterator[None]:
     """Seed torch's generator, from which the module's dropout draws, by the pack's keys.
 
     Its state is restored at the end.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.hf.attention import NAME, NotPacked, register
+from weft.engine.hf.attention import NAME, UnsupportedAttention, register
 from weft.engine.hf.imported import PreTrainedModel
-from weft.engine.hf.network import HeadLayer, record, run
+from weft.engine.hf.network import HeadLayer, record_attention, run
 from weft.errors import ConfigError
 from weft.models.network.packed import pack
 from weft.models.network.transformer import Head
@@ -35,10 +35,10 @@ MOVING_ROTATIONS = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
-class Trial:
+class DecoderTrial:
     """Result of trying out a decoder.
 
-    `callers` and `shapes` are those of `Recorder`. They are empty, and `reason` is set, if the
+    `callers` and `shapes` are those of `AttentionRecorder`. They are empty, and `reason` is set, if the
     decoder cannot compute packs and runs the sequences of one length at a time.
     """
 
@@ -50,7 +50,7 @@ class Trial:
 
 
 @torch.no_grad()
-def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
+def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
     """Run the decoder on a pack and on single sequences, and compare the results.
 
     If they agree, the decoder is left set to weft's attention, else as it was. Raises `ConfigError`
@@ -59,16 +59,16 @@ def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
     register()
     own = module.config._attn_implementation
     try:
-        with _in_float32(module, by_block=True):
-            return _tried(module, head, vocab_size)
+        with _hold_float32(module, by_block=True):
+            return _run_trial(module, head, vocab_size)
     except RuntimeError:  # parameters of a block are read while it does not run
         if module.config._attn_implementation != own:
             module.set_attn_implementation(own)
-        with _in_float32(module, by_block=False):
-            return _tried(module, head, vocab_size)
+        with _hold_float32(module, by_block=False):
+            return _run_trial(module, head, vocab_size)
 
 
-def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
+def _run_trial(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(0)
     low = min(8, vocab_size - 1)  # past the special tokens of most vocabularies
@@ -80,15 +80,15 @@ def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
     own = module.config._attn_implementation
     try:
         callers, shapes = _compute_pack(module, probes, alone)
-    except (NotPacked, RuntimeError, ValueError, TypeError, IndexError) as refused:
+    except (UnsupportedAttention, RuntimeError, ValueError, TypeError, IndexError) as refused:
         if module.config._attn_implementation != own:
             module.set_attn_implementation(own)
         if str(refused):
             reason = str(refused).splitlines()[0]
         else:
             reason = type(refused).__name__
-        return Trial(layer, hidden_size, reason=reason)
-    return Trial(layer, hidden_size, callers, shapes)
+        return DecoderTrial(layer, hidden_size, reason=reason)
+    return DecoderTrial(layer, hidden_size, callers, shapes)
 
 
 def _compute_pack(
@@ -96,24 +96,26 @@ def _compute_pack(
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
     """Return the attention modules and their shapes.
 
-    Raises `NotPacked` if the results of a pack differ from those of its sequences alone.
+    Raises `UnsupportedAttention` if the results of a pack differ from those of its sequences alone.
     """
     rotation = module.config.to_dict().get("rope_parameters") or {}
     if rotation.get("rope_type") in MOVING_ROTATIONS:
-        raise NotPacked(f"its rotations ({rotation['rope_type']}) depend on the longest sequence")
+        raise UnsupportedAttention(
+            f"its rotations ({rotation['rope_type']}) depend on the longest sequence"
+        )
     if not module._can_set_attn_implementation():
-        raise NotPacked("its attention does not use AttentionInterface")
+        raise UnsupportedAttention("its attention does not use AttentionInterface")
     module.set_attn_implementation(NAME)
-    states, recorder = record(module, pack(probes, probes[0].device))
+    states, recorder = record_attention(module, pack(probes, probes[0].device))
     if not recorder.callers:
-        raise NotPacked("its attention does not use AttentionInterface")
+        raise UnsupportedAttention("its attention does not use AttentionInterface")
     for wanted, got in zip(alone, states.split(PROBES), strict=True):
-        if _difference(got, wanted) > TOLERANCE:
-            raise NotPacked("a pack of sequences is not what they are alone")
+        if _compute_difference(got, wanted) > TOLERANCE:
+            raise UnsupportedAttention("a pack of sequences is not what they are alone")
     others = [(probe + 1).clamp(max=int(probe.max())) for probe in probes[:-1]]
-    again, _ = record(module, pack([*others, probes[-1]], probes[0].device))
-    if _difference(again[-PROBES[-1] :], states[-PROBES[-1] :]) > LEAK:
-        raise NotPacked("a sequence sees its neighbours in the pack")
+    again, _ = record_attention(module, pack([*others, probes[-1]], probes[0].device))
+    if _compute_difference(again[-PROBES[-1] :], states[-PROBES[-1] :]) > LEAK:
+        raise UnsupportedAttention("a sequence sees its neighbours in the pack")
     return tuple(recorder.callers), tuple(recorder.shapes)
 
 
@@ -121,7 +123,7 @@ def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Ten
     """Raise `ConfigError` if a token sees later ones, which would make its log-prob meaningless."""
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
-    if _difference(prefix, alone[longest][:-1]) > TOLERANCE:
+    if _compute_difference(prefix, alone[longest][:-1]) > TOLERANCE:
         raise ConfigError(
             f"backend=hf: a {module.config.model_type} model is no decoder: its tokens see later "
             f"ones"
@@ -163,7 +165,12 @@ def _check_head(
         wanted = [module(input_ids=probe[None]).logits[0] for probe in probes]
         states = alone
     for state, logits in zip(states, wanted, strict=True):
-        if _difference(found.projection.logits(state * found.scale), logits.float()) > TOLERANCE:
+        if (
+            _compute_difference(
+                found.projection.compute_logits(state * found.scale), logits.float()
+            )
+            > TOLERANCE
+        ):
             raise ConfigError(
                 f"backend=hf: what a {kind} model does to its logits after the output layer is "
                 f"not known to weft"
@@ -172,16 +179,16 @@ def _check_head(
 
 
 @contextmanager
-def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
+def _hold_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
     """Replace half-precision parameters within the context by float32 ones with the same values.
 
     With `by_block` those of a block are replaced only while it runs, so that at most one block
     exists twice, and those outside of all blocks throughout. Otherwise all are replaced throughout.
     Buffers stay as they are: those of rotary embeddings are float32 anyway.
     """
-    blocks = list(_blocks(module)) if by_block else []
+    blocks = list(_iterate_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    kept: dict[int, list[_Place]] = {}
+    kept: dict[int, list[_ParameterLocation]] = {}
     handles = [
         handle
         for block in blocks
@@ -203,14 +210,14 @@ def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
             handle.remove()
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Iterate over the modules in the outermost module lists: a decoder's layers."""
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
+        yield from child if isinstance(child, nn.ModuleList) else _iterate_blocks(child)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterLocation:
     """Location of a parameter."""
 
     owner: nn.Module
@@ -218,16 +225,16 @@ class _Place:
     parameter: nn.Parameter
 
 
-def _widen(module: nn.Module, but: Container[int]) -> list[_Place]:
+def _widen(module: nn.Module, but: Container[int]) -> list[_ParameterLocation]:
     """Replace half-precision parameters by float32 copies; return the replaced ones.
 
     Parameters with ids in `but` are left alone. Tied parameters stay tied.
     """
-    found: list[_Place] = []
+    found: list[_ParameterLocation] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.dtype in HALF and id(parameter) not in but:
             owner, _, own = name.rpartition(".")
-            found.append(_Place(module.get_submodule(owner), own, parameter))
+            found.append(_ParameterLocation(module.get_submodule(owner), own, parameter))
     wide = {
         id(place.parameter): nn.Parameter(place.parameter.detach().float(), requires_grad=False)
         for place in found
@@ -237,12 +244,12 @@ def _widen(module: nn.Module, but: Container[int]) -> list[_Place]:
     return found
 
 
-def _put_back(places: Iterable[_Place]) -> None:
+def _put_back(places: Iterable[_ParameterLocation]) -> None:
     for place in places:
         setattr(place.owner, place.name, place.parameter)
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
+def _compute_difference(got: Tensor, wanted: Tensor) -> float:
     """Return the relative difference in the L2 norm; if `wanted` is 0, the norm of `got`."""
     size = float(wanted.double().norm())
     if size > 0:

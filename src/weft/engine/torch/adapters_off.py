@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from weft.algorithms.base import Array, Loss, Output
-from weft.checkpoints.prefix_files import holds_prefix
+from weft.checkpoints.prefix_files import has_prefix
 from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -22,7 +22,7 @@ from weft.topology import Layout, Slice
 T = TypeVar("T")
 
 
-class AdaptersOff:
+class BaseWeightsEngine:
     """Implement `weft.engine.base.Engine` for the frozen base weights of `engine`.
 
     `off()` returns a context in which the adapters are disabled. The base weights are shared with
@@ -123,7 +123,7 @@ class AdaptersOff:
         }
 
 
-def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
+def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
     """Return True if `reference` can be computed by `trained` with its adapters disabled.
 
     Such a frozen role needs no separate engine on the same devices.
@@ -146,7 +146,7 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         None,
         trained.quantize,
     )  # unset: the reference uses the trained role's weights
-    if trained.prefix.num_tokens and holds_prefix(trained.path):
+    if trained.prefix.num_tokens and has_prefix(trained.path):
         return False  # the reference needs the prefix before training
     return (
         trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike

@@ -19,28 +19,35 @@ from weft.algorithms.base import Loss, Output, reduce_stats
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint, microbatches
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
-from weft.engine.device import choose_flash, keep_sums_wide, matmul_rate
-from weft.engine.flops import Cost, ProductRate
-from weft.engine.generation.caches import KeptPages
+from weft.engine.collectives import Collectives, LocalCollectives
+from weft.engine.device import choose_flash, keep_sums_wide, measure_matmul_rate
+from weft.engine.flops import BestMatmulRate, TokenCost
+from weft.engine.generation.caches import ReusablePageCaches
 from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.spread import OneDevice, Spread
-from weft.engine.torch import states
-from weft.engine.torch.adapters_off import AdaptersOff
+from weft.engine.torch import optimizer_states
+from weft.engine.torch.adapters_off import BaseWeightsEngine
 from weft.engine.torch.master_weights import MasterWeights
-from weft.engine.torch.optimizer import Optimizer, decayed, embeddings
-from weft.engine.torch.prepare import Pass, Scoring
-from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
+from weft.engine.torch.optimizer import Optimizer, list_decayed_names, list_embedding_names
+from weft.engine.torch.prepare import PassSettings, ScoringProcessor
+from weft.engine.torch.step import (
+    NO_AUX_LOSS,
+    AuxLoss,
+    MinibatchSums,
+    OptimizerStep,
+    Veto,
+    to_plain_stats,
+)
 from weft.errors import CheckpointError, ConfigError
-from weft.kernels import lane_of
+from weft.kernels import build_copy_queue
 from weft.models.network import gradient_sums
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Layout, Slice
 
 if TYPE_CHECKING:
-    from weft.parallel.shard import Shards
+    from weft.parallel.shard import LocalShards
 
 What = Literal["weights", "optimizer"]
 HOST = torch.device("cpu")
@@ -56,13 +63,13 @@ STATE = "state.json"
 T = TypeVar("T")
 
 
-def dtype_of(spec: ModelSpec) -> str:
+def choose_dtype(spec: ModelSpec) -> str:
     """Return the dtype of the role, which the backend sets before it builds anything."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
 
-def _nothing(want: frozenset[Output]) -> SequenceSample:
+def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
     """Return the outputs of a batch without ids: a rank's part of a batch may be empty."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
@@ -82,19 +89,19 @@ class BuiltNetwork:
     network: nn.Module
     # called with (directory, parameters by name, tokenizer)
     save: Callable[[Path, Mapping[str, Tensor], Any], None]
-    cost: Cost
+    cost: TokenCost
     facts: Mapping[str, Any]  # family, vocab_size, num_layers
     dropout: bool = False  # True if any module uses dropout
     aux_loss: AuxLoss = NO_AUX_LOSS  # load-balancing loss of experts
     # context that disables the adapters; None without adapters
     adapters_off: Callable[[], AbstractContextManager[None]] | None = None
     notes: tuple[str, ...] = ()  # messages to the user about how this network runs
-    part: Part | None = None  # set if this rank has a part of the network
+    part: RankShard | None = None  # set if this rank has a part of the network
     blocks: tuple[nn.Module, ...] = ()  # in the order of the forward pass
 
 
 @dataclass(frozen=True)
-class Part:
+class RankShard:
     """One rank's part of a network that is distributed over several ranks.
 
     It says which slice of each parameter this rank has, how to communicate with the other ranks,
@@ -105,13 +112,15 @@ class Part:
     trained: frozenset[str]
     places: Mapping[str, Slice]  # slice of each parameter on this rank
     # called with a function that returns the stored parameters of this rank
-    spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Spread]
-    shards: Shards | None
+    spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Collectives]
+    shards: LocalShards | None
     # Called with the spec, the version of the weights and the KV pages kept between generators.
-    generating: Callable[[GenerationSpec, int, KeptPages], AbstractContextManager[Generator]]
+    generating: Callable[
+        [GenerationSpec, int, ReusablePageCaches], AbstractContextManager[Generator]
+    ]
 
 
-def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
+def choose_master_device(spec: ModelSpec, device: torch.device) -> torch.device | None:
     """Return the device of masters and optimizer state if they are offloaded, else None.
 
     On a CPU it returns None: the network is in host memory already.
@@ -119,7 +128,7 @@ def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | Non
     return HOST if spec.optimizer.offload and device.type != HOST.type else None
 
 
-def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
+def _list_offload_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Return a note for each offload option that has no effect because the device is a CPU."""
     asked = {
         "optimizer.offload=true": (
@@ -147,29 +156,29 @@ class TorchEngine:
         self.version = 0
         self.notes = (
             *built.notes,
-            *_notes(spec, device),
+            *_list_offload_notes(spec, device),
             *choose_flash(device, spec.flash_attention),
         )
         self._built = built
         self._spec = spec
         self._device = device
-        self._kept = KeptPages()
+        self._kept = ReusablePageCaches()
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._network = built.network.eval()
         keep_sums_wide(device)
         # A trained network's parameters are float32 until its backend casts them: passes compute in
         # the role's dtype.
-        self._rate = ProductRate(lambda: matmul_rate(device, DTYPES[dtype_of(spec)]))
-        home = home_of_masters(spec, device)
-        lane = lane_of(device)
+        self._rate = BestMatmulRate(lambda: measure_matmul_rate(device, DTYPES[choose_dtype(spec)]))
+        home = choose_master_device(spec, device)
+        lane = build_copy_queue(device)
         part = built.part
-        dtype_of_masters = torch.promote_types(DTYPES[dtype_of(spec)], torch.float32)
+        dtype_of_masters = torch.promote_types(DTYPES[choose_dtype(spec)], torch.float32)
         self._masters = MasterWeights(
             self._network,
             # FSDP2 casts
             dtype_of_masters
             if part is not None and part.shards is not None
-            else DTYPES[dtype_of(spec)],
+            else DTYPES[choose_dtype(spec)],
             lane,
             home,
             None if part is None else part.places,
@@ -179,22 +188,22 @@ class TorchEngine:
         if device.type == "cuda" and home is None and layout.pipeline == 1:
             gradient_sums.add_to(self._network, self._masters.masters)
         if part is None:
-            self._spread: Spread = OneDevice()
+            self._spread: Collectives = LocalCollectives()
         else:
-            self._spread = part.spread(lambda: self._masters.stored)
+            self._spread = part.spread(lambda: self._masters.stored_parameters)
         self._optimizer: Optimizer | None = None
         if spec.trained:
-            trained = self._masters.trained
+            trained = self._masters.trained_parameters
             assert spec.schedule is not None, "the runtime gives every trained role a schedule"
             self._optimizer = Optimizer(
                 spec.optimizer,
                 spec.schedule,
                 trained,
-                decayed(self._network),
-                embeddings=embeddings(self._network),
+                list_decayed_names(self._network),
+                embeddings=list_embedding_names(self._network),
                 scaled=spec.dtype == "float16",
                 lane=lane if home is None else None,
-                updated=None if home is None else self._masters.updated,
+                updated=None if home is None else self._masters.start_device_copies,
             )
         if spec.offload:
             self.offload("weights")
@@ -223,15 +232,15 @@ class TorchEngine:
         sequence longer than `max_tokens`.
         """
         self.onload("weights")
-        how = Pass(want, temperature, extra=1 if "values" in want else 0, top=top)
-        parts = microbatches.cut(batch, max_tokens, "sequence")
-        work = Scoring(self._network, how, self._device)
+        how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
+        parts = microbatches.split_batch(batch, max_tokens, "sequence")
+        work = ScoringProcessor(self._network, how, self._device)
         made = [
             each
             for each in self._spread.run(self._network, parts, work, trains=False)
             if each is not None
         ]
-        return microbatches.join(made, batch.ids) if made else _nothing(want)
+        return microbatches.join(made, batch.ids) if made else _build_empty_sample(want)
 
     def train(
         self,
@@ -254,7 +263,7 @@ class TorchEngine:
                 "this role is not trained: its weights are frozen and it has no optimizer"
             )
         self.onload("weights")
-        step = Step(
+        step = OptimizerStep(
             self._network,
             self._optimizer,
             self._spread,
@@ -267,7 +276,7 @@ class TorchEngine:
             self._built.aux_loss,
             self._rate,
             self._checked,
-            self._masters.ready,
+            self._masters.wait_for_copies,
         )
         done = []
         self._network.train()
@@ -295,15 +304,15 @@ class TorchEngine:
         """
         total = self._spread.reduce_denominators(loss.denominators(batch))
         made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
-        own = Accumulated(0.0, [])
+        own = MinibatchSums(0.0, [])
         if batch.num_ids:
-            layout = PackLayout.of(batch)
+            layout = PackLayout.from_sample(batch)
             text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
             network = SampleRows(batch.select(keys=text).update(made), layout, HOST, torch.float32)
             out: dict[str, Any] = {name: network[name] for name in loss.outputs}
             value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
-            own = Accumulated(float(value), plain([stats]))
-        done = Accumulated.join(self._spread.gather_values(own))
+            own = MinibatchSums(float(value), to_plain_stats([stats]))
+        done = MinibatchSums.join(self._spread.gather_values(own))
         return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
 
     @contextmanager
@@ -313,7 +322,7 @@ class TorchEngine:
         The caller must have set `spec.tokenizer` and `spec.stop_ids`.
         """
         self.onload("weights")
-        self._masters.ready()
+        self._masters.wait_for_copies()
         part = self._built.part
         if part is not None:
             opened = part.generating(spec, self.version, self._kept)
@@ -336,11 +345,11 @@ class TorchEngine:
     def trained_names(self) -> frozenset[str]:
         """Names of the parameters on this rank that are trained."""
         if self._spec.trained:
-            return frozenset(self._masters.trained)
+            return frozenset(self._masters.trained_parameters)
         return frozenset()
 
     def slices(self) -> Mapping[str, Slice]:
-        return self._masters.slices()
+        return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
         """Iterate over (name, slice, values); the values of trained parameters are float32 masters."""
@@ -390,23 +399,23 @@ class TorchEngine:
         directory.
         """
         values: dict[str, Any] = {"version": self.version}
-        self._write(d / self._spread.file(PARAMETERS), self._masters.changeable)
+        self._write(d / self._spread.name_file(PARAMETERS), self._masters.changed_tensors)
         if self._optimizer is not None:
-            self._write(d / self._spread.file(OPTIMIZER), self._optimizer.tensors())
-            values["optimizer"] = self._optimizer.values()
+            self._write(d / self._spread.name_file(OPTIMIZER), self._optimizer.collect_tensors())
+            values["optimizer"] = self._optimizer.collect_values()
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
         """Write those of the tensors that no other rank writes."""
-        slices = self._masters.slices()
-        held = states.written(held, slices)
-        owners = states.owners(held, slices)
-        kept = set(self._spread.kept(dict.fromkeys(owners.values())))
+        slices = self._masters.list_slices()
+        held = optimizer_states.rename_for_writing(held, slices)
+        owners = optimizer_states.map_to_parameters(held, slices)
+        kept = set(self._spread.select_saved_names(dict.fromkeys(owners.values())))
         chosen = {key: value for key, value in held.items() if owners[key] in kept}
         places = {
             key: slices[owners[key]]
             for key, value in chosen.items()
-            if states.fits_layouts(key, value)
+            if optimizer_states.has_parameter_shape(key, value)
         }
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
@@ -436,7 +445,9 @@ class TorchEngine:
             elsewhere: Mapping[str, Any] = {}
         else:
             elsewhere = self._built.part.shapes
-        return states.read(checkpoint.Saved(d, stem), self._masters.slices(), elsewhere)
+        return optimizer_states.read(
+            checkpoint.SavedTensors(d, stem), self._masters.list_slices(), elsewhere
+        )
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
@@ -444,16 +455,20 @@ class TorchEngine:
         With adapters, the directory contains the merged model, and `adapter/` the adapters in
         PEFT's format.
         """
-        whole = self._spread.gather_parameters(self._masters.all)
+        whole = self._spread.gather_parameters(self._masters.exact_tensors)
         if whole is not None:
             self._built.save(d, whole, tokenizer)
 
-    def without_adapters(self) -> AdaptersOff | None:
+    def without_adapters(self) -> BaseWeightsEngine | None:
         """Return a reference engine for the frozen base weights, or None if there are no adapters."""
         if self._built.adapters_off is None:
             return None
-        base = [name for name in self._masters.all if name not in self._masters.trained]
-        return AdaptersOff(self, self._built.adapters_off, base)
+        base = [
+            name
+            for name in self._masters.exact_tensors
+            if name not in self._masters.trained_parameters
+        ]
+        return BaseWeightsEngine(self, self._built.adapters_off, base)
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -464,8 +479,8 @@ class TorchEngine:
         `held_trainable` of this rank's part.
         """
         part = self._built.part
-        held = self._masters.all
-        trained = self._masters.trained
+        held = self._masters.exact_tensors
+        trained = self._masters.trained_parameters
         here = {name: value.numel() for name, value in held.items()}
         if part is None:
             every = here
@@ -479,7 +494,7 @@ class TorchEngine:
             ),
             "held_parameters": sum(here.values()),
             "held_trainable": sum(here[name] for name in trained),
-            "flops_per_token": self._built.cost.per_token,
+            "flops_per_token": self._built.cost.flops_per_token,
             "dtype": self._spec.dtype,
             "device": str(self._device),
             "notes": list(self.notes),

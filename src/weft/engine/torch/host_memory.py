@@ -15,11 +15,11 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.kernels import Lane, Mark, resize_storage, storage_of
+from weft.kernels import CopyMark, CopyQueue, get_storage, resize_storage
 
 
 @dataclass
-class _Block:
+class _TensorStorage:
     """A storage shared by one or more tensors; `tensor` is one of them."""
 
     tensor: Tensor
@@ -42,7 +42,7 @@ class HostMemory:
 
     Tensor objects stay the same: their storage is resized to 0 and back, as FSDP2 does with
     gathered parameters, so views, optimizers and hooks stay valid. The values of `constant` tensors
-    are copied to the host only once, until `changed` is called. Host memory is allocated once and
+    are copied to the host only once, until `mark_changed` is called. Host memory is allocated once and
     kept.
 
     A group must not be read on the device while it is offloaded or being copied: call `hold` or
@@ -52,35 +52,35 @@ class HostMemory:
     def __init__(
         self,
         groups: Sequence[Sequence[Tensor]],
-        lane: Lane,
+        lane: CopyQueue,
         constant: Collection[Tensor] = frozenset(),
     ) -> None:
         self._lane = lane
-        self._blocks: dict[int, _Block] = {}  # by the tensor's identity
-        found: dict[int, _Block] = {}  # by the storage's address
-        self._groups: list[list[_Block]] = [[] for _ in groups]
+        self._blocks: dict[int, _TensorStorage] = {}  # by the tensor's identity
+        found: dict[int, _TensorStorage] = {}  # by the storage's address
+        self._groups: list[list[_TensorStorage]] = [[] for _ in groups]
         still = {id(each) for each in constant}
         for number, tensors in enumerate(groups):
             for tensor in tensors:
-                address, size = storage_of(tensor)
+                address, size = get_storage(tensor)
                 if not size:
                     continue
                 block = found.get(address)
                 if block is None:
-                    block = found[address] = _Block(tensor, number, size, True)
+                    block = found[address] = _TensorStorage(tensor, number, size, True)
                     self._groups[number].append(block)
                 block.constant &= id(tensor) in still
                 self._blocks[id(tensor)] = block
         self._away: set[int] = set()
-        self._arriving: dict[int, Mark] = {}
-        self._left: Mark | None = None  # end of the last copy to the host
+        self._arriving: dict[int, CopyMark] = {}
+        self._left: CopyMark | None = None  # end of the last copy to the host
 
     @property
-    def away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """True if any group is offloaded."""
         return bool(self._away)
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Mark constant tensors as changed, so that the next `leave` copies them again."""
         for group in self._groups:
             for block in group:
@@ -95,16 +95,16 @@ class HostMemory:
         if not here:
             return
         blocks = [block for number in here for block in self._groups[number]]
-        self._lane.follow()
+        self._lane.follow_device()
         for block in blocks:
             if block.host is None or not block.constant:
                 if block.host is None:
-                    block.host = self._lane.buffer(
+                    block.host = self._lane.allocate_buffer(
                         block.size // block.tensor.itemsize, block.tensor.dtype
                     )
                 self._lane.copy(block.host, block.flat)
         self._left = self._lane.mark()
-        self._left.hold()  # the freed memory may be reused, but only by work after the copies
+        self._left.make_device_wait()  # the freed memory may be reused, but only by work after the copies
         for block in blocks:
             block.resize(0)
         self._away.update(here)
@@ -118,7 +118,7 @@ class HostMemory:
         for number in wanted:
             for block in self._groups[number]:
                 block.resize(block.size)
-        self._lane.follow()  # earlier work on the device may still use this memory
+        self._lane.follow_device()  # earlier work on the device may still use this memory
         for number in wanted:
             for block in self._groups[number]:
                 assert block.host is not None, "what is away has left"
@@ -133,7 +133,7 @@ class HostMemory:
         """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:
-                mark.hold()
+                mark.make_device_wait()
 
     def wait(self, number: int) -> None:
         """Block the host until a group is on the device, for use on any stream."""
@@ -155,7 +155,7 @@ class HostMemory:
         return block.host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-class BlockByBlock:
+class BlockFetcher:
     """Fetch the tensors of a network block by block, so that copies overlap with the forward pass.
 
     The groups of `memory` are: tensors needed before the first block, one group for each block, and
@@ -174,23 +174,23 @@ class BlockByBlock:
 
     def come(self) -> None:
         """Start fetching all groups."""
-        if not self.memory.away:
+        if not self.memory.is_offloaded:
             return
         self.memory.fetch()
         self._needs(0)
         for number, block in enumerate(self._blocks, 1):
             self._hooks.append(
-                block.register_forward_pre_hook(partial(self._before, number), prepend=True)
+                block.register_forward_pre_hook(partial(self._on_block_start, number), prepend=True)
             )
 
-    def ready(self) -> None:
+    def wait_for_all(self) -> None:
         """Make later work on the current stream wait for all groups."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.memory.hold()
 
-    def _before(self, number: int, *_: object) -> None:
+    def _on_block_start(self, number: int, *_: object) -> None:
         self._hooks[number - 1].remove()
         self._needs(number)
 

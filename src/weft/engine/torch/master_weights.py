@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from weft.engine.torch.host_memory import BlockByBlock, HostMemory
-from weft.engine.torch.staging import GradientsToHost, MastersToDevice
+from weft.engine.torch.host_memory import BlockFetcher, HostMemory
+from weft.engine.torch.staging import HostGradientAccumulator, MasterUploader
 from weft.errors import CheckpointError, ConfigError
-from weft.kernels import Lane
+from weft.kernels import CopyQueue
 from weft.models.network import quantized
-from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.quantized import Quantized
-from weft.topology import Slice, whole
+from weft.topology import Slice, build_whole_slice
 
 if TYPE_CHECKING:
-    from weft.parallel.shard import Shards
+    from weft.parallel.shard import LocalShards
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -52,10 +52,10 @@ class MasterWeights:
         self,
         network: nn.Module,
         dtype: torch.dtype,
-        lane: Lane,
+        lane: CopyQueue,
         home: torch.device | None = None,
         places: Mapping[str, Slice] | None = None,
-        shards: Shards | None = None,
+        shards: LocalShards | None = None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
         self._network = network
@@ -66,7 +66,7 @@ class MasterWeights:
         self._masters: dict[str, nn.Parameter] = {}  # by stored name
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and (dtype in HALF or home is not None):
-                own = self._here(parameter)
+                own = self._select_rank_rows(parameter)
                 wide = torch.promote_types(own.dtype, torch.float32)
                 self._masters[name] = nn.Parameter(own.detach().to(home, wide, copy=True))
         if home is not None:
@@ -75,34 +75,36 @@ class MasterWeights:
             self._homed = frozenset[str]()
         _cast(network, dtype, self._masters if dtype in HALF else ())
         self._copies = {
-            name: self._here(parameter) for name, parameter in network.named_parameters()
+            name: self._select_rank_rows(parameter)
+            for name, parameter in network.named_parameters()
         }
-        self._canonical = canonical(network) if shards is None else shards.stored
+        self._canonical = find_canonical_parameters(network) if shards is None else shards.stored
         self._places = places or {
-            name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()
+            name: build_whole_slice(tuple(part.data.shape))
+            for name, part in self._canonical.items()
         }
         self._written: set[str] = set()
         self._sums: dict[str, Tensor] = {}  # gradient sums in host memory, if masters have a `home`
-        self._gradients = GradientsToHost(lane)
-        self._values = MastersToDevice(lane)
+        self._gradients = HostGradientAccumulator(lane)
+        self._values = MasterUploader(lane)
         # masters whose new values are already being copied to the device
         self._sent: set[str] = set()
-        self._mover: BlockByBlock | None = None  # set by the first `leave`
+        self._mover: BlockFetcher | None = None  # set by the first `leave`
         for name, parameter in network.named_parameters():
             if name in self._masters:
                 if home is None:
-                    moves = self._moves_gradient_to(name)
+                    moves = self._build_move_hook(name)
                 else:
-                    moves = self._brings_gradient_to(name)
+                    moves = self._build_accumulate_hook(name)
                 parameter.register_post_accumulate_grad_hook(moves)
 
-    def _here(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _select_rank_rows(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter of the network."""
         if self._shards is None:
             return parameter
-        return self._shards.rows_of(parameter)
+        return self._shards.get_local_rows(parameter)
 
-    def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
+    def _build_move_hook(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
             if copy.grad is None:  # the kernel of a matrix product already added it to the master's
@@ -116,7 +118,7 @@ class MasterWeights:
 
         return move
 
-    def _brings_gradient_to(self, name: str) -> Callable[[Tensor], None]:
+    def _build_accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
         """Return a hook that adds the gradient of a compute copy to the master's in host memory.
 
         For a sharded parameter FSDP2 calls the hook after the reduction of this rank's rows.
@@ -128,7 +130,7 @@ class MasterWeights:
             if self._shards is None:
                 gradient = copy.grad
             else:
-                gradient = self._shards.gradient_of(copy)
+                gradient = self._shards.get_local_gradient(copy)
             fresh = master.grad is None
             if name not in self._sums:
                 self._sums[name] = torch.empty_like(master, requires_grad=False)
@@ -144,38 +146,38 @@ class MasterWeights:
         return self._masters
 
     @property
-    def trained(self) -> dict[str, StoredParameter]:
+    def trained_parameters(self) -> dict[str, StoredParameter]:
         """Trained parameters as the optimizer updates them, with gradients, by canonical name."""
-        return {name: part for name, part in self._most_exact() if self._trains(part)}
+        return {name: part for name, part in self._iterate_exact() if self._is_trained(part)}
 
     @property
-    def changeable(self) -> dict[str, Tensor]:
+    def changed_tensors(self) -> dict[str, Tensor]:
         """Tensors that may differ from the model directory: trained, or written to since loading."""
-        parts = self._most_exact()
+        parts = self._iterate_exact()
         written = self._written
-        return {name: p.data for name, p in parts if name in written or self._trains(p)}
+        return {name: p.data for name, p in parts if name in written or self._is_trained(p)}
 
     @property
-    def all(self) -> dict[str, Tensor]:
+    def exact_tensors(self) -> dict[str, Tensor]:
         """All parameters in their most exact form, as views without gradients."""
-        return {name: part.data for name, part in self._most_exact()}
+        return {name: part.data for name, part in self._iterate_exact()}
 
-    def _trains(self, part: StoredParameter) -> bool:
+    def _is_trained(self, part: StoredParameter) -> bool:
         return self._copies[part.name].requires_grad
 
     @property
-    def stored(self) -> Mapping[str, StoredParameter]:
+    def stored_parameters(self) -> Mapping[str, StoredParameter]:
         """This rank's stored parameters in their most exact form, by canonical name."""
-        return dict(self._most_exact())
+        return dict(self._iterate_exact())
 
-    def _most_exact(self) -> Iterator[tuple[str, StoredParameter]]:
+    def _iterate_exact(self) -> Iterator[tuple[str, StoredParameter]]:
         """Iterate over (name, parameter); offloaded parameters are those in host memory."""
-        self.ready()
+        self.wait_for_copies()
         for name, part in self._canonical.items():
             parameter = self._masters.get(part.name, part.parameter)
-            yield name, StoredParameter(part.name, self._now(parameter), part.rows)
+            yield name, StoredParameter(part.name, self._resolve_parameter(parameter), part.rows)
 
-    def _now(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _resolve_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter, or its copy in host memory while it is offloaded."""
         if self._mover is None:
             values = None
@@ -186,25 +188,27 @@ class MasterWeights:
         return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     @property
-    def _away(self) -> bool:
-        return self._mover is not None and self._mover.memory.away
+    def _is_offloaded(self) -> bool:
+        return self._mover is not None and self._mover.memory.is_offloaded
 
     def refresh(self) -> None:
         """Cast the masters into the compute copies; called after every change of the masters."""
-        self.ready()
+        self.wait_for_copies()
         if self._shards is not None:
             self._shards.reshard()
-        away = self._away
+        away = self._is_offloaded
         with torch.no_grad():
             for name, master in self._masters.items():
                 if away or name not in self._homed:
-                    self._now(self._copies[name]).copy_(self._now(master))
+                    self._resolve_parameter(self._copies[name]).copy_(
+                        self._resolve_parameter(master)
+                    )
                 elif name not in self._sent:
                     self._values.put(self._copies[name].detach(), master.detach())
         self._sent.clear()
         self._values.hold()
 
-    def updated(self, masters: Iterable[nn.Parameter]) -> None:
+    def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
         """Start copying masters that the optimizer just updated to the device.
 
         For masters with a `home` only. The copies overlap with the update of other masters;
@@ -222,17 +226,17 @@ class MasterWeights:
 
         Masters with a `home` are on the host already and not affected.
         """
-        if not self._lane.apart:
+        if not self._lane.has_separate_memory:
             return
-        self.ready()
+        self.wait_for_copies()
         if self._mover is None:
             still = [
                 copy
                 for name, copy in self._copies.items()
                 if not copy.requires_grad and name not in self._masters
             ]
-            memory = HostMemory(self._groups(), self._lane, still)
-            self._mover = BlockByBlock(memory, self._blocks, gathered=self._shards is not None)
+            memory = HostMemory(self._group_tensors(), self._lane, still)
+            self._mover = BlockFetcher(memory, self._blocks, gathered=self._shards is not None)
         if self._shards is not None:
             self._shards.reshard()
         self._mover.memory.leave()
@@ -240,21 +244,22 @@ class MasterWeights:
     def come(self) -> None:
         """Start fetching all parameters back to the device.
 
-        Forward passes wait for the blocks they need; other uses call `ready`, which waits for all.
+        Forward passes wait for the blocks they need; other uses call `wait_for_copies`, which waits for all.
         """
         if self._mover is not None:
             self._mover.come()
 
-    def ready(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for all pending copies: parameters to the device and gradients to the host."""
         self._gradients.finish()
         if self._mover is not None:
-            self._mover.ready()
+            self._mover.wait_for_all()
 
-    def _groups(self) -> list[list[Tensor]]:
+    def _group_tensors(self) -> list[list[Tensor]]:
         """Return groups of tensors: before the first block, of each block, masters."""
         groups = [
-            [*map(self._here, block.parameters()), *block.buffers()] for block in self._blocks
+            [*map(self._select_rank_rows, block.parameters()), *block.buffers()]
+            for block in self._blocks
         ]
         of_blocks = {id(each) for group in groups for each in group}
         every = [*self._copies.values(), *self._network.buffers()]
@@ -265,15 +270,15 @@ class MasterWeights:
 
     # -- in and out
 
-    def slices(self) -> dict[str, Slice]:
+    def list_slices(self) -> dict[str, Slice]:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
         """Iterate over (name, slice of the whole tensor, values); the next step changes the values."""
-        held = self.all
+        held = self.exact_tensors
         for name in names:
             _check_known(name, self._canonical)
-            yield name, self._places[name], quantized.whole(held[name])
+            yield name, self._places[name], quantized.to_whole(held[name])
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
@@ -283,13 +288,13 @@ class MasterWeights:
         average would never change, because a small update is less than half of the last bit. Raises
         `ConfigError` for unknown names and wrong shapes.
         """
-        stored = self.stored
+        stored = self.stored_parameters
         for name, where, values in parts:
             _check_known(name, self._canonical)
             if eta != 1.0:
                 _check_wide(name, stored[name])
-            if eta != 1.0 and self._have_master(name):
-                stored = self.stored
+            if eta != 1.0 and self._ensure_master(name):
+                stored = self.stored_parameters
             place = self._places[name]
             here = tuple(
                 slice(w.start - p.start, w.stop - p.start)
@@ -306,17 +311,17 @@ class MasterWeights:
             target.copy_(source if eta == 1.0 else target.lerp(source, eta))
             self._written.add(name)
         if self._mover is not None:
-            self._mover.memory.changed()
+            self._mover.memory.mark_changed()
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of the tensors that `changeable` returned, bit for bit.
+        """Load this rank's part of the tensors that `changed_tensors` returned, bit for bit.
 
         Half-precision parameters whose saved values are float32 get a master. Raises
         `CheckpointError` if parameters absent from `tensors` were changed, because their original
         values are lost.
         """
-        gone = sorted(set(self.changeable) - set(tensors))
+        gone = sorted(set(self.changed_tensors) - set(tensors))
         if gone:
             raise CheckpointError(
                 f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read"
@@ -324,17 +329,17 @@ class MasterWeights:
         for name, values in tensors.items():
             _check_known(name, self._canonical)
             if values.dtype == torch.float32:
-                self._have_master(name)
+                self._ensure_master(name)
         self.write(((name, self._places[name], v) for name, v in tensors.items()), eta=1.0)
 
-    def _have_master(self, name: str) -> bool:
+    def _ensure_master(self, name: str) -> bool:
         """Give a half-precision parameter a float32 master; return True if it had none."""
         part = self._canonical[name]
         if part.parameter.dtype not in HALF or part.name in self._masters:
             return False
-        away = self._away
+        away = self._is_offloaded
         self.come()
-        self.ready()
+        self.wait_for_copies()
         self._masters[part.name] = nn.Parameter(
             part.parameter.detach().float(), requires_grad=False
         )

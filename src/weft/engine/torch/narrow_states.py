@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import STATE_LIBRARY
-from weft.engine.torch.states import SCALES, State, blocks
-from weft.engine.torch.update_rules import Eager
-from weft.randomness import key
+from weft.engine.torch.optimizer_states import SCALES, State, count_blocks
+from weft.engine.torch.update_rules import EagerOptimizer
+from weft.randomness import derive_key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256  # elements that share one scale
@@ -30,7 +30,7 @@ PIECE = 2**24
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdamUpdate:
     """Step `number`, counted from 1, of Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1)."""
 
     number: int
@@ -47,22 +47,22 @@ class Rule:
         values.addcdiv_(mean, divisor, value=-self.lr / (1.0 - self.beta1**self.number))
 
 
-class Moments(Protocol):
+class MomentFormat(Protocol):
     """Storage format of the two moments of a parameter, with the update in that format."""
 
-    def new(self, parameter: nn.Parameter) -> State:
+    def create_state(self, parameter: nn.Parameter) -> State:
         """Return moments of zeros."""
         ...
 
-    def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None: ...
+    def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None: ...
 
-    def saved(self, state: State) -> State:
+    def encode_state(self, state: State) -> State:
         """Return values of the parameter's shape, and all that is needed to restore the state
         exactly.
         """
         ...
 
-    def taken(self, parameter: nn.Parameter, saved: State) -> State:
+    def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
         """Return a state in this format from values saved in any format."""
         ...
 
@@ -70,17 +70,17 @@ class Moments(Protocol):
 class PlainMoments:
     """Moments in the parameter's dtype."""
 
-    def new(self, parameter: nn.Parameter) -> State:
+    def create_state(self, parameter: nn.Parameter) -> State:
         return {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
 
-    def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None:
-        for piece in _pieces(parameter, *(state[name] for name in MOMENTS)):
+    def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None:
+        for piece in _iterate_pieces(parameter, *(state[name] for name in MOMENTS)):
             rule.update(*piece)
 
-    def saved(self, state: State) -> State:
+    def encode_state(self, state: State) -> State:
         return dict(state)
 
-    def taken(self, parameter: nn.Parameter, saved: State) -> State:
+    def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
         return {name: saved[name].to(parameter.device, parameter.dtype) for name in MOMENTS}
 
 
@@ -99,31 +99,33 @@ class BFloat16Moments:
         self._names = names  # by id(parameter)
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def new(self, parameter: nn.Parameter) -> State:
+    def create_state(self, parameter: nn.Parameter) -> State:
         return {
             name: torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
             for name in MOMENTS
         }
 
-    def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None:
+    def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None:
         device = parameter.device
         generator = self._generators.setdefault(device, torch.Generator(device))
-        low, high = key(0, "round optimizer states", rule.number, self._names[id(parameter)])
+        low, high = derive_key(0, "round optimizer states", rule.number, self._names[id(parameter)])
         generator.manual_seed(int(low) | (int(high) & 0x7FFFFFFF) << 32)
-        for values, gradient, *kept in _pieces(parameter, *(state[name] for name in MOMENTS)):
+        for values, gradient, *kept in _iterate_pieces(
+            parameter, *(state[name] for name in MOMENTS)
+        ):
             exact = [each.to(values.dtype) for each in kept]
             rule.update(values, gradient, *exact)
             for each, value in zip(kept, exact, strict=True):
-                each.copy_(rounded_at_random(value, generator))
+                each.copy_(round_stochastically(value, generator))
 
-    def saved(self, state: State) -> State:
+    def encode_state(self, state: State) -> State:
         return dict(state)
 
-    def taken(self, parameter: nn.Parameter, saved: State) -> State:
+    def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
         return {name: saved[name].to(parameter.device, torch.bfloat16) for name in MOMENTS}
 
 
-class CodedMoments:
+class EightBitMoments:
     """Moments in 8 bits, as stored and updated by `bitsandbytes`.
 
     Each element has a code, each block of elements a float32 scale (Dettmers et al. 2022,
@@ -137,18 +139,18 @@ class CodedMoments:
         self._library: Any = importlib.import_module(f"{STATE_LIBRARY}.functional")
         self._levels: dict[tuple[str, torch.device], Tensor] = {}
 
-    def new(self, parameter: nn.Parameter) -> State:
+    def create_state(self, parameter: nn.Parameter) -> State:
         state: State = {}
         for name in MOMENTS:
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
             state[name + SCALES] = parameter.new_zeros(
-                blocks(parameter.numel(), BLOCK), requires_grad=False
+                count_blocks(parameter.numel(), BLOCK), requires_grad=False
             )
         return state
 
-    def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None:
+    def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None:
         assert parameter.grad is not None
-        mean, square = (self.levels(name, parameter.device) for name in MOMENTS)
+        mean, square = (self.get_levels(name, parameter.device) for name in MOMENTS)
         codes = [state[name].view(-1).split(PIECE) for name in MOMENTS]
         scales = [state[name + SCALES].split(PIECE // BLOCK) for name in MOMENTS]
         values = parameter.view(-1).split(PIECE)
@@ -175,33 +177,35 @@ class CodedMoments:
                 of_v,
             )
 
-    def levels(self, name: str, device: torch.device) -> Tensor:
+    def get_levels(self, name: str, device: torch.device) -> Tensor:
         """Return the values of the 256 codes for a scale of 1, `[256]`, in ascending order."""
         if (name, device) not in self._levels:
             made = self._library.create_dynamic_map(signed=name == MOMENTS[0])
             self._levels[name, device] = made.to(device=device, dtype=torch.float32)
         return self._levels[name, device]
 
-    def saved(self, state: State) -> State:
+    def encode_state(self, state: State) -> State:
         made: State = {}
         for name in MOMENTS:
             codes = state[name].cpu()
             scales = state[name + SCALES].cpu()
-            made[name] = decoded(codes, scales, self.levels(name, codes.device))
+            made[name] = decode_values(codes, scales, self.get_levels(name, codes.device))
             made[name + SCALES] = scales
         return made
 
-    def taken(self, parameter: nn.Parameter, saved: State) -> State:
+    def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
         made: State = {}
         for name in MOMENTS:
             values = saved[name].to(parameter.device, torch.float32)
             scales = saved.get(name + SCALES)
             known = None if scales is None else scales.to(values.device)
-            made[name], made[name + SCALES] = coded(values, known, self.levels(name, values.device))
+            made[name], made[name + SCALES] = encode_values(
+                values, known, self.get_levels(name, values.device)
+            )
         return made
 
 
-class NarrowAdamW(Eager):
+class NarrowAdamW(EagerOptimizer):
     """AdamW without weight decay; `moments_of` returns the storage format for a parameter."""
 
     def __init__(
@@ -210,7 +214,7 @@ class NarrowAdamW(Eager):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        moments_of: Callable[[nn.Parameter], Moments],
+        moments_of: Callable[[nn.Parameter], MomentFormat],
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
         self._moments = {id(parameter): moments_of(parameter) for parameter in parameters}
@@ -224,24 +228,24 @@ class NarrowAdamW(Eager):
                 moments = self._moments[id(parameter)]
                 if not state:
                     # the step is kept on the host, so that reading it doesn't synchronise
-                    state.update(moments.new(parameter), step=torch.zeros(()))
+                    state.update(moments.create_state(parameter), step=torch.zeros(()))
                 state["step"] += 1
                 beta1, beta2 = group["betas"]
                 moments.update(
                     parameter,
                     state,
-                    Rule(int(state["step"]), group["lr"], beta1, beta2, group["eps"]),
+                    AdamUpdate(int(state["step"]), group["lr"], beta1, beta2, group["eps"]),
                 )
         return loss
 
-    def saved(self, parameter: nn.Parameter, state: State) -> State:
+    def encode_state(self, parameter: nn.Parameter, state: State) -> State:
         """Return the state as it is written; `state` may be on another device than the parameter."""
-        return {**self._moments[id(parameter)].saved(state), "step": state["step"]}
+        return {**self._moments[id(parameter)].encode_state(state), "step": state["step"]}
 
-    def taken(self, parameter: nn.Parameter, saved: State) -> State:
+    def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
         """Return the state of a parameter from its saved form."""
         return {
-            **self._moments[id(parameter)].taken(parameter, saved),
+            **self._moments[id(parameter)].decode_state(parameter, saved),
             "step": saved["step"].cpu().clone(),
         }
 
@@ -260,12 +264,12 @@ def make(
     float32: gradients of rows of rare tokens differ much from those of neighbouring rows.
     """
     if state_dtype == "bfloat16":
-        narrow: Moments = BFloat16Moments(
+        narrow: MomentFormat = BFloat16Moments(
             {id(parameter): name for parameter, name in parameters.items()}
         )
         wide: set[int] = set()
     else:
-        narrow = CodedMoments()
+        narrow = EightBitMoments()
         wide = {id(each) for each in embeddings}
         wide |= {
             id(each)
@@ -278,7 +282,7 @@ def make(
     )
 
 
-def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round to bfloat16 stochastically.
 
     A value is rounded up with a probability equal to the discarded fraction of the last bit. Other
@@ -289,18 +293,18 @@ def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
     return (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
-def decoded(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+def decode_values(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     """Return level times scale of each code, in float32 and in the shape of `codes`."""
     made = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     per_piece = zip(
         made.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
     )
     for to, code, scale in per_piece:
-        torch.mul(levels[code.int()], _spread(scale, len(to)), out=to)
+        torch.mul(levels[code.int()], _repeat_scales(scale, len(to)), out=to)
     return made.view(codes.shape)
 
 
-def coded(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
+def encode_values(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes nearest to the values, and the scales of the blocks.
 
     A block keeps its given scale if that reproduces its values exactly; otherwise its scale is its
@@ -308,7 +312,7 @@ def coded(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor
     """
     flat = values.reshape(-1)
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=values.device)
-    own = values.new_empty(blocks(flat.numel(), BLOCK))
+    own = values.new_empty(count_blocks(flat.numel(), BLOCK))
     between = (levels[1:] + levels[:-1]) / 2
     if scales is None:
         given = own.split(PIECE // BLOCK)
@@ -320,25 +324,25 @@ def coded(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor
         rows = nn.functional.pad(value, (0, -len(value) % BLOCK)).view(-1, BLOCK)
         most = rows.abs().amax(1)
         if scales is not None:
-            made = _nearest(rows, known, between)
+            made = _find_nearest(rows, known, between)
             same = (levels[made.int()] * known[:, None] == rows).all(1)
             most = torch.where(same, known, most)
         scale.copy_(most)
-        to.copy_(_nearest(rows, most, between).view(-1)[: len(value)])
+        to.copy_(_find_nearest(rows, most, between).view(-1)[: len(value)])
     return codes.view(values.shape), own
 
 
-def _nearest(rows: Tensor, scales: Tensor, between: Tensor) -> Tensor:
+def _find_nearest(rows: Tensor, scales: Tensor, between: Tensor) -> Tensor:
     shares = rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     return torch.bucketize(shares, between).to(torch.uint8)
 
 
-def _spread(scales: Tensor, count: int) -> Tensor:
+def _repeat_scales(scales: Tensor, count: int) -> Tensor:
     """Return the scale of each of `count` elements."""
     return scales[:, None].expand(-1, BLOCK).reshape(-1)[:count]
 
 
-def _pieces(parameter: nn.Parameter, *kept: Tensor) -> Iterator[list[Tensor]]:
+def _iterate_pieces(parameter: nn.Parameter, *kept: Tensor) -> Iterator[list[Tensor]]:
     """Iterate over flat pieces of (values, gradient, *kept), each of at most `PIECE` elements."""
     assert parameter.grad is not None
     whole = [parameter.view(-1), parameter.grad.reshape(-1), *(each.view(-1) for each in kept)]

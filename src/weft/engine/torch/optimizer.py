@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import OptimizerSpec, Schedule
-from weft.engine.torch import narrow_states, states
+from weft.engine.torch import narrow_states, optimizer_states
 from weft.engine.torch.host_memory import HostMemory
 from weft.engine.torch.narrow_states import BLOCK, NarrowAdamW
-from weft.engine.torch.states import State
+from weft.engine.torch.optimizer_states import State
 from weft.engine.torch.update_rules import SGD, AdamW, Lion
 from weft.errors import CheckpointError
-from weft.kernels import Lane
-from weft.models.network.parameters import StoredParameter, canonical
+from weft.kernels import CopyQueue
+from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.transformer import Embedding
 
 FUSED = ("cuda", "cpu")
@@ -35,7 +35,7 @@ GROWTH_INTERVAL = 2000  # steps without overflow until the loss scale of float16
 CLIP_EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grads_with_norm_`
 
 
-def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
+def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     The warm-up is linear and reaches `lr` on its last step, so that no step has rate 0
@@ -55,19 +55,21 @@ def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     return spec.last_lr + (spec.peak_lr - spec.last_lr) * share
 
 
-def decayed(network: nn.Module) -> frozenset[str]:
+def list_decayed_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of the parameters with weight decay.
 
     They are the tensors with two or more dims, except embeddings; norms and biases have one dim. A
     head tied to the embedding is the same parameter, so it isn't decayed either.
     """
-    apart = embeddings(network)
+    apart = list_embedding_names(network)
     return frozenset(
-        n for n, part in canonical(network).items() if part.data.dim() >= 2 and n not in apart
+        n
+        for n, part in find_canonical_parameters(network).items()
+        if part.data.dim() >= 2 and n not in apart
     )
 
 
-def embeddings(network: nn.Module) -> frozenset[str]:
+def list_embedding_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of embeddings and of heads tied to one."""
     found = {
         id(parameter)
@@ -75,7 +77,9 @@ def embeddings(network: nn.Module) -> frozenset[str]:
         if isinstance(m, nn.Embedding | Embedding)
         for parameter in m.parameters(recurse=False)
     }
-    return frozenset(n for n, part in canonical(network).items() if id(part.parameter) in found)
+    return frozenset(
+        n for n, part in find_canonical_parameters(network).items() if id(part.parameter) in found
+    )
 
 
 def make(
@@ -106,7 +110,7 @@ class Optimizer:
     """Optimizer of one role's trained parameters.
 
     `trained` are the stored parameters by canonical name, `decay` the names of those with weight
-    decay, `embeddings` the names of those whose states are never in 8 bits. `steps` counts the
+    decay, `list_embedding_names` the names of those whose states are never in 8 bits. `steps` counts the
     steps taken. State is saved and loaded by canonical name, however parameters are stored.
 
     `scaled` is for networks that compute in float16, whose gradients underflow below 6e-8. The loss
@@ -127,7 +131,7 @@ class Optimizer:
         *,
         embeddings: Collection[str] = (),
         scaled: bool = False,
-        lane: Lane | None = None,
+        lane: CopyQueue | None = None,
         updated: Updated | None = None,
     ) -> None:
         self.spec = spec
@@ -153,21 +157,21 @@ class Optimizer:
         )
         self._lane = lane
         self._updated = updated
-        self._buckets = _buckets(self._parameters)
+        self._buckets = _split_buckets(self._parameters)
         self._memory: HostMemory | None = None  # host copies of the state; set by the first `leave`
         self._held: list[list[Tensor]] = []  # tensors in `_memory`, by bucket
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self.spec, self.schedule, self.steps)
+        return compute_learning_rate(self.spec, self.schedule, self.steps)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Stored parameters that the optimizer updates."""
         return self._parameters
 
-    def gradients(self) -> dict[str, Tensor]:
+    def collect_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all masters that have one, by canonical name.
 
         Divides the gradients by the loss scale first, so it must be called only once a step.
@@ -203,7 +207,7 @@ class Optimizer:
 
     def _update(self) -> None:
         """Update all masters at once, or bucket by bucket."""
-        if self._memory is not None and self._memory.away:
+        if self._memory is not None and self._memory.is_offloaded:
             memory = self._memory
         else:
             memory = None
@@ -233,7 +237,7 @@ class Optimizer:
         else:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
 
-    def overflowed(self) -> bool:
+    def handle_overflow(self) -> bool:
         """Halve the loss scale after a gradient that is not finite.
 
         Returns False if the loss isn't scaled or the scale can't get smaller.
@@ -249,22 +253,26 @@ class Optimizer:
 
     # -- state
 
-    def tensors(self) -> dict[str, Tensor]:
+    def collect_tensors(self) -> dict[str, Tensor]:
         """Return the state tensors by `{parameter}/{slot}`; empty before the first step."""
-        return states.named(self._trained, {p: self._saved(p) for p in self._parameters}, BLOCK)
+        return optimizer_states.to_named_tensors(
+            self._trained, {p: self._encode_state(p) for p in self._parameters}, BLOCK
+        )
 
-    def _saved(self, parameter: nn.Parameter) -> State:
+    def _encode_state(self, parameter: nn.Parameter) -> State:
         """Return a parameter's state as it is written."""
         state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
         here = {
-            slot: self._now(value) for slot, value in state.items() if isinstance(value, Tensor)
+            slot: self._resolve_tensor(value)
+            for slot, value in state.items()
+            if isinstance(value, Tensor)
         }
         own = self._optimizer
         if here and isinstance(own, NarrowAdamW):
-            return own.saved(parameter, here)
+            return own.encode_state(parameter, here)
         return here
 
-    def values(self) -> dict[str, float]:
+    def collect_values(self) -> dict[str, float]:
         """Return the state that isn't tensors, as plain numbers."""
         return {
             "steps": self.steps,
@@ -274,7 +282,7 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
-        """Load what `tensors` and `values` returned, bit for bit.
+        """Load what `collect_tensors` and `collect_values` returned, bit for bit.
 
         Raises `CheckpointError` for an unknown parameter.
         """
@@ -286,18 +294,22 @@ class Optimizer:
             )
         self._memory = None  # offloaded state is replaced, not fetched
         self._optimizer.state.clear()
-        for parameter, saved in states.stored(self._trained, tensors, BLOCK).items():
-            self._optimizer.state[parameter] = self._taken(parameter, saved)
+        for parameter, saved in optimizer_states.from_named_tensors(
+            self._trained, tensors, BLOCK
+        ).items():
+            self._optimizer.state[parameter] = self._decode_state(parameter, saved)
         self.steps = int(values["steps"])
         self.attempts = int(values["attempts"])
         self._calm_steps = int(values["calm_steps"])
         self.loss_scale = float(values["loss_scale"])
 
-    def _taken(self, parameter: nn.Parameter, saved: State) -> State:
+    def _decode_state(self, parameter: nn.Parameter, saved: State) -> State:
         """Return a parameter's state from its saved form, which may have other dtypes."""
         if isinstance(self._optimizer, NarrowAdamW):
-            return self._optimizer.taken(parameter, saved)
-        made = {slot: value for slot, value in saved.items() if not states.is_scales(slot)}
+            return self._optimizer.decode_state(parameter, saved)
+        made = {
+            slot: value for slot, value in saved.items() if not optimizer_states.is_scales(slot)
+        }
         steps = {slot: value.clone() for slot, value in made.items() if not value.dim()}
         if self._optimizer.defaults.get("fused"):
             steps = {slot: value.to(parameter.device) for slot, value in steps.items()}
@@ -306,14 +318,14 @@ class Optimizer:
             **steps,
         }
 
-    def _now(self, value: Tensor) -> Tensor:
+    def _resolve_tensor(self, value: Tensor) -> Tensor:
         """Return the tensor, or its copy in host memory while it is offloaded."""
         away = None if self._memory is None else self._memory.on_host(value)
         return value if away is None else away
 
     def leave(self) -> None:
         """Offload the state to host memory, except the step counters."""
-        if self._lane is None or not self._lane.apart:
+        if self._lane is None or not self._lane.has_separate_memory:
             return
         slots = [
             [self._optimizer.state.get(parameter, {}) for parameter in bucket]
@@ -343,7 +355,7 @@ def clip_divisor(norm: Tensor, most: float) -> Tensor:
     return ((norm.float() + CLIP_EPS) / most).clamp(min=1.0)
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _split_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split parameters, in order, into buckets of up to `BUCKET` elements or one parameter."""
     buckets: list[list[nn.Parameter]] = []
     room = 0

@@ -11,16 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Output, host_array
+from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
 from weft.engine import microbatches
+from weft.engine.collectives import Outputs, PreparedPass
 from weft.engine.generation.prefixes import STRIDE
-from weft.engine.rows import PackLayout, as_sample, given_ids_of, pack, support_of
-from weft.engine.spread import Outputs, Prepared
+from weft.engine.rows import PackLayout, build_given_ids, build_support, pack, to_sample
 from weft.kernels import LEAST_SPARED_KEYS, put
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
-from weft.models.network.packed import RowGradient, TopIds, among_zeros
+from weft.models.network.packed import RowGradient, TopIds, scatter_rows
 from weft.parallel.microbatch import Microbatch
 
 Want = frozenset[Output]
@@ -32,7 +32,7 @@ DEFAULT_LEAST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassSettings:
     """Settings of a micro-batch's pass through the network.
 
     `extra` rows follow each completion's last token. `dropout` is None for a pass without dropout.
@@ -49,26 +49,26 @@ class Pass:
     top: TopIds | None = None  # ids of the outputs `top_ids` and `top_logprobs`
 
 
-class Shares(Protocol):
+class PrefixSharingNetwork(Protocol):
     """Network that can compute a prefix shared by several sequences once."""
 
-    def shares_prefixes(self, longest: int) -> bool:
+    def can_share_prefixes(self, longest: int) -> bool:
         """Return True if prefixes are computed once for sequences of at most `longest` tokens."""
         ...
 
 
-def sharing(layout: PackLayout, keys: Container[str]) -> PackLayout:
+def share_prompts(layout: PackLayout, keys: Container[str]) -> PackLayout:
     """Return the layout with shared prompts, for a batch with these keys.
 
     Sampled completions share prompts exactly where the generator did, so that their log-probs are
     rounded in the same way.
     """
     if "logprobs" in keys:
-        return layout.by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
-    return layout.by_id()
+        return layout.share_by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
+    return layout.share_by_id()
 
 
-def sharing_in_training(
+def share_training_prefixes(
     layout: PackLayout, keys: Container[str], sample: SequenceSample, device: torch.device
 ) -> PackLayout:
     """Return the layout with shared prefixes for a `sample` that is trained.
@@ -77,46 +77,50 @@ def sharing_in_training(
     scored the same tokens, prompts are shared by id only, as in that pass, for the same rounding.
     """
     if not any(key in keys for key in SCORED):
-        across = layout.by_prefix(sample)
+        across = layout.share_by_prefix(sample)
         if (
-            across.spared
+            across.num_saved_tokens
             >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum()
         ):
             return across
-    return sharing(layout, keys)
+    return share_prompts(layout, keys)
 
 
-def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.NDArray[np.bool_]:
+def mask_read_rows(
+    part: SequenceSample, layout: PackLayout, how: PassSettings
+) -> npt.NDArray[np.bool_]:
     """Mask `[N]` of the rows whose output is read.
 
     They exist and, with `trained_only`, have a nonzero loss mask.
     """
-    counts = layout.rows(how.extra)[1]
+    counts = layout.index_rows(how.extra)[1]
     if how.trained_only and "loss_mask" in part.data:
-        counts = counts & np.not_equal(host_array(part.data["loss_mask"]), 0.0)
+        counts = counts & np.not_equal(to_host_array(part.data["loss_mask"]), 0.0)
     return counts
 
 
-def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.device) -> Prepared:
+def prepare(
+    network: nn.Module, part: SequenceSample, how: PassSettings, device: torch.device
+) -> PreparedPass:
     """Return a micro-batch prepared for the network.
 
     Outputs are 0 for rows that don't exist and, with `how.trained_only`, for rows with loss mask 0.
     A pass with dropout shares no prompts, because dropout differs between the completions of a
     prompt.
     """
-    layout = PackLayout.of(part)
+    layout = PackLayout.from_sample(part)
     if (
         how.dropout is None
         and how.aux_loss is None
-        and cast(Shares, network).shares_prefixes(int(layout.lengths.max()))
+        and cast(PrefixSharingNetwork, network).can_share_prefixes(int(layout.lengths.max()))
     ):
         keys = part.data
         if how.trained_only:
-            layout = sharing_in_training(layout, keys, part, device)
+            layout = share_training_prefixes(layout, keys, part, device)
         else:
-            layout = sharing(layout, keys)
+            layout = share_prompts(layout, keys)
     if "given_logprobs" in how.want:
-        ids: Tensor | TopIds | None = given_ids_of(part, device)
+        ids: Tensor | TopIds | None = build_given_ids(part, device)
     else:
         ids = how.top
     packed = replace(
@@ -127,26 +131,29 @@ def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.d
     )
     if how.dropout is not None:
         packed = replace(
-            packed, dropout=DropoutKeys.of(*how.dropout, microbatches.sequence_keys(part), device)
+            packed,
+            dropout=DropoutKeys.from_sequences(
+                *how.dropout, microbatches.list_sequence_keys(part), device
+            ),
         )
-    support = support_of(part, device)
-    counts = counting_rows(part, layout, how)
+    support = build_support(part, device)
+    counts = mask_read_rows(part, layout, how)
     if counts.all() or "scores" in how.want:
-        return Prepared(
+        return PreparedPass(
             part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out
         )
     chosen = np.flatnonzero(counts)
     rows = put(chosen, device)
     given = Microbatch(
-        packed.at(rows),
+        packed.select_rows(rows),
         how.want,
         how.temperature,
         None if support is None else support.select(chosen),
     )
-    return Prepared(part, layout, given, lambda out: among_zeros(out, rows, len(counts)))
+    return PreparedPass(part, layout, given, lambda out: scatter_rows(out, rows, len(counts)))
 
 
-def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
+def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> PreparedPass:
     """Return a pass of one token, for ranks without a micro-batch."""
     outputs: Want = next(
         (frozenset[Output]({each}) for each in ("values", "scores") if each in want),
@@ -156,27 +163,27 @@ def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
     one = SequenceSample.from_groups(
         ["fill"], {"prompt": [[1]], "completion": [[1]]}, {"prompt": token, "completion": token}
     )
-    return replace(prepare(network, one, Pass(outputs), device), part=None)
+    return replace(prepare(network, one, PassSettings(outputs), device), part=None)
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringProcessor:
     """Implement `Work` for scoring: return the outputs of every micro-batch by id."""
 
     network: nn.Module
-    how: Pass
+    how: PassSettings
     device: torch.device
 
-    def prepare(self, part: SequenceSample) -> Prepared:
+    def prepare(self, part: SequenceSample) -> PreparedPass:
         return prepare(self.network, part, self.how, self.device)
 
-    def filler(self) -> Prepared:
-        return filler(self.network, self.how.want, self.device)
+    def build_filler(self) -> PreparedPass:
+        return prepare_filler(self.network, self.how.want, self.device)
 
-    def finish(self, prepared: Prepared, out: Outputs) -> SequenceSample | None:
+    def finish(self, prepared: PreparedPass, out: Outputs) -> SequenceSample | None:
         if prepared.part is None:
             return None
-        return as_sample(prepared.part, prepared.layout, cast(dict[str, Tensor], out))
+        return to_sample(prepared.part, prepared.layout, cast(dict[str, Tensor], out))
 
-    def stage_loss(self, prepared: Prepared) -> Tensor | None:
+    def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
         return None

@@ -15,7 +15,9 @@ NO_PREFIX = ("gpt_bigcode",)  # families whose KV cache has a special layout in 
 MULTIPLE = 16  # an extended vocabulary is padded to a multiple of this
 
 
-def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) -> TransformerConfig:
+def adapt_config(
+    spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer
+) -> TransformerConfig:
     """Return the configuration with the vocabulary, prefix and `rope_scaling` of the role.
 
     The vocabulary is extended for the tokens that `tokenizer.add_tokens` created. Raises
@@ -30,7 +32,7 @@ def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) ->
     if tokenizer.vocab_size > config.vocab_size:
         config = replace(config, vocab_size=-(-tokenizer.vocab_size // MULTIPLE) * MULTIPLE)
     config = _with_prefix(spec, config)
-    return config if spec.rope_scaling is None else _scaled(spec, config)
+    return config if spec.rope_scaling is None else _apply_rope_scaling(spec, config)
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
@@ -62,7 +64,7 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
     return replace(config, prefix_tokens=asked) if trains and asked else config
 
 
-def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
+def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
     """Return the configuration with `rope_scaling` applied.
 
     `linear` divides positions by the factor (Chen et al. 2023, "Position interpolation"), `ntk`
@@ -77,7 +79,7 @@ def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
         else:
             has = f"rope_scaling of type {rope.scaling} already"
         raise ConfigError(f"rope_scaling={value!r}: {spec.path} has {has}; leave the option out")
-    number = rope_scaling.number_of(value)
+    number = rope_scaling.read_factor(value)
     positions = config.max_positions
     match value["type"]:
         case "linear":
@@ -92,4 +94,4 @@ def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
             )
         case _:
             rope = replace(rope, theta=rope.theta * number ** (rope.dim / (rope.dim - 2)))
-    return replace(config, rope=rope, max_positions=rope_scaling.context(value, positions))
+    return replace(config, rope=rope, max_positions=rope_scaling.compute_context(value, positions))

@@ -14,39 +14,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.kernels import Lane, Mark
+from weft.kernels import CopyMark, CopyQueue
 
 SLOTS = 4
 SLOT_BYTES = 2**25  # of pinned memory: 128 MiB in each direction
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _PendingGradient:
     """A piece of a gradient that is being copied to the host.
 
     `kept` is the source of the copy, referenced so that its device memory isn't freed meanwhile.
     """
 
-    mark: Mark
+    mark: CopyMark
     arrived: Tensor
     into: Tensor
     fresh: bool
     kept: Tensor
 
 
-class GradientsToHost:
+class HostGradientAccumulator:
     """Accumulate gradients in host memory: `add` starts a copy, `finish` waits for all of them.
 
     Sums are computed in the dtype of the target.
     """
 
-    def __init__(self, lane: Lane, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         self._lane = lane
         self._slots = slots
         self._slot_bytes = slot_bytes
         self._free: list[Tensor] = []  # buffers, allocated on first use
         self._taken = 0
-        self._coming: deque[tuple[_Sum, Tensor]] = deque()  # (piece, its buffer)
+        self._coming: deque[tuple[_PendingGradient, Tensor]] = deque()  # (piece, its buffer)
 
     @torch.no_grad()
     def add(self, gradient: Tensor, into: Tensor, *, fresh: bool) -> None:
@@ -56,23 +56,23 @@ class GradientsToHost:
         """
         flat = gradient.reshape(-1)
         sums = into.view(-1)
-        self._lane.follow()
-        for low, high in _pieces(flat, self._slot_bytes):
-            buffer = self._buffer()
+        self._lane.follow_device()
+        for low, high in _iterate_pieces(flat, self._slot_bytes):
+            buffer = self._take_buffer()
             arrived = buffer.view(flat.dtype)[: high - low]
             self._lane.copy(arrived, flat[low:high])
             self._coming.append(
-                (_Sum(self._lane.mark(), arrived, sums[low:high], fresh, flat), buffer)
+                (_PendingGradient(self._lane.mark(), arrived, sums[low:high], fresh, flat), buffer)
             )
 
     def finish(self) -> None:
         while self._coming:
             self._take()
 
-    def _buffer(self) -> Tensor:
+    def _take_buffer(self) -> Tensor:
         if not self._free and self._taken < self._slots:
             self._taken += 1
-            return self._lane.buffer(self._slot_bytes, torch.uint8)
+            return self._lane.allocate_buffer(self._slot_bytes, torch.uint8)
         if not self._free:
             self._take()
         return self._free.pop()
@@ -89,30 +89,30 @@ class GradientsToHost:
         self._free.append(buffer)
 
 
-class MastersToDevice:
+class MasterUploader:
     """Copy masters to the device, rounded on the host to the target's dtype.
 
     `put` starts a copy and returns when a buffer contains its last values; `hold` makes later work
     of the device wait for the copies.
     """
 
-    def __init__(self, lane: Lane, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         self._lane = lane
         self._slots = slots
         self._slot_bytes = slot_bytes
-        self._going: deque[tuple[Mark, Tensor]] = deque()  # (end of the copy, its buffer)
+        self._going: deque[tuple[CopyMark, Tensor]] = deque()  # (end of the copy, its buffer)
         self._begun = False
 
     @torch.no_grad()
     def put(self, target: Tensor, source: Tensor) -> None:
         """Start copying `source` to `target`, after the work that the device was given so far."""
         if not self._begun:
-            self._lane.follow()
+            self._lane.follow_device()
             self._begun = True
         to = target.view(-1)
         values = source.view(-1)
-        for low, high in _pieces(to, self._slot_bytes):
-            buffer = self._buffer()
+        for low, high in _iterate_pieces(to, self._slot_bytes):
+            buffer = self._take_buffer()
             rounded = buffer.view(to.dtype)[: high - low]
             rounded.copy_(values[low:high])
             self._lane.copy(to[low:high], rounded)
@@ -120,18 +120,18 @@ class MastersToDevice:
 
     def hold(self) -> None:
         if self._begun:
-            self._lane.mark().hold()
+            self._lane.mark().make_device_wait()
             self._begun = False
 
-    def _buffer(self) -> Tensor:
+    def _take_buffer(self) -> Tensor:
         if len(self._going) < self._slots:
-            return self._lane.buffer(self._slot_bytes, torch.uint8)
+            return self._lane.allocate_buffer(self._slot_bytes, torch.uint8)
         mark, buffer = self._going.popleft()
         mark.wait()
         return buffer
 
 
-def _pieces(flat: Tensor, most: int) -> Iterator[tuple[int, int]]:
+def _iterate_pieces(flat: Tensor, most: int) -> Iterator[tuple[int, int]]:
     """Iterate over (first, end) of pieces of at most `most` bytes."""
     step = most // flat.itemsize
     for low in range(0, flat.numel(), step):

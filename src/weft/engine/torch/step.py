@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Loss, Stat, Sum, reduce_stats, trained_rows
+from weft.algorithms.base import Loss, Stat, Sum, count_trained_rows, reduce_stats
 from weft.data.sample import SequenceSample
 from weft.engine import microbatches
 from weft.engine.base import StepStats
-from weft.engine.device import synchronise
-from weft.engine.flops import Cost, ProductRate
+from weft.engine.collectives import Collectives, Outputs, PreparedPass
+from weft.engine.device import wait_for_device
+from weft.engine.flops import BestMatmulRate, TokenCost
 from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.seen import choose_ids, keep_outputs
-from weft.engine.spread import Outputs, Prepared, Spread
-from weft.engine.torch import by_row
+from weft.engine.torch import row_gradients
 from weft.engine.torch.optimizer import Optimizer
-from weft.engine.torch.prepare import Pass, counting_rows, filler, prepare
+from weft.engine.torch.prepare import PassSettings, mask_read_rows, prepare, prepare_filler
 from weft.errors import NotFinite
 from weft.kernels import put
 from weft.models.network.aux_loss import MoEAuxLoss
@@ -49,14 +49,14 @@ class PassResults:
     chosen: Sequence[str] = ()  # ids whose outputs are kept
     seen: list[SequenceSample] = field(default_factory=list)  # outputs of `chosen`, by micro-batch
 
-    def result(self, norm: Tensor | None = None) -> tuple[Accumulated, float]:
+    def collect(self, norm: Tensor | None = None) -> tuple[MinibatchSums, float]:
         """Return the results as plain values, and the gradient's norm; the host waits only once."""
         operations = sum(self.operations)
-        read = Reading()
-        losses = [read.later(loss) for loss in self.losses]
-        stats = _later(self.stats, read)
-        grad_norm = read.later(0.0 if norm is None else norm)
-        read.now()
+        read = BatchedReadback()
+        losses = [read.register(loss) for loss in self.losses]
+        stats = _register_stats(self.stats, read)
+        grad_norm = read.register(0.0 if norm is None else norm)
+        read.read_all()
         values = [float(loss) for loss in losses]
         wrong = tuple(
             dict.fromkeys(
@@ -66,12 +66,14 @@ class PassResults:
                 for id in ids
             )
         )
-        made = Accumulated(sum(values), _numbers(stats), wrong, sum(self.tokens), operations)
+        made = MinibatchSums(
+            sum(values), _resolve_stats(stats), wrong, sum(self.tokens), operations
+        )
         return made, float(grad_norm)
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class MinibatchSums:
     """Sums of one rank over the micro-batches of a minibatch.
 
     `not_finite` are the ids of micro-batches whose loss is NaN or infinite.
@@ -84,7 +86,7 @@ class Accumulated:
     operations: float = 0.0
 
     @classmethod
-    def join(cls, ranks: Sequence[Accumulated]) -> Accumulated:
+    def join(cls, ranks: Sequence[MinibatchSums]) -> MinibatchSums:
         return cls(
             sum(rank.loss for rank in ranks),
             [stats for rank in ranks for stats in rank.stats],
@@ -95,8 +97,8 @@ class Accumulated:
 
 
 @dataclass
-class _Later:
-    """A number that stays on a device until `Reading.now` reads it."""
+class _PendingNumber:
+    """A number that stays on a device until `BatchedReadback.read_all` reads it."""
 
     value: float = 0.0
 
@@ -104,23 +106,23 @@ class _Later:
         return self.value
 
 
-class Reading:
+class BatchedReadback:
     """Numbers on devices that are copied to the host together, in one copy for each device."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Tensor, _Later]] = []
+        self._waiting: list[tuple[Tensor, _PendingNumber]] = []
 
-    def later(self, value: Any) -> _Later:
-        """Return a placeholder that has the number's value after `now` was called."""
-        made = _Later()
+    def register(self, value: Any) -> _PendingNumber:
+        """Return a placeholder that has the number's value after `read_all` was called."""
+        made = _PendingNumber()
         if isinstance(value, Tensor):
             self._waiting.append((value.detach(), made))
         else:
             made.value = float(value)
         return made
 
-    def now(self) -> None:
-        by_device: dict[torch.device, list[tuple[Tensor, _Later]]] = {}
+    def read_all(self) -> None:
+        by_device: dict[torch.device, list[tuple[Tensor, _PendingNumber]]] = {}
         for value, made in self._waiting:
             by_device.setdefault(value.device, []).append((value, made))
         for waiting in by_device.values():
@@ -129,23 +131,27 @@ class Reading:
                 made.value = number
 
 
-def plain(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
+def to_plain_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
     """Return the statistics with numbers instead of tensors."""
-    read = Reading()
-    waiting = _later(parts, read)
-    read.now()
-    return _numbers(waiting)
+    read = BatchedReadback()
+    waiting = _register_stats(parts, read)
+    read.read_all()
+    return _resolve_stats(waiting)
 
 
-def _later(parts: Iterable[Mapping[str, Stat]], read: Reading) -> list[Mapping[str, Stat]]:
-    return [{name: _of_fields(stat, read.later) for name, stat in part.items()} for part in parts]
+def _register_stats(
+    parts: Iterable[Mapping[str, Stat]], read: BatchedReadback
+) -> list[Mapping[str, Stat]]:
+    return [
+        {name: _map_fields(stat, read.register) for name, stat in part.items()} for part in parts
+    ]
 
 
-def _numbers(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
-    return [{name: _of_fields(stat, float) for name, stat in part.items()} for part in parts]
+def _resolve_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
+    return [{name: _map_fields(stat, float) for name, stat in part.items()} for part in parts]
 
 
-def _of_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
+def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
     if isinstance(stat, Sum):
         return Sum(make(stat.value), make(stat.weight))
     return replace(stat, value=make(stat.value))
@@ -164,7 +170,7 @@ class AuxLoss:
         None  # layers with experts in the whole network, if this rank has only some
     )
 
-    def of(self, uneven: Tensor) -> Tensor:
+    def compute(self, uneven: Tensor) -> Tensor:
         """Return the weighted loss, with its gradient divided by the number of ranks."""
         value = self.weight * uneven
         if self.ranks == 1:
@@ -176,7 +182,7 @@ NO_AUX_LOSS = AuxLoss()
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """Settings and objects shared by the optimizer steps of one role.
 
     `on_nonfinite` is "stop" (raise `NotFinite`) or "skip" (no update; counted in the metrics).
@@ -184,16 +190,18 @@ class Step:
 
     network: nn.Module
     optimizer: Optimizer
-    spread: Spread
+    spread: Collectives
     device: torch.device
-    cost: Cost
+    cost: TokenCost
     max_tokens: int
     on_nonfinite: str
     temperature: float
     dropout_seed: int | None  # None without dropout
     aux_loss: AuxLoss
-    rate: ProductRate
-    checked: list[Loss]  # losses whose `by_row` declaration was verified; shared with the engine
+    rate: BestMatmulRate
+    checked: list[
+        Loss
+    ]  # losses whose `row_gradients` declaration was verified; shared with the engine
     ready: Callable[[], None]  # waits for pending copies of gradients and masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
@@ -201,20 +209,22 @@ class Step:
         fails.
         """
         started = time.perf_counter()
-        total = self._denominators(minibatch, loss)
+        total = self._sum_denominators(minibatch, loss)
         if total is None:
             return StepStats(
                 {"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING
             )
         passes = PassResults(chosen=choose_ids(minibatch.ids))
-        parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
-        self.spread.run(self.network, parts, _Training(self, loss, total, passes), trains=True)
+        parts = microbatches.split_batch(minibatch, self.max_tokens, loss.unit)
+        self.spread.run(
+            self.network, parts, _TrainingProcessor(self, loss, total, passes), trains=True
+        )
         self.ready()
         self.spread.reduce_gradients(self.optimizer.parameters)
-        norm = self.spread.gradient_norm(self.optimizer.gradients())
-        own, grad_norm = passes.result(norm)
+        norm = self.spread.compute_gradient_norm(self.optimizer.collect_gradients())
+        own, grad_norm = passes.collect(norm)
         ranks = self.spread.gather_values(own, stages=True)
-        done = Accumulated.join(ranks)
+        done = MinibatchSums.join(ranks)
         reduced = reduce_stats(done.stats)
         metrics = {
             **{
@@ -224,31 +234,31 @@ class Step:
             "grad_norm": grad_norm,
             "learning_rate": self.optimizer.learning_rate,
         }
-        skipped = self._objection(done.not_finite, metrics, reduced, minibatch, veto)
+        skipped = self._find_objection(done.not_finite, metrics, reduced, minibatch, veto)
         if skipped is None:
             self.optimizer.step(norm)
         self.optimizer.zero_grad()
         self.optimizer.attempts += 1
-        synchronise(self.device)
+        wait_for_device(self.device)
         seconds = time.perf_counter() - started
         tokens = float(done.tokens)
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-        speed["mfu"] = self.rate.share(done.operations / len(ranks), seconds)
+        speed["mfu"] = self.rate.compute_mfu(done.operations / len(ranks), seconds)
         seen = SequenceSample.gather(passes.seen) if passes.seen else None
         return StepStats({**metrics, **speed}, skipped=skipped, seen=seen)
 
-    def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
+    def _sum_denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
         """Return the loss's denominators summed over all ranks, or None if nothing is trained."""
         own = loss.denominators(minibatch)
         reads_tokens = "scores" not in loss.outputs
-        trained = np.count_nonzero(trained_rows(minibatch)) if reads_tokens else 0
+        trained = np.count_nonzero(count_trained_rows(minibatch)) if reads_tokens else 0
         counts = {SEQUENCES: float(minibatch.num_sequences("completion")), TRAINED: float(trained)}
         total = self.spread.reduce_denominators({**own, **counts})
         if not any(total[name] for name in own) or (reads_tokens and not total[TRAINED]):
             return None
         return total
 
-    def _objection(
+    def _find_objection(
         self,
         not_finite: Sequence[str],
         metrics: dict[str, float],
@@ -263,7 +273,7 @@ class Step:
         ids = list(not_finite)
         what = "loss"
         if not ids and not math.isfinite(metrics["grad_norm"]):
-            if self.optimizer.overflowed():
+            if self.optimizer.handle_overflow():
                 del metrics["grad_norm"]
                 return f"float16 gradients overflowed; they are scaled by {self.optimizer.loss_scale:g} from now on"
             ids = list(minibatch.ids)
@@ -286,15 +296,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Training:
+class _TrainingProcessor:
     """Implement `Work` for a micro-batch: compute its share of the loss and collect its results."""
 
-    step: Step
+    step: OptimizerStep
     loss: Loss
     total: Mapping[str, float]
     passes: PassResults
 
-    def prepare(self, part: SequenceSample) -> Prepared:
+    def prepare(self, part: SequenceSample) -> PreparedPass:
         step = self.step
         loss = self.loss
         if step.dropout_seed is None:
@@ -304,13 +314,15 @@ class _Training:
         aux_loss = None
         if step.aux_loss.weight:
             aux_loss = MoEAuxLoss(
-                put(PackLayout.of(part).lengths, step.device), step.aux_loss.num_layers
+                put(PackLayout.from_sample(part).lengths, step.device), step.aux_loss.num_layers
             )
-        rows = SampleRows(part, PackLayout.of(part), step.device, self._floats)
+        rows = SampleRows(part, PackLayout.from_sample(part), step.device, self._float_dtype)
         gradient = None
         if loss.by_row:
-            gradient = by_row.row_gradient(loss, rows, self.total, step.optimizer.loss_scale)
-        how = Pass(
+            gradient = row_gradients.build_row_gradient(
+                loss, rows, self.total, step.optimizer.loss_scale
+            )
+        how = PassSettings(
             loss.outputs,
             step.temperature,
             dropout=dropout,
@@ -324,16 +336,18 @@ class _Training:
         if scores:
             counted = float(len(layout.length))
         else:
-            counted = float(np.count_nonzero(counting_rows(part, layout, how)))
+            counted = float(np.count_nonzero(mask_read_rows(part, layout, how)))
         self.passes.operations.append(
-            step.cost.training(layout.segments, rows=counted, across=layout.pairs_across)
+            step.cost.count_training_flops(
+                layout.segment_lengths, rows=counted, across=layout.num_cross_pairs
+            )
         )
         return replace(prepared, rows=rows)
 
-    def filler(self) -> Prepared:
-        return filler(self.step.network, self.loss.outputs, self.step.device)
+    def build_filler(self) -> PreparedPass:
+        return prepare_filler(self.step.network, self.loss.outputs, self.step.device)
 
-    def finish(self, prepared: Prepared, out: Outputs) -> Tensor:
+    def finish(self, prepared: PreparedPass, out: Outputs) -> Tensor:
         part = prepared.part
         step = self.step
         loss = self.loss
@@ -342,23 +356,23 @@ class _Training:
             return torch.stack([each.sum() for each in out.values()]).sum() * 0.0
         value, stats = loss(cast(dict[str, Tensor], out), batch, self.total)
         unchecked = loss.by_row and not any(loss is known for known in step.checked)
-        if unchecked and by_row.check(loss, out, batch, self.total):
+        if unchecked and row_gradients.is_row_separable(loss, out, batch, self.total):
             step.checked.append(loss)
-        if (uneven := _uneven(prepared)) is not None:
-            value = value + step.aux_loss.of(uneven) / self.total[SEQUENCES]
+        if (uneven := _compute_imbalance(prepared)) is not None:
+            value = value + step.aux_loss.compute(uneven) / self.total[SEQUENCES]
             stats = {**stats, "balance_loss": Sum(uneven.detach(), len(prepared.layout.lengths))}
         if (kept := keep_outputs(part, out, self.passes.chosen)) is not None:
             self.passes.seen.append(kept)
         self.passes.losses.append(value.detach())
         self.passes.stats.append(stats)
-        self.passes.ids.append(microbatches.sample_ids(part))
+        self.passes.ids.append(microbatches.list_sample_ids(part))
         self.passes.tokens.append(int(prepared.layout.lengths.sum()))
         return value * step.optimizer.loss_scale
 
-    def stage_loss(self, prepared: Prepared) -> Tensor | None:
-        if (uneven := _uneven(prepared)) is None:
+    def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
+        if (uneven := _compute_imbalance(prepared)) is None:
             return None
-        value = self.step.aux_loss.of(uneven) / self.total[SEQUENCES]
+        value = self.step.aux_loss.compute(uneven) / self.total[SEQUENCES]
         self.passes.losses.append(value.detach())
         # the last stage counts the sequences
         self.passes.stats.append({"balance_loss": Sum(uneven.detach(), 0.0)})
@@ -366,11 +380,11 @@ class _Training:
         return value * self.step.optimizer.loss_scale
 
     @property
-    def _floats(self) -> torch.dtype:
+    def _float_dtype(self) -> torch.dtype:
         return torch.promote_types(next(self.step.network.parameters()).dtype, torch.float32)
 
 
-def _uneven(prepared: Prepared) -> Tensor | None:
+def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
     """Return the imbalance of expert use, summed over the micro-batch's sequences and layers.
 
     Returns None without an auxiliary loss. The list of layers is cleared: layers recomputed in the
@@ -379,6 +393,6 @@ def _uneven(prepared: Prepared) -> Tensor | None:
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:
         return None
-    uneven = aux_loss.by_sequence().sum()
+    uneven = aux_loss.compute_by_sequence().sum()
     aux_loss.layers = []
     return uneven

@@ -14,26 +14,26 @@ import torch
 from torch import nn
 
 
-class Eager(torch.optim.Optimizer):
+class EagerOptimizer(torch.optim.Optimizer):
     """Base class of optimizers that never loads the compiler."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
 
-class AdamW(Eager, torch.optim.AdamW):
+class AdamW(EagerOptimizer, torch.optim.AdamW):
     """torch's AdamW, undecorated."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-class SGD(Eager, torch.optim.SGD):
+class SGD(EagerOptimizer, torch.optim.SGD):
     """torch's SGD, undecorated."""
 
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
-class Lion(Eager):
+class Lion(EagerOptimizer):
     """Optimizer with the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675).
 
     Implements algorithm 2 of the paper.

@@ -23,7 +23,7 @@ from typing import Any
 
 import math_verify
 
-from weft.host.verifiers._survival import survives
+from weft.host.verifiers._survival import is_fully_parsed
 
 MEMORY = 4 << 30  # bytes of address space
 TARGETS = (
@@ -43,7 +43,7 @@ def main(descriptor: int) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    same("$1$", "$1$")  # triggers lazy imports
+    are_surely_equal("$1$", "$1$")  # triggers lazy imports
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send("ready")
         while True:
@@ -63,7 +63,7 @@ def _serve(connection: Connection) -> None:
             number, reference, answer, seconds = connection.recv()
             begin = time.process_time()
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            found = same(reference, answer)
+            found = are_surely_equal(reference, answer)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send((number, found, time.process_time() - begin))
     except (EOFError, OSError):
@@ -73,18 +73,20 @@ def _serve(connection: Connection) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def same(reference: str, answer: str) -> bool:
+def are_surely_equal(reference: str, answer: str) -> bool:
     """Return whether the library finds two texts equal without having dropped anything.
 
     The texts are formulas, or sentences that contain one.
     """
-    return alike(reference, answer) and survives(reference, answer, alike, parsed)
+    return are_equal(reference, answer) and is_fully_parsed(
+        reference, answer, are_equal, parse_answer
+    )
 
 
-def alike(reference: str, answer: str) -> bool:
+def are_equal(reference: str, answer: str) -> bool:
     """Return the library's own verdict."""
-    one = parsed(reference)
-    other = parsed(answer)
+    one = parse_answer(reference)
+    other = parse_answer(answer)
     return bool(
         one
         and other
@@ -95,7 +97,7 @@ def alike(reference: str, answer: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def parsed(text: str) -> tuple[Any, ...]:
+def parse_answer(text: str) -> tuple[Any, ...]:
     """Return the parsed answer of a text: its last boxed answer, or its last formula or number.
 
     Empty if there is none.

@@ -55,7 +55,7 @@ NUMBER = re.compile(
 )
 
 
-def references(
+def find_references(
     columns: Mapping[str, Sequence[Any]], column: str | None, count: int
 ) -> Sequence[Any]:
     """Return the right answers: the given column, or the first of `COLUMNS` that is present.
@@ -68,23 +68,23 @@ def references(
     return [None] * count
 
 
-def numbers(text: str) -> list[Fraction | None]:
+def find_numbers(text: str) -> list[Fraction | None]:
     """Return all numbers in a text in order; None for unsupported ones, such as 1/0 or a root.
 
     Each of these is one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3,
     \\frac{1}{2}, 5 million. A minus can be the sign U+2212.
     """
-    return [_value(match) for match in NUMBER.finditer(_spelled_plainly(text))]
+    return [_parse_match(match) for match in NUMBER.finditer(_normalize_spelling(text))]
 
 
-def whole_number(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """Return the value of a text that consists of one number; None for any other text."""
-    plain = _spelled_plainly(text).strip()
+    plain = _normalize_spelling(text).strip()
     match = NUMBER.fullmatch(plain)
-    return _value(match) if match else None
+    return _parse_match(match) if match else None
 
 
-def _spelled_plainly(text: str) -> str:
+def _normalize_spelling(text: str) -> str:
     """Normalise the spelling of minus signs, superscript digits and fractions in a text."""
     text = text.replace("\u2212", "-")
     text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
@@ -93,7 +93,7 @@ def _spelled_plainly(text: str) -> str:
     return re.sub(f"[{''.join(VULGAR)}]", lambda match: f" {VULGAR[match.group()]}", text)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
+def _parse_match(match: re.Match[str]) -> Fraction | None:
     if match["root"] or len(match.group()) > MOST_DIGITS:
         return None
     value = Fraction(re.sub(GROUP, "", match["whole"]))

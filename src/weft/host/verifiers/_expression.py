@@ -12,7 +12,7 @@ from typing import Any
 Node = tuple[Any, ...]
 
 MOST_CHARACTERS = 1000
-MOST_DEEP = 50
+MAX_DEPTH = 50
 MOST_EXPONENT = 400  # largest exponent of a number such as 1e400
 FUNCTIONS = (
     "sin",
@@ -100,7 +100,7 @@ ENDS = {"+", "-", *CLOSING.values()}
 
 
 @dataclass(frozen=True)
-class Expression:
+class ParsedExpression:
     """Parsed expression.
 
     `letters` are its variables (without e and i); `decimal`: a number in it has digits after the
@@ -113,24 +113,24 @@ class Expression:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse(text: str) -> Expression | None:
+def parse(text: str) -> ParsedExpression | None:
     """Return the expression that a text is, or None if it is not one."""
     if len(text) > MOST_CHARACTERS:
         return None
     try:
-        parser = _Parser(text)
-        root = parser.sum(0)
-        parser.need("")
-    except _Syntax:
+        parser = _ExpressionParser(text)
+        root = parser.parse_sum(0)
+        parser.expect("")
+    except _ExpressionSyntaxError:
         return None
-    return Expression(root, frozenset(parser.letters), parser.decimal)
+    return ParsedExpression(root, frozenset(parser.letters), parser.decimal)
 
 
-class _Syntax(Exception):
+class _ExpressionSyntaxError(Exception):
     """Error of a text that is not an expression."""
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive-descent parser.
 
     sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?.
@@ -138,119 +138,123 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self._tokens = [
-            token for match in TOKEN.finditer(text) for token in _letters(match.group())
+            token for match in TOKEN.finditer(text) for token in _split_letters(match.group())
         ]
         if "".join(self._tokens) != text:
-            raise _Syntax
-        self._at = 0
+            raise _ExpressionSyntaxError
+        self._position = 0
         self.letters: set[str] = set()
         self.decimal = False
 
     def _peek(self) -> str:
-        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+        return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self, *wanted: str) -> str:
         token = self._peek()
         if not token or token not in wanted:
             return ""
-        self._at += 1
+        self._position += 1
         return token
 
-    def need(self, wanted: str) -> None:
-        """Consume this token, or the end if `wanted` is ""; raise `_Syntax` for another one."""
+    def expect(self, wanted: str) -> None:
+        """Consume this token, or the end if `wanted` is ""; raise `_ExpressionSyntaxError` for another one."""
         if self._peek() != wanted:
-            raise _Syntax
-        self._at += 1
+            raise _ExpressionSyntaxError
+        self._position += 1
 
-    def sum(self, depth: int) -> Node:
-        """Parse a sum. Raises `_Syntax`, also for nesting deeper than `MOST_DEEP`."""
-        if depth > MOST_DEEP:
-            raise _Syntax
-        parts = [(1, self._product(depth))]
+    def parse_sum(self, depth: int) -> Node:
+        """Parse a sum. Raises `_ExpressionSyntaxError`, also for nesting deeper than `MAX_DEPTH`."""
+        if depth > MAX_DEPTH:
+            raise _ExpressionSyntaxError
+        parts = [(1, self._parse_product(depth))]
         while sign := self._take("+", "-"):
-            parts.append((1 if sign == "+" else -1, self._product(depth)))
+            parts.append((1 if sign == "+" else -1, self._parse_product(depth)))
         return parts[0][1] if len(parts) == 1 else ("sum", *parts)
 
-    def _product(self, depth: int) -> Node:
+    def _parse_product(self, depth: int) -> Node:
         sign = 1
         while found := self._take("-", "+"):
             sign = -sign if found == "-" else sign
-        parts = [(1, self._power(depth))]
+        parts = [(1, self._parse_power(depth))]
         while self._peek() and self._peek() not in ENDS:
             if self._take("/"):
-                parts.append((-1, self._power(depth)))
+                parts.append((-1, self._parse_power(depth)))
             else:
                 if (
                     not self._take("*")
                     and self._peek()[0] in ".0123456789"
                     and parts[-1][1][0] == "number"
                 ):
-                    raise _Syntax  # two numbers in a row
-                parts.append((1, self._power(depth)))
+                    raise _ExpressionSyntaxError  # two numbers in a row
+                parts.append((1, self._parse_power(depth)))
         node: Node = parts[0][1] if len(parts) == 1 else ("product", *parts)
         return node if sign == 1 else ("negative", node)
 
-    def _power(self, depth: int) -> Node:
-        base = self._atom(depth)
+    def _parse_power(self, depth: int) -> Node:
+        base = self._parse_atom(depth)
         if self._take("!"):
             if self._peek() == "!":
-                raise _Syntax  # double factorials are not supported
+                raise _ExpressionSyntaxError  # double factorials are not supported
             base = ("factorial", base)
-        return ("power", base, self._exponent(depth)) if self._take("^") else base
+        return ("power", base, self._parse_exponent(depth)) if self._take("^") else base
 
-    def _exponent(self, depth: int) -> Node:
+    def _parse_exponent(self, depth: int) -> Node:
         if self._take("-"):
-            return ("negative", self._atom(depth))
-        return self._atom(depth)
+            return ("negative", self._parse_atom(depth))
+        return self._parse_atom(depth)
 
-    def _group(self, opening: str, depth: int) -> Node:
-        self.need(opening)
-        inside = self.sum(depth + 1)
-        self.need(CLOSING[opening])
+    def _parse_group(self, opening: str, depth: int) -> Node:
+        self.expect(opening)
+        inside = self.parse_sum(depth + 1)
+        self.expect(CLOSING[opening])
         return inside
 
-    def _atom(self, depth: int) -> Node:
+    def _parse_atom(self, depth: int) -> Node:
         token = self._peek()
         if token in ("(", "{", "["):
-            return self._group(token, depth)
+            return self._parse_group(token, depth)
         if token in ("|", r"\lfloor", r"\lceil"):
             return (
                 {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}[token],
-                self._group(token, depth),
+                self._parse_group(token, depth),
             )
-        self._at += 1
+        self._position += 1
         if token[:1].isdigit() or token[:1] == ".":
-            return ("number", self._number(token))
+            return ("number", self._parse_number(token))
         if token == r"\frac":
-            return ("product", (1, self._group("{", depth)), (-1, self._group("{", depth)))
+            return (
+                "product",
+                (1, self._parse_group("{", depth)),
+                (-1, self._parse_group("{", depth)),
+            )
         if token in (r"\binom", r"\dbinom", r"\tbinom"):
-            return ("binom", self._group("{", depth), self._group("{", depth))
+            return ("binom", self._parse_group("{", depth), self._parse_group("{", depth))
         if token in (r"\sqrt", "sqrt"):
             if self._peek() == "[":
-                degree = self._group("[", depth)
+                degree = self._parse_group("[", depth)
             else:
                 degree = ("number", Fraction(2))
-            return ("root", self._group("{" if self._peek() == "{" else "(", depth), degree)
+            return ("root", self._parse_group("{" if self._peek() == "{" else "(", depth), degree)
         name = token.lstrip("\\")
         if name in FUNCTIONS:
-            return self._function(name, depth)
+            return self._parse_function(name, depth)
         if token in CONSTANTS and not self._peek().startswith("_"):
             return ("constant", CONSTANTS[token])
         if (len(token) == 1 and token.isalpha()) or name in GREEK:
             letter = token + (self._take(self._peek()) if self._peek().startswith("_") else "")
             self.letters.add(letter)
             return ("letter", letter)
-        raise _Syntax
+        raise _ExpressionSyntaxError
 
-    def _number(self, token: str) -> Fraction:
+    def _parse_number(self, token: str) -> Fraction:
         exponent = re.split("[eE]", token)[1:]
         if exponent and int(exponent[0]) > MOST_EXPONENT:
-            raise _Syntax
+            raise _ExpressionSyntaxError
         number = Fraction(token)
         self.decimal = self.decimal or number.denominator > 1
         return number
 
-    def _function(self, name: str, depth: int) -> Node:
+    def _parse_function(self, name: str, depth: int) -> Node:
         """Parse the rest of `\\sin^2 x`, `\\log_2 8` or `\\sin 2x`.
 
         An argument without brackets extends to the next sign or function.
@@ -260,28 +264,28 @@ class _Parser:
         else:
             base = ""
         if base:
-            self._at += 1
+            self._position += 1
             if not base[2:-1].isdigit():
-                raise _Syntax
-        exponent = self._exponent(depth + 1) if self._take("^") else None
+                raise _ExpressionSyntaxError
+        exponent = self._parse_exponent(depth + 1) if self._take("^") else None
         if exponent == ("negative", ("number", Fraction(1))):
             name = INVERSES.get(name, "")
             exponent = None
             if not name:
-                raise _Syntax
-        argument = self._argument(depth)
+                raise _ExpressionSyntaxError
+        argument = self._parse_argument(depth)
         node: Node = ("function", name, argument)
         if base:
             scale = ("function", "ln", ("number", Fraction(base[2:-1])))
             node = ("product", (1, ("function", "ln", argument)), (-1, scale))
         return node if exponent is None else ("power", node, exponent)
 
-    def _argument(self, depth: int) -> Node:
-        if depth > MOST_DEEP:
-            raise _Syntax
+    def _parse_argument(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise _ExpressionSyntaxError
         if self._peek() in CLOSING and self._peek() not in "|[":
-            return self._atom(depth + 1)
-        parts = [(1, self._power(depth + 1))]
+            return self._parse_atom(depth + 1)
+        parts = [(1, self._parse_power(depth + 1))]
         while (
             (token := self._peek())
             and token not in ENDS
@@ -289,8 +293,8 @@ class _Parser:
             and not _is_function(token)
         ):
             if token == "/":
-                raise _Syntax  # ambiguous: it divides the function or its argument
-            parts.append((1, self._power(depth + 1)))
+                raise _ExpressionSyntaxError  # ambiguous: it divides the function or its argument
+            parts.append((1, self._parse_power(depth + 1)))
         return parts[0][1] if len(parts) == 1 else ("product", *parts)
 
 
@@ -298,7 +302,7 @@ def _is_function(token: str) -> bool:
     return token.lstrip("\\") in FUNCTIONS
 
 
-def _letters(token: str) -> list[str]:
+def _split_letters(token: str) -> list[str]:
     """Split a run of letters into known names and variables.
 
     xy is x times y, and \\sinx is the sine of x.

@@ -44,7 +44,7 @@ def count_words(text: str) -> int:
     return len(WORD.findall(text))
 
 
-def related(count: int, relation: str, bound: Any) -> bool:
+def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
     """Return whether `count` is "at least" or "less than" `bound`."""
     if relation == "at least":
         return count >= int(bound)
@@ -53,7 +53,7 @@ def related(count: int, relation: str, bound: Any) -> bool:
     raise ValueError(f"relation {relation!r} must be 'at least' or 'less than'")
 
 
-def _paragraphs(text: str, a: Arguments) -> bool:
+def _check_paragraphs(text: str, a: Arguments) -> bool:
     """Check the number of paragraphs between *** dividers; only the first and last may be empty."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if any(not part for part in parts[1:-1]):
@@ -61,7 +61,7 @@ def _paragraphs(text: str, a: Arguments) -> bool:
     return sum(map(bool, parts)) == int(a["num_paragraphs"])
 
 
-def _nth_paragraph(text: str, a: Arguments) -> bool:
+def _check_nth_paragraph(text: str, a: Arguments) -> bool:
     """Check the number of paragraphs between blank lines and the first word of the nth one."""
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)
@@ -72,14 +72,14 @@ def _nth_paragraph(text: str, a: Arguments) -> bool:
     return re.split(r"[.,?!'\"]", first)[0].lower() == str(a["first_word"]).lower()
 
 
-def _postscript(text: str, a: Arguments) -> bool:
+def _check_postscript(text: str, a: Arguments) -> bool:
     marker = str(a["postscript_marker"])
     known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
     pattern = known.get(marker, r"\s*" + re.escape(marker.lower()) + r".*$")
     return re.search(pattern, text.lower(), re.MULTILINE) is not None
 
 
-def _highlights(text: str, a: Arguments) -> bool:
+def _check_highlights(text: str, a: Arguments) -> bool:
     single = [part.strip("*").strip() for part in re.findall(r"\*[^\n*]*\*", text)]
     double = [
         part.removeprefix("**").removesuffix("**").strip()
@@ -88,18 +88,18 @@ def _highlights(text: str, a: Arguments) -> bool:
     return sum(map(bool, single + double)) >= int(a["num_highlights"])
 
 
-def _bullets(text: str, a: Arguments) -> bool:
+def _check_bullets(text: str, a: Arguments) -> bool:
     stars = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
     dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == int(a["num_bullets"])
 
 
-def _sections(text: str, a: Arguments) -> bool:
+def _check_sections(text: str, a: Arguments) -> bool:
     parts = re.split(r"\s?" + re.escape(str(a["section_spliter"])) + r"\s?\d+\s?", text)
     return len(parts) - 1 >= int(a["num_sections"])
 
 
-def _json(text: str, a: Arguments) -> bool:
+def _check_json(text: str, a: Arguments) -> bool:
     inside = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
     try:
         json.loads(inside)
@@ -108,7 +108,7 @@ def _json(text: str, a: Arguments) -> bool:
     return True
 
 
-def _two_responses(text: str, a: Arguments) -> bool:
+def _check_two_responses(text: str, a: Arguments) -> bool:
     parts = [part.strip() for part in text.split("******")]
     if any(not part for part in parts[1:-1]):
         return False
@@ -116,21 +116,21 @@ def _two_responses(text: str, a: Arguments) -> bool:
     return len(filled) == 2 and filled[0] != filled[1]
 
 
-def _capital_words(text: str, a: Arguments) -> bool:
+def _check_capital_words(text: str, a: Arguments) -> bool:
     count = sum(token.isupper() for token in TOKEN.findall(text))
-    return related(count, a["capital_relation"], a["capital_frequency"])
+    return satisfies_relation(count, a["capital_relation"], a["capital_frequency"])
 
 
-def _quoted(text: str, a: Arguments) -> bool:
+def _check_quoted(text: str, a: Arguments) -> bool:
     bare = text.strip()
     return len(bare) > 1 and bare[0] == bare[-1] == '"'
 
 
-def _occurrences(pattern: str, text: str) -> int:
+def _count_occurrences(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text, re.IGNORECASE))
 
 
-def _exact_word(word: str) -> str:
+def _build_word_pattern(word: str) -> str:
     return rf"\b{re.escape(word)}\b"
 
 
@@ -138,49 +138,49 @@ CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 CHECKS: Mapping[str, Check] = {
     "keywords:existence": lambda t, a: all(
-        _occurrences(re.escape(word), t) for word in a["keywords"]
+        _count_occurrences(re.escape(word), t) for word in a["keywords"]
     ),
-    "keywords:frequency": lambda t, a: related(
-        _occurrences(re.escape(a["keyword"]), t), a["relation"], a["frequency"]
+    "keywords:frequency": lambda t, a: satisfies_relation(
+        _count_occurrences(re.escape(a["keyword"]), t), a["relation"], a["frequency"]
     ),
     "keywords:forbidden_words": lambda t, a: (
-        not any(_occurrences(_exact_word(word), t) for word in a["forbidden_words"])
+        not any(_count_occurrences(_build_word_pattern(word), t) for word in a["forbidden_words"])
     ),
-    "keywords:letter_frequency": lambda t, a: related(
+    "keywords:letter_frequency": lambda t, a: satisfies_relation(
         t.lower().count(str(a["letter"]).lower()), a["let_relation"], a["let_frequency"]
     ),
     "language:response_language": lambda t, a: detect(t) == a["language"],
-    "length_constraints:number_sentences": lambda t, a: related(
+    "length_constraints:number_sentences": lambda t, a: satisfies_relation(
         count_sentences(t), a["relation"], a["num_sentences"]
     ),
-    "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": lambda t, a: related(
+    "length_constraints:number_paragraphs": _check_paragraphs,
+    "length_constraints:number_words": lambda t, a: satisfies_relation(
         count_words(t), a["relation"], a["num_words"]
     ),
-    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "length_constraints:nth_paragraph_first_word": _check_nth_paragraph,
     "detectable_content:number_placeholders": lambda t, a: (
         len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"])
     ),
-    "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_content:postscript": _check_postscript,
+    "detectable_format:number_bullet_lists": _check_bullets,
     "detectable_format:constrained_response": lambda t, a: any(
         choice in t for choice in CONSTRAINED
     ),
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
-    "detectable_format:json_format": _json,
+    "detectable_format:number_highlighted_sections": _check_highlights,
+    "detectable_format:multiple_sections": _check_sections,
+    "detectable_format:json_format": _check_json,
     "detectable_format:title": lambda t, a: any(
         title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", t)
     ),
-    "combination:two_responses": _two_responses,
+    "combination:two_responses": _check_two_responses,
     "combination:repeat_prompt": lambda t, a: (
         t.strip().lower().startswith(str(a["prompt_to_repeat"]).strip().lower())
     ),
     "startend:end_checker": lambda t, a: (
         t.strip().strip('"').lower().endswith(str(a["end_phrase"]).strip().lower())
     ),
-    "startend:quotation": _quoted,
-    "change_case:capital_word_frequency": _capital_words,
+    "startend:quotation": _check_quoted,
+    "change_case:capital_word_frequency": _check_capital_words,
     "change_case:english_capital": lambda t, a: t.isupper() and detect(t) == "en",
     "change_case:english_lowercase": lambda t, a: t.islower() and detect(t) == "en",
     "punctuation:no_comma": lambda t, a: "," not in t,

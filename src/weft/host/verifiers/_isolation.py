@@ -121,7 +121,7 @@ SYSTEM = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class IsolationSettings:
     """Protections to enter, by name, and their parameters.
 
     `folder` is an empty folder. With the protection `files` the new root is mounted there, and the
@@ -134,7 +134,7 @@ class Wanted:
     disk_mb: int
 
 
-def readable() -> list[str]:
+def list_readable_paths() -> list[str]:
     """Return the folders and files that a Python program needs to read.
 
     These are the system's libraries and the Python installation of this process.
@@ -156,17 +156,17 @@ def readable() -> list[str]:
     return found
 
 
-def die_with_parent() -> None:
+def set_death_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose parent ends, so that none can escape."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Return the process ids of this process's children; empty if the system does not list them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
@@ -181,10 +181,10 @@ def hide_memory() -> None:
     This also covers its environment.
     """
     with contextlib.suppress(OSError):
-        _prctl(PR_SET_DUMPABLE, 0)
+        _call_prctl(PR_SET_DUMPABLE, 0)
 
 
-def enter(wanted: Wanted) -> None:
+def enter(wanted: IsolationSettings) -> None:
     """Put this process behind the protections.
 
     With `namespaces` the caller continues as a grandchild, below the first process of the new PID
@@ -193,22 +193,22 @@ def enter(wanted: Wanted) -> None:
     if "namespaces" in wanted.protections:
         _unshare()
         _fork_and_wait()
-        die_with_parent()
+        set_death_with_parent()
     if "files" in wanted.protections:
-        _own_files(wanted)
+        _isolate_files(wanted)
     else:
         os.chdir(wanted.folder)
     if "namespaces" in wanted.protections:
         _fork_and_wait()
     if "landlock" in wanted.protections:
-        _landlock(os.getcwd())
+        _restrict_file_access(os.getcwd())
     if "user" in wanted.protections and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     if sys.platform == "linux":
-        die_with_parent()  # again, since changing the user resets it
-        _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        set_death_with_parent()  # again, since changing the user resets it
+        _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
         _drop_capabilities()
     if "seccomp" in wanted.protections:
         _refuse_calls()
@@ -223,9 +223,9 @@ def _unshare() -> None:
     gid = os.getegid()
     if uid == 0:
         with contextlib.suppress(OSError):
-            _checked(_libc().unshare(flags))
+            _check_result(_load_libc().unshare(flags))
             return
-    _checked(_libc().unshare(flags | NEWUSER))
+    _check_result(_load_libc().unshare(flags | NEWUSER))
     inside = 0 if uid == 0 else NOBODY
     for name, text in (
         ("setgroups", "deny"),
@@ -246,7 +246,7 @@ def _fork_and_wait() -> None:
         os._exit(0)
 
 
-def _own_files(wanted: Wanted) -> None:
+def _isolate_files(wanted: IsolationSettings) -> None:
     """Change to a new root without /proc.
 
     It has the readable folders, read-only, four devices and an empty /tmp of limited size.
@@ -255,7 +255,7 @@ def _own_files(wanted: Wanted) -> None:
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     # Bind-mount the readable folders and the devices.
-    for path in (*readable(), *DEVICES):
+    for path in (*list_readable_paths(), *DEVICES):
         place = root + path
         os.makedirs(os.path.dirname(place), exist_ok=True)
         if os.path.islink(path) and path in SYSTEM and os.path.isdir(path):
@@ -287,14 +287,14 @@ def _own_files(wanted: Wanted) -> None:
     size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"
     _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(root)
-    _call("pivot_root", b".", b".")
-    _checked(_libc().umount2(b".", MNT_DETACH))
+    _call_system("pivot_root", b".", b".")
+    _check_result(_load_libc().umount2(b".", MNT_DETACH))
     os.chdir("/tmp")
 
 
-def _landlock(work: str) -> None:
+def _restrict_file_access(work: str) -> None:
     """Restrict file access to reading the readable folders and writing in `work`."""
-    version = _call("landlock_create_ruleset", None, 0, 1)
+    version = _call_system("landlock_create_ruleset", None, 0, 1)
     rights = LANDLOCK_ALL[min(version, 3)]
     fields = [rights]
     if version >= 4:
@@ -302,23 +302,23 @@ def _landlock(work: str) -> None:
     if version >= 6:
         fields.append(1 | 2)  # abstract sockets and signals
     content = struct.pack(f"<{len(fields)}Q", *fields)
-    rules = _call("landlock_create_ruleset", content, len(content), 0)
-    allowed = [(path, rights & LANDLOCK_READ) for path in readable()]
+    rules = _call_system("landlock_create_ruleset", content, len(content), 0)
+    allowed = [(path, rights & LANDLOCK_READ) for path in list_readable_paths()]
     allowed += [(path, LANDLOCK_DEVICE) for path in DEVICES] + [(work, rights)]
     for path, right in allowed:
         with contextlib.suppress(FileNotFoundError):
             opened = os.open(path, O_PATH | os.O_CLOEXEC)
             right = right if os.path.isdir(path) else right & ~8
-            _call("landlock_add_rule", rules, 1, struct.pack("<Qi", right, opened), 0)
+            _call_system("landlock_add_rule", rules, 1, struct.pack("<Qi", right, opened), 0)
             os.close(opened)
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _call("landlock_restrict_self", rules, 0)
+    _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _call_system("landlock_restrict_self", rules, 0)
     os.close(rules)
 
 
 def _drop_capabilities() -> None:
     header = struct.pack("<Ii", 0x20080522, 0)
-    _call("capset", header, bytes(24))
+    _call_system("capset", header, bytes(24))
 
 
 def _refuse_calls() -> None:
@@ -343,36 +343,40 @@ def _refuse_calls() -> None:
     code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
     lines = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in code))
     filter_ = struct.pack("@HP", len(code), ctypes.addressof(lines))
-    _prctl(PR_SET_SECCOMP, 2, ctypes.cast(ctypes.create_string_buffer(filter_), ctypes.c_void_p))
+    _call_prctl(
+        PR_SET_SECCOMP, 2, ctypes.cast(ctypes.create_string_buffer(filter_), ctypes.c_void_p)
+    )
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     words = [os.fsencode(word) for word in (source, target, kind)]
-    _checked(_libc().mount(*words, ctypes.c_ulong(flags), os.fsencode(options) or None), target)
+    _check_result(
+        _load_libc().mount(*words, ctypes.c_ulong(flags), os.fsencode(options) or None), target
+    )
 
 
-def _prctl(option: int, *values: object) -> None:
+def _call_prctl(option: int, *values: object) -> None:
     given = [
         value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value)))
         for value in values
     ]
-    _checked(_libc().prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
+    _check_result(_load_libc().prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
 
 
-def _call(name: str, *values: object) -> int:
+def _call_system(name: str, *values: object) -> int:
     """Make a system call that has no function in the C library."""
     column = list(AUDIT).index(platform.machine())
     given: list[object] = [
         ctypes.c_long(value) if isinstance(value, int) else value for value in values
     ]
-    return _checked(_libc().syscall(ctypes.c_long(CALLS[name][column]), *given))
+    return _check_result(_load_libc().syscall(ctypes.c_long(CALLS[name][column]), *given))
 
 
-def _libc() -> ctypes.CDLL:
+def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str = "") -> int:
+def _check_result(result: int, what: str = "") -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what or None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.reading import refuse_url
-from weft.writing import destination
+from weft.writing import resolve_destination
 
 FILE = "answers.sqlite"
 ENDINGS = (".sqlite", ".sqlite3", ".db")
@@ -23,7 +23,7 @@ BUSY_S = 5.0  # time that a process waits for another's write
 FORM = 1  # version of the keys
 
 
-def place(cache: str | bool | None) -> Path | None:
+def find_cache_file(cache: str | bool | None) -> Path | None:
     """Return the file that the option `cache` specifies, or None for no cache.
 
     None and True mean `weft/judge` in `$XDG_CACHE_HOME` or else in `~/.cache`; a text is a folder
@@ -43,7 +43,7 @@ def place(cache: str | bool | None) -> Path | None:
     return path if path.is_file() or path.suffix in ENDINGS else path / FILE
 
 
-def key_of(url: str, body: Mapping[str, Any], vote: int) -> str:
+def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
     """Return a hash of everything that determines an answer.
 
     That is the server, the body of the request, and the index of the vote.
@@ -53,12 +53,12 @@ def key_of(url: str, body: Mapping[str, Any], vote: int) -> str:
 
 
 @functools.cache
-def cache_at(file: Path) -> Cache:
+def open_cache(file: Path) -> JudgeCache:
     """Return the cache in this file, with one connection per process and file."""
-    return Cache(file)
+    return JudgeCache(file)
 
 
-class Cache:
+class JudgeCache:
     """Persistent mapping from keys to texts.
 
     If the file cannot be used, a warning is issued once; after that, lookups find nothing and
@@ -71,11 +71,11 @@ class Cache:
         try:
             self._database = self._open()
         except (sqlite3.Error, OSError) as error:
-            self._give_up(error)
+            self._disable(error)
 
     def _open(self) -> sqlite3.Connection:
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(destination(self.file), os.O_CREAT | os.O_RDWR, 0o600))
+        os.close(os.open(resolve_destination(self.file), os.O_CREAT | os.O_RDWR, 0o600))
         database = sqlite3.connect(
             self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -98,7 +98,7 @@ class Cache:
                 "SELECT text FROM answers WHERE key = ?", (key,)
             ).fetchone()
         except sqlite3.Error as error:
-            self._give_up(error)
+            self._disable(error)
             return None
         return None if row is None else str(row[0])
 
@@ -109,9 +109,9 @@ class Cache:
         try:
             self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
         except sqlite3.Error as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         if self._database is not None:
             self._database.close()
             self._database = None

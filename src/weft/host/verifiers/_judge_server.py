@@ -14,8 +14,8 @@ import httpx
 
 from weft.errors import ConfigError, UserError
 from weft.host import http
-from weft.host.http import Trouble
-from weft.host.verifiers._judge_text import number, shortened, whole
+from weft.host.http import RequestFailure
+from weft.host.verifiers._judge_text import check_integer, check_number, shorten
 
 URL_VARIABLE = "OPENAI_BASE_URL"
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -31,15 +31,17 @@ FIXES = {
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Server and API key. Construct it with `of`, which validates both."""
+class JudgeEndpoint:
+    """Server and API key. Construct it with `from_options`, which validates both."""
 
     url: str  # without credentials
     key: str | None = field(repr=False)
-    loopback: bool
+    is_loopback: bool
 
     @classmethod
-    def of(cls, url: str | None, key_variable: str | None, insecure: bool) -> Endpoint:
+    def from_options(
+        cls, url: str | None, key_variable: str | None, insecure: bool
+    ) -> JudgeEndpoint:
         """Return the endpoint given by `url`, `api_key_env`, `insecure` and the environment.
 
         Raises `ConfigError`; no message contains a key or the credentials of a URL.
@@ -51,10 +53,10 @@ class Endpoint:
                 f"set url to the server's base "
                 "URL, such as http://127.0.0.1:8000/v1"
             )
-        parts = http.parts(
+        parts = http.split_base_url(
             "judge: url", base, ("http", "https"), "http://127.0.0.1:8000/v1", KEY_VARIABLE
         )
-        key = http.secret("judge: api_key_env", key_variable, KEY_VARIABLE)
+        key = http.read_api_key("judge: api_key_env", key_variable, KEY_VARIABLE)
         loopback = http.is_loopback(parts.hostname or "")
         if not isinstance(insecure, bool):
             raise ConfigError(f"judge: insecure={insecure!r} must be true or false")
@@ -66,13 +68,13 @@ class Endpoint:
             )
         return cls(base.rstrip("/").removesuffix(PATH) + PATH, key, loopback)
 
-    def without_key(self, text: str) -> str:
+    def mask_key(self, text: str) -> str:
         """Return a server's response with the key masked."""
-        return http.without(text, self.key)
+        return http.mask_key(text, self.key)
 
 
 @dataclass(frozen=True)
-class Policy:
+class RequestLimits:
     """Limits of requests: number in flight, timeout, and number of retries."""
 
     concurrency: int
@@ -80,33 +82,33 @@ class Policy:
     retries: int
 
     def __post_init__(self) -> None:
-        whole("concurrency", self.concurrency, 1)
-        whole("retries", self.retries, 0)
-        number("timeout_s", self.timeout_s, "above 0 seconds", above=0)
+        check_integer("concurrency", self.concurrency, 1)
+        check_integer("retries", self.retries, 0)
+        check_number("timeout_s", self.timeout_s, "above 0 seconds", above=0)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Judge's text and the numbers of billed tokens. `cut`: truncated at `max_tokens`."""
+class JudgeAnswer:
+    """Judge's text and the numbers of billed tokens. `is_truncated`: truncated at `max_tokens`."""
 
     text: str
     input_tokens: int
     output_tokens: int
-    cut: bool
+    is_truncated: bool
 
 
-class Unanswered(UserError):
+class UnansweredRequest(UserError):
     """Request that got no answer in any of its attempts.
 
-    `what` is the cause, without the server's response.
+    `cause` is the cause, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:
         super().__init__(message)
-        self.what = what
+        self.cause = what
 
 
-class Session:
+class JudgeSession:
     """Open connections to a server, used as an async context manager.
 
     Usage:
@@ -115,10 +117,10 @@ class Session:
             answer = await session.ask(body)
     """
 
-    def __init__(self, endpoint: Endpoint, policy: Policy) -> None:
+    def __init__(self, endpoint: JudgeEndpoint, policy: RequestLimits) -> None:
         self.endpoint = endpoint
         self.policy = policy
-        self.sent = 0  # number of requests
+        self.num_requests = 0  # number of requests
         self._slots = asyncio.Semaphore(policy.concurrency)
         self._jitter = random.Random()
         headers = {"Content-Type": "application/json"}
@@ -130,59 +132,67 @@ class Session:
             # The number of requests in flight is limited by `_slots`
             limits=httpx.Limits(max_keepalive_connections=policy.concurrency),
             follow_redirects=False,  # a redirect would send the key to another host
-            trust_env=not endpoint.loopback,  # a proxy cannot reach this machine's own ports
+            trust_env=not endpoint.is_loopback,  # a proxy cannot reach this machine's own ports
         )
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> JudgeSession:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._client.aclose()
 
-    async def ask(self, body: Mapping[str, Any]) -> Answer:
+    async def ask(self, body: Mapping[str, Any]) -> JudgeAnswer:
         """Return the answer to a chat completion request.
 
-        Raises `Unanswered` with the URL, the response and the fix.
+        Raises `UnansweredRequest` with the URL, the response and the fix.
         """
         content = json.dumps(body).encode()
         attempt = 0
         # The slot is kept during the waits, so that a busy server gets no further requests
         async with self._slots:
-            while isinstance(came := await self._send(content), Trouble):
-                if not came.again or came.after > http.LONGEST_S or attempt == self.policy.retries:
+            while isinstance(came := await self._send(content), RequestFailure):
+                if (
+                    not came.is_retryable
+                    or came.retry_after_s > http.MAX_DELAY_S
+                    or attempt == self.policy.retries
+                ):
                     times = f" (asked {attempt + 1} times)" if attempt else ""
-                    said = f": {shortened(came.said)!r}" if came.said.strip() else ""
-                    raise Unanswered(
-                        f"judge: url={self.endpoint.url}: {came.what}{times}{said}; {came.fix}",
-                        came.what,
+                    said = f": {shorten(came.response)!r}" if came.response.strip() else ""
+                    raise UnansweredRequest(
+                        f"judge: url={self.endpoint.url}: {came.cause}{times}{said}; {came.fix}",
+                        came.cause,
                     )
-                await asyncio.sleep(http.pause(attempt, came.after, self._jitter))
+                await asyncio.sleep(
+                    http.compute_retry_delay(attempt, came.retry_after_s, self._jitter)
+                )
                 attempt += 1
         return came
 
-    async def _send(self, content: bytes) -> Answer | Trouble:
-        self.sent += 1
+    async def _send(self, content: bytes) -> JudgeAnswer | RequestFailure:
+        self.num_requests += 1
         try:
             async with asyncio.timeout(self.policy.timeout_s):
                 response = await self._client.post(self.endpoint.url, content=content)
         except (TimeoutError, httpx.TimeoutException):
             fix = "raise timeout_s, lower max_tokens or concurrency, or check that the server works"
-            return Trouble(
+            return RequestFailure(
                 f"no answer within timeout_s={self.policy.timeout_s:g} seconds", fix, True
             )
         except httpx.HTTPError as error:
-            said = self.endpoint.without_key(str(error))
-            return Trouble(type(error).__name__, "start the server, or correct url", True, said)
-        said = self.endpoint.without_key(response.text)
+            said = self.endpoint.mask_key(str(error))
+            return RequestFailure(
+                type(error).__name__, "start the server, or correct url", True, said
+            )
+        said = self.endpoint.mask_key(response.text)
         if response.status_code != 200:
-            return _refusal(response.status_code, said, response.headers.get("Retry-After"))
-        came = _answer(said)
-        if isinstance(came, Answer):
-            return replace(came, text=self.endpoint.without_key(came.text))
+            return _explain_status(response.status_code, said, response.headers.get("Retry-After"))
+        came = _parse_answer(said)
+        if isinstance(came, JudgeAnswer):
+            return replace(came, text=self.endpoint.mask_key(came.text))
         return came
 
 
-def _answer(said: str) -> Answer | Trouble:
+def _parse_answer(said: str) -> JudgeAnswer | RequestFailure:
     """Parse the JSON of a chat completion."""
     try:
         answer = json.loads(said)
@@ -193,27 +203,29 @@ def _answer(said: str) -> Answer | Trouble:
         made = int(usage.get("completion_tokens") or 0)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         fix = "check that url is the base URL of an OpenAI-compatible server"
-        return Trouble("the answer is not a chat completion", fix, True, said)
+        return RequestFailure("the answer is not a chat completion", fix, True, said)
     text = str(text).encode(errors="replace").decode()  # lone surrogates are valid JSON
-    return Answer(text, paid, made, cut=choice.get("finish_reason") == "length")
+    return JudgeAnswer(text, paid, made, is_truncated=choice.get("finish_reason") == "length")
 
 
-def _refusal(status: int, said: str, retry_after: str | None) -> Trouble:
+def _explain_status(status: int, said: str, retry_after: str | None) -> RequestFailure:
     """Return the cause and the fix of a status other than 200.
 
     The response to 401 and 403 is not shown: it may contain a part of the key.
     """
     shown = "" if status in (401, 403) else said
     if 300 <= status < 400:
-        return Trouble(
+        return RequestFailure(
             f"status {status}", "redirects are not followed; set url to where the server is", False
         )
-    after = http.seconds(retry_after)
-    if after > http.LONGEST_S:
+    after = http.parse_retry_after(retry_after)
+    if after > http.MAX_DELAY_S:
         wait = f", to be asked again in {after:g} seconds"
     else:
         wait = ""
     fix = FIXES.get(
         status, "look at the server's log" if status >= 500 else "check url, model and extra"
     )
-    return Trouble(f"status {status}{wait}", fix, http.may_repeat(status), shown, after)
+    return RequestFailure(
+        f"status {status}{wait}", fix, http.is_retryable_status(status), shown, after
+    )

@@ -136,7 +136,7 @@ def detect(text: str) -> str:
     "en" for Latin letters without evidence of another language, "" without letters.
     """
     folded = text.casefold()
-    scripts = Counter(_script(sign) for sign in folded if sign.isalpha())
+    scripts = Counter(_find_script(sign) for sign in folded if sign.isalpha())
     del scripts[""]
     if not scripts:
         return ""
@@ -144,20 +144,20 @@ def detect(text: str) -> str:
         return "ja"
     script = scripts.most_common(1)[0][0]
     if script in ("LATIN", "DEVANAGARI"):
-        return _by_words(folded, script)
+        return _detect_by_words(folded, script)
     if script == "ARABIC":
-        return _by_letters(folded, ("ur", "fa"), "ar")
+        return _detect_by_letters(folded, ("ur", "fa"), "ar")
     if script == "CYRILLIC":
-        return _by_letters(folded, ("uk", "ru", "bg"), "ru")
+        return _detect_by_letters(folded, ("uk", "ru", "bg"), "ru")
     return SCRIPTS[script]
 
 
-def _script(sign: str) -> str:
+def _find_script(sign: str) -> str:
     name = unicodedata.name(sign, "").split(" ")[0].split("-")[0]
     return name if name in SCRIPTS else ""
 
 
-def _by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
+def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
     """Return the first candidate whose own letters are at least 1% of the letters."""
     letters = sum(sign.isalpha() for sign in text)
     for language in candidates:
@@ -166,7 +166,7 @@ def _by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
     return default
 
 
-def _by_words(text: str, script: str) -> str:
+def _detect_by_words(text: str, script: str) -> str:
     """Return the language whose frequent words and own letters occur most in the text."""
     tokens = text.split() if script == "DEVANAGARI" else WORD.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)

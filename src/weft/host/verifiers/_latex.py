@@ -134,7 +134,7 @@ NAME = re.compile(
 )
 
 
-def braced(text: str) -> str | None:
+def extract_braced(text: str) -> str | None:
     """Return the text between the brace that a text begins with and its closing brace, or None."""
     depth = 0
     for index, sign in enumerate(text):
@@ -154,7 +154,7 @@ def tidy(answer: str) -> str:
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     text = SIZES.sub("", text.rstrip(".")).replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
-    text = _without_style(text)
+    text = _remove_style(text)
     text = re.sub(r",\\!\s*|(?<=\d)\{,\}(?=\d)", ",", text)
     text = re.sub(
         r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])",
@@ -162,7 +162,7 @@ def tidy(answer: str) -> str:
         text,
     )
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
-    text = SCALED.sub(_scaled, text)
+    text = SCALED.sub(_expand_scale, text)
     text = CHOOSE.sub(r"\\binom{\1\3}{\2\4}", text)
     text = SUCH_THAT.sub(r"\1", AND.sub(", ", text).strip())
     return re.sub(
@@ -172,18 +172,18 @@ def tidy(answer: str) -> str:
     )
 
 
-def _scaled(match: re.Match[str]) -> str:
+def _expand_scale(match: re.Match[str]) -> str:
     r"""Replace the word of a scale: `5\text{ million dollars}` becomes 5 \cdot 10^6 dollars."""
     rest = (match[2] or "").removesuffix("}").strip()
     return rf" \cdot 10^{SCALE[match[1].lower()]}" + (rf"\text{{ {rest}}}" if rest else "")
 
 
-def _without_style(text: str) -> str:
+def _remove_style(text: str) -> str:
     r"""Remove bold and italic type: `\boldsymbol{7}` and `\bm 7` become 7."""
     match = STYLE.search(text)
     while match:
         rest = text[match.end() :]
-        inside = braced(rest) if rest.startswith("{") else None
+        inside = extract_braced(rest) if rest.startswith("{") else None
         if inside is not None:
             rest = f"{inside} {rest[len(inside) + 2 :]}"
         text = f"{text[: match.start()]} {rest}".strip()
@@ -191,13 +191,13 @@ def _without_style(text: str) -> str:
     return text
 
 
-def named(text: str) -> tuple[str | None, str]:
+def split_name(text: str) -> tuple[str | None, str]:
     """Split `x=5` or `x \\in A` into (name in plain form, value); the name is None without one."""
     match = NAMED.match(text)
     if match and match[1].count("{") != match[1].count("}"):
         return None, text  # the bound of a sum
     if match:
-        return (plain(match[1]), text[match.end() :].strip())
+        return (to_plain_form(match[1]), text[match.end() :].strip())
     return (None, text)
 
 
@@ -208,7 +208,7 @@ def is_formula(text: str) -> bool:
     )
 
 
-def quantities(text: str) -> list[tuple[Fraction, str]] | None:
+def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
     """Return (number, unit) of each part of "3 hours 20 minutes"; None for fewer than two parts."""
     rest = WRAPPED.sub(r" \1 ", text).strip()
     parts = []
@@ -234,14 +234,16 @@ def measure(text: str) -> tuple[str, int] | None:
     return None
 
 
-def spelled_alike(one: str, other: str) -> bool:
+def are_spelled_alike(one: str, other: str) -> bool:
     """Return whether two texts in plain form are equal up to letter case without meaning."""
     if one == other:
         return True
-    return one.casefold() == other.casefold() and not (_case_matters(one) or _case_matters(other))
+    return one.casefold() == other.casefold() and not (
+        _is_case_significant(one) or _is_case_significant(other)
+    )
 
 
-def _case_matters(text: str) -> bool:
+def _is_case_significant(text: str) -> bool:
     r"""Return whether the letter case of a formula has a meaning.
 
     It has in `A-a`, where both cases of a letter occur, and in `\Delta`, which is not `\delta`.
@@ -252,7 +254,7 @@ def _case_matters(text: str) -> bool:
     return any(letter.swapcase() in letters for letter in letters)
 
 
-def plain(answer: str) -> str:
+def to_plain_form(answer: str) -> str:
     """Return a tidy answer in plain form, with one spelling.
 
     Spacing, units, dollar and percent signs are removed; fractions and roots have braces. A blank
@@ -265,7 +267,7 @@ def plain(answer: str) -> str:
     text = WRAPPED.sub(lambda match: match.group(1).strip(), text)
     text = DROPPED.sub(" ", text)
     text = NAME.sub(lambda match: NAMES[match.group()], text)
-    text = REPEATING.sub(_repeating, text)
+    text = REPEATING.sub(_convert_repeating_decimal, text)
     text = PLAIN_UNIT.sub("", text.strip())
     text = SUBSCRIPT.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
@@ -281,7 +283,7 @@ def plain(answer: str) -> str:
     return re.sub(r"^\(([A-Za-z])\)$", r"\1", text.removeprefix("+"))  # a choice such as (C)
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _convert_repeating_decimal(match: re.Match[str]) -> str:
     r"""Convert a repeating decimal such as `0.1\overline{6}` to a fraction."""
     whole = match[1] or "0"
     fixed = match[2]
@@ -292,7 +294,7 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def exact(text: str) -> Fraction | None:
+def parse_exact(text: str) -> Fraction | None:
     """Return the value of a number in plain form, or None for any other text.
 
     The number can have a decimal point and a fraction bar.

@@ -1,6 +1,6 @@
 """A process that forks a process for each program and one for its tests.
 
-Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing of
+Usage: `python -I -B _get_launcher.py`, with a Unix socket as its standard input. It imports nothing of
 weft and contains no secret.
 
 The socket delivers pairs of descriptors, one to read from and one to write to; the reply is the
@@ -35,7 +35,7 @@ MODULES = {
 }
 
 
-def _sibling(name: str) -> Any:
+def _import_sibling(name: str) -> Any:
     """Import a module from this file's folder, which is not on the import path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
@@ -45,8 +45,8 @@ def _sibling(name: str) -> Any:
     return module
 
 
-isolation = _sibling("_isolation")
-peers = _sibling("_peer")
+isolation = _import_sibling("_isolation")
+peers = _import_sibling("_peer")
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def launch(given: int, out: int) -> None:
     # Start the tests' process and wait for it.
     second = _read(given)
     os.close(given)
-    checks = _start(wanted[1], ours.fileno(), lambda: _check(second, ours.fileno(), out), out)
+    checks = _start(wanted[1], ours.fileno(), lambda: _run_tests(second, ours.fileno(), out), out)
     ours.close()
     with contextlib.suppress(ChildProcessError):
         while os.wait()[0] != checks:
@@ -157,7 +157,7 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> i
     raise AssertionError("the process has ended")
 
 
-def _main_module() -> dict[str, Any]:
+def _create_main_module() -> dict[str, Any]:
     """Return the globals of a new module `__main__`."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -168,24 +168,24 @@ def _run(program: str, channel: int) -> None:
     """Run the program to its end, then answer calls of its functions (in the program's process)."""
     peer = peers.Peer(channel, guarded=False)
     sys.stdout = peer.printed
-    names = _main_module()
+    names = _create_main_module()
     exec(compile(program, "program.py", "exec"), names)
     peer.serve(names)
 
 
-def _check(given: dict[str, Any], channel: int, out: int) -> None:
+def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
     """Run the tests on the program's functions, then write the word (in the tests' process)."""
     isolation.hide_memory()
     tests = given["tests"]
     prompt = given["prompt"]
     entry_point = given["entry_point"]
     peer = peers.Peer(channel, guarded=True)
-    names = _main_module()
+    names = _create_main_module()
     if entry_point is not None:
         _define_helpers(prompt, names)
         names.pop(entry_point, None)
-    wanted = [name for name in _names_of(tests) if name not in names]
-    modules, plain, own = _sorted_names(tests, wanted)
+    wanted = [name for name in _find_names(tests) if name not in names]
+    modules, plain, own = _sort_names(tests, wanted)
     for name in modules:
         with contextlib.suppress(ImportError):
             names[name] = importlib.import_module(MODULES.get(name, name))
@@ -210,11 +210,11 @@ def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
         return
 
 
-def _names_of(tests: str) -> list[str]:
+def _find_names(tests: str) -> list[str]:
     return sorted({node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)})
 
 
-def _sorted_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
+def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
     """Divide names into (known modules with attributes used, built-ins, names of the program)."""
     with_attributes = {
         node.value.id

@@ -4,8 +4,8 @@ Imports nothing of weft, since the launcher loads this file by its path.
 
 Plain values are sent as JSON with their type, and arrive as new objects of the built-in types;
 nothing that comes from the program is unpickled or evaluated. Any other object stays in its
-process, and the other side has a `Remote`, which forwards calls and accesses to attributes and
-items. A `Remote` is unequal to every plain value, so that an object of the program cannot claim to
+process, and the other side has a `RemoteProxy`, which forwards calls and accesses to attributes and
+items. A `RemoteProxy` is unequal to every plain value, so that an object of the program cannot claim to
 equal the expected value of a test.
 """
 
@@ -70,10 +70,10 @@ class ProtocolError(Exception):
     """Error of a message that cannot be read, or that requests a forbidden operation."""
 
 
-class Remote:
+class RemoteProxy:
     """Proxy of an object in the other process."""
 
-    def __init__(self, peer: Peer, number: int) -> None:
+    def __init__(self, peer: ObjectPeer, number: int) -> None:
         object.__setattr__(self, "_weft", (peer, number))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,34 +128,34 @@ class Remote:
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(_place(self)[1])
+        return hash(_locate(self)[1])
 
     def __instancecheck__(self, value: Any) -> bool:
         return _is_remote(value) and bool(_ask(self, "isinstance", value))
 
 
-def _combining(name: str) -> Callable[[Remote, Any], Any]:
-    def combine(self: Remote, other: Any) -> Any:
+def _build_operator(name: str) -> Callable[[RemoteProxy, Any], Any]:
+    def combine(self: RemoteProxy, other: Any) -> Any:
         return _ask(self, name, other) if _is_remote(other) else NotImplemented
 
     return combine
 
 
 for _name in OPERATORS:
-    setattr(Remote, f"__{_name.strip('_')}__", _combining(_name))
+    setattr(RemoteProxy, f"__{_name.strip('_')}__", _build_operator(_name))
 
 
 def _is_remote(value: Any) -> bool:
-    return type(value) is Remote
+    return type(value) is RemoteProxy
 
 
-def _place(remote: Any) -> tuple[Peer, int]:
-    found: tuple[Peer, int] = object.__getattribute__(remote, "_weft")
+def _locate(remote: Any) -> tuple[ObjectPeer, int]:
+    found: tuple[ObjectPeer, int] = object.__getattribute__(remote, "_weft")
     return found
 
 
 def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
-    peer, number = _place(remote)
+    peer, number = _locate(remote)
     if peer.guarded and operation == "getattr" and args[0] in ANSWERS:
         raise AttributeError(
             f"{args[0]!r} of an object of the program is not asked: only plain values answer that"
@@ -190,7 +190,7 @@ DO: dict[str, Callable[..., Any]] = {
 }
 
 
-class Peer:
+class ObjectPeer:
     """One end of the channel.
 
     The `guarded` end runs the tests: it allows the other end only to call functions that it was
@@ -211,7 +211,7 @@ class Peer:
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]
         )
         while (message := self._receive())[0] == "?":
-            self._answer(message)
+            self._answer_request(message)
         kind, value, printed, *rest = message
         if printed:
             sys.stdout.write(str(printed))
@@ -219,7 +219,7 @@ class Peer:
             for index, changed in rest[0].items():
                 _replace(args[int(index)], self.decode(changed))
             return self.decode(value)
-        raise self._error(value, *rest)
+        raise self._rebuild_error(value, *rest)
 
     def serve(self, names: dict[str, Any]) -> None:
         """Serve the requests of the other side until it closes the channel.
@@ -238,9 +238,9 @@ class Peer:
                     ["!", {"d": [[name, value] for name, value in held.items()]}, self._print(), {}]
                 )
             else:
-                self._answer(message)
+                self._answer_request(message)
 
-    def _answer(self, message: Any) -> None:
+    def _answer_request(self, message: Any) -> None:
         _, operation, number, given, named = message
         try:
             args = [self.decode(arg) for arg in given]
@@ -257,8 +257,8 @@ class Peer:
         except BaseException as error:  # the other side raises it
             text = [self.encode(arg) if _is_plain(arg) else str(arg)[:1000] for arg in error.args]
             own = type(error).__module__ != "builtins"
-            kind = {"r": self._number(type(error))} if own else None
-            self._send(["x", _base(type(error)), self._print(), text, kind])
+            kind = {"r": self._register_object(type(error))} if own else None
+            self._send(["x", _find_base_name(type(error)), self._print(), text, kind])
 
     def _check_allowed(self, of: Any, operation: str, args: Any) -> None:
         if not self.guarded:
@@ -273,7 +273,7 @@ class Peer:
         if not allowed:
             raise ProtocolError(f"{operation} is not allowed on this object of the tests")
 
-    def _error(self, base: Any, text: Any, kind: Any) -> BaseException:
+    def _rebuild_error(self, base: Any, text: Any, kind: Any) -> BaseException:
         found = getattr(builtins, str(base), Exception)
         if kind is not None:
             found = self._remotes.get(kind["r"], found)
@@ -296,7 +296,7 @@ class Peer:
         """Return the JSON form of a value."""
         if value is None or type(value) is bool:
             return value
-        if type(value).__module__ == "numpy" and (packed := _packed(value)) is not None:
+        if type(value).__module__ == "numpy" and (packed := _pack_array(value)) is not None:
             return {"a": packed}
         if isinstance(value, str):
             return str.__str__(value)
@@ -315,7 +315,7 @@ class Peer:
             return {"n": [type(value).__name__, list(fields), items]}
         for kind, tag in TAGS.items():
             if isinstance(value, kind):
-                return self._container(tag, value)
+                return self._rebuild_container(tag, value)
         if type(value) in (decimal.Decimal, datetime.datetime, datetime.date, datetime.time):
             if isinstance(value, decimal.Decimal):
                 text = str(value)
@@ -328,9 +328,9 @@ class Peer:
             and hasattr(builtins, value.__name__)
         ):
             return {"x": value.__name__}
-        return self._reference(value)
+        return self._encode_reference(value)
 
-    def _container(self, tag: str, value: Any) -> Any:
+    def _rebuild_container(self, tag: str, value: Any) -> Any:
         if tag == "l":
             return [self.encode(item) for item in list.__iter__(value)]
         if tag in "dCO":
@@ -349,9 +349,9 @@ class Peer:
             return {tag: [value.maxlen, [self.encode(item) for item in value]]}
         return {tag: [self.encode(item) for item in value]}
 
-    def _reference(self, value: Any) -> Any:
+    def _encode_reference(self, value: Any) -> Any:
         if _is_remote(value):
-            return {"y": _place(value)[1]}
+            return {"y": _locate(value)[1]}
         for number, remote in self._remotes.items():
             if remote is value:  # a local exception class for one of the other side
                 return {"y": number}
@@ -359,13 +359,13 @@ class Peer:
             try:
                 return {"p": base64.b64encode(pickle.dumps(value)).decode()}
             except Exception:  # it cannot be pickled, and stays here
-                return {"r": self._number(value)}
-        found: dict[str, Any] = {"r": self._number(value)}
+                return {"r": self._register_object(value)}
+        found: dict[str, Any] = {"r": self._register_object(value)}
         if isinstance(value, type) and issubclass(value, BaseException):
-            found |= {"e": _base(value), "name": value.__name__}
+            found |= {"e": _find_base_name(value), "name": value.__name__}
         return found
 
-    def _number(self, value: Any) -> int:
+    def _register_object(self, value: Any) -> int:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._objects)
@@ -379,7 +379,7 @@ class Peer:
         if not isinstance(value, dict):
             return value
         if "r" in value:
-            return self._remote(value)
+            return self._decode_remote(value)
         ((tag, content),) = value.items()
         if tag == "y":
             return self._objects[content]
@@ -394,14 +394,14 @@ class Peer:
             raise ProtocolError(f"unknown kind of value {tag!r:.20}")
         return MAKE[tag](self.decode(content))
 
-    def _remote(self, value: dict[str, Any]) -> Any:
+    def _decode_remote(self, value: dict[str, Any]) -> Any:
         number = int(value["r"])
         if number not in self._remotes:
             if "e" in value:
                 base = getattr(builtins, str(value["e"]))
                 self._remotes[number] = type(str(value["name"]), (base,), {})
             else:
-                self._remotes[number] = Remote(self, number)
+                self._remotes[number] = RemoteProxy(self, number)
         return self._remotes[number]
 
     # -- messages: length in four bytes, then JSON
@@ -462,7 +462,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "T": lambda parts: datetime.timedelta(*parts),
     "D": lambda parts: collections.deque(parts[1], parts[0]),
     "w": lambda parts: TEXTUAL[parts[0]](parts[1]),
-    "a": lambda parts: _unpacked(*parts),
+    "a": lambda parts: _unpack_array(*parts),
 }
 CHANGEABLE = (list, dict, set, bytearray, collections.deque)
 
@@ -480,14 +480,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, bool, type(None)))
 
 
-def _base(kind: type) -> str:
+def _find_base_name(kind: type) -> str:
     """Return the name of the nearest built-in base class of an exception."""
     return next(
         base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base
     )
 
 
-def _packed(value: Any) -> list[Any] | None:
+def _pack_array(value: Any) -> list[Any] | None:
     """Return the packed form of a numpy array or scalar of numbers or texts; None for others."""
     numpy = sys.modules["numpy"]
     array = numpy.asarray(value)
@@ -498,14 +498,14 @@ def _packed(value: Any) -> list[Any] | None:
 
 
 @functools.cache
-def _numpy() -> Any:
+def _import_numpy() -> Any:
     import numpy
 
     return numpy
 
 
-def _unpacked(dtype: str, shape: list[int], content: str, single: bool) -> Any:
+def _unpack_array(dtype: str, shape: list[int], content: str, single: bool) -> Any:
     if dtype[1:2] not in "biufcSU":
         raise ProtocolError(f"unknown kind of array {dtype!r:.20}")
-    array = _numpy().frombuffer(base64.b64decode(content), dtype).reshape(shape).copy()
+    array = _import_numpy().frombuffer(base64.b64decode(content), dtype).reshape(shape).copy()
     return array[()] if single else array

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from weft.host.verifiers._expression import parse
-from weft.host.verifiers._latex import exact, plain, split_top
-from weft.host.verifiers._value import same_value
+from weft.host.verifiers._latex import parse_exact, split_top, to_plain_form
+from weft.host.verifiers._value import have_same_value
 
 MODULUS = re.compile(
     r"^(?P<rest>.*?)\s*,?\s*(?:\(\s*)?(?:\\pmod|\\[bp]?mod|\\(?:text|mathrm|operatorname)\{\s*mod(?:ulo)?\s*\}"
@@ -17,13 +17,13 @@ MODULUS = re.compile(
 CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
 
 
-def known_ratio(one: str, other: str) -> bool | None:
+def compare_ratios(one: str, other: str) -> bool | None:
     """Return whether two ratios in plain form are proportional.
 
     None if either is not a ratio or the comparison is undecided.
     """
-    parts = _ratio(one)
-    others = _ratio(other)
+    parts = _split_ratio(one)
+    others = _split_ratio(other)
     if parts is None and others is None:
         return None
     if parts is None or others is None:
@@ -31,7 +31,7 @@ def known_ratio(one: str, other: str) -> bool | None:
     if len(parts) != len(others):
         return False
     verdicts = [
-        same_value(f"({part})*({others[0]})", f"({match})*({parts[0]})")
+        have_same_value(f"({part})*({others[0]})", f"({match})*({parts[0]})")
         for part, match in zip(parts[1:], others[1:], strict=True)
     ]
     if False in verdicts:
@@ -41,21 +41,21 @@ def known_ratio(one: str, other: str) -> bool | None:
     return None if len(parts) == 2 else False
 
 
-def _ratio(text: str) -> list[str] | None:
+def _split_ratio(text: str) -> list[str] | None:
     parts = split_top(text, ":")
     if len(parts) < 2 or any(not part or parse(part) is None for part in parts):
         return None
     return parts
 
 
-def known_congruence(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
+def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
     """Return whether two congruences in tidy form are equivalent; None if neither is one.
 
     They are if the left sides are equal or one is missing, the moduli are equal, and the residues
     are equal up to multiples of the modulus.
     """
-    first = _congruence(one)
-    second = _congruence(other)
+    first = _split_congruence(one)
+    second = _split_congruence(other)
     if first is None and second is None:
         return None
     if first is None or second is None:
@@ -63,10 +63,12 @@ def known_congruence(one: str, other: str, equal: Callable[[str, str], bool]) ->
     (left, residue, modulus), (other_left, other_residue, other_modulus) = first, second
     if left and other_left and not equal(left, other_left):
         return False
-    return equal(modulus, other_modulus) and _same_residues(residue, other_residue, modulus, equal)
+    return equal(modulus, other_modulus) and _have_same_residues(
+        residue, other_residue, modulus, equal
+    )
 
 
-def _congruence(text: str) -> tuple[str, str, str] | None:
+def _split_congruence(text: str) -> tuple[str, str, str] | None:
     """Return (left side or "", residue, modulus) of a congruence, or None."""
     match = MODULUS.match(text)
     if match is None or not match["rest"].strip():
@@ -78,16 +80,18 @@ def _congruence(text: str) -> tuple[str, str, str] | None:
     return left, sides[-1].strip(), match["modulus"].strip("{} ")
 
 
-def _same_residues(one: str, other: str, modulus: str, equal: Callable[[str, str], bool]) -> bool:
-    found = [_residues(text, modulus) for text in (one, other)]
+def _have_same_residues(
+    one: str, other: str, modulus: str, equal: Callable[[str, str], bool]
+) -> bool:
+    found = [_parse_residues(text, modulus) for text in (one, other)]
     if None not in found:
         return found[0] == found[1]
     return equal(one, other)
 
 
-def _residues(text: str, modulus: str) -> set[Fraction] | None:
-    size = exact(plain(modulus))
-    values = [exact(plain(part)) for part in split_top(text, ",")]
+def _parse_residues(text: str, modulus: str) -> set[Fraction] | None:
+    size = parse_exact(to_plain_form(modulus))
+    values = [parse_exact(to_plain_form(part)) for part in split_top(text, ",")]
     if not size or None in values:
         return None
     return {value % size for value in values if value is not None}

@@ -1,6 +1,6 @@
 """Execution of a Python program and its tests in two processes, behind the system's protections.
 
-`_launcher.py` is the process that is started, `_isolation.py` has the protections, and `_peer.py`
+`_get_launcher.py` is the process that is started, `_isolation.py` has the protections, and `_peer.py`
 lets the tests call the program's functions. docs/code-reward.md describes what is protected and
 what is not.
 """
@@ -46,7 +46,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Limits of each of the two processes.
 
     `seconds` of wall time for both together, and of processor time; `memory_mb` of address space;
@@ -60,7 +60,7 @@ class Limits:
     disk_mb: int = 64
     processes: int = 0
 
-    def as_resources(self) -> dict[str, int]:
+    def to_resources(self) -> dict[str, int]:
         """Return the limits by the names of the `resource` module."""
         return {
             "RLIMIT_AS": self.memory_mb << 20,
@@ -73,7 +73,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Task:
+class SandboxTask:
     """Program and its tests.
 
     Names that the tests use and do not define come from `prompt`, if that is code; the others,
@@ -86,8 +86,8 @@ class Task:
     entry_point: str | None = None
 
 
-class Launcher:
-    """Process that forks others for programs (`_launcher.py`). It ends with this process."""
+class ProgramLauncher:
+    """Process that forks others for programs (`_get_launcher.py`). It ends with this process."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -124,20 +124,22 @@ class Launcher:
         return int.from_bytes(number, "little")
 
 
-_launchers: list[Launcher] = []  # launcher of this process, if started
+_launchers: list[ProgramLauncher] = []  # launcher of this process, if started
 
 
-def _launcher() -> Launcher:
+def _get_launcher() -> ProgramLauncher:
     if (
         not _launchers
         or _launchers[0].owner != os.getpid()
         or _launchers[0].process.poll() is not None
     ):
-        _launchers[:] = [Launcher()]
+        _launchers[:] = [ProgramLauncher()]
     return _launchers[0]
 
 
-def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> bool:
+def run_tests(
+    task: SandboxTask, limits: SandboxLimits, active: Sequence[str] | None = None
+) -> bool:
     """Return whether the program and its tests run to their end within the limits.
 
     No process that they start outlives the call. `active` are the protections; by default all that
@@ -146,10 +148,10 @@ def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> b
     # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(_folder()) for _ in range(2)]
+        folders = [stack.enter_context(_create_folder()) for _ in range(2)]
         first = {
-            "protections": list(protections() if active is None else active),
-            "limits": limits.as_resources(),
+            "protections": list(find_protections() if active is None else active),
+            "limits": limits.to_resources(),
             "folders": folders,
             "disk_mb": limits.disk_mb,
             "program": task.program,
@@ -164,19 +166,19 @@ def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> b
         ours_out, theirs_out = os.pipe()
         stack.callback(os.close, ours_out)
         try:
-            leader = _launcher().fork([theirs_in, theirs_out])
+            leader = _get_launcher().fork([theirs_in, theirs_out])
         finally:
             os.close(theirs_in)
             os.close(theirs_out)
         with contextlib.suppress(BrokenPipeError), os.fdopen(ours_in, "wb") as file:
-            file.write(_message(first) + _message(second))
+            file.write(_encode_message(first) + _encode_message(second))
         said = _read_to_end(ours_out, limits.seconds)
         if said is None:
             _end(leader, ours_out)
     return said == word.encode()
 
 
-def _message(content: Mapping[str, object]) -> bytes:
+def _encode_message(content: Mapping[str, object]) -> bytes:
     text = json.dumps(content).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -206,7 +208,7 @@ def _end(leader: int, pipe: int) -> None:
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[str]:
+def _create_folder() -> Iterator[str]:
     """Create an empty folder that every user can write in."""
     with tempfile.TemporaryDirectory(prefix="weft-code-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o777)
@@ -214,28 +216,30 @@ def _folder() -> Iterator[str]:
 
 
 @functools.cache
-def protections() -> tuple[str, ...]:
+def find_protections() -> tuple[str, ...]:
     """Return the names of the protections that work on this system, determined by trying them."""
     if sys.platform != "linux":
         return ()
     possible = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]
     best = tuple(name for name in possible if name != "landlock")
-    if _works(best):
+    if _can_protect(best):
         return best
     found: tuple[str, ...] = ()
     for name in possible:
         superfluous = name == "landlock" and "files" in found
         impossible = name == "files" and "namespaces" not in found
-        if not superfluous and not impossible and _works((*found, name)):
+        if not superfluous and not impossible and _can_protect((*found, name)):
             found = (*found, name)
     return found
 
 
-def _works(names: Sequence[str]) -> bool:
-    return passes(Task(PROBE, "assert probe(1.5) == 1"), Limits(seconds=PROBE_SECONDS), names)
+def _can_protect(names: Sequence[str]) -> bool:
+    return run_tests(
+        SandboxTask(PROBE, "assert probe(1.5) == 1"), SandboxLimits(seconds=PROBE_SECONDS), names
+    )
 
 
-def described(active: Sequence[str]) -> list[str]:
+def describe_protections(active: Sequence[str]) -> list[str]:
     """Return lines that list the active protections and those that this system refuses."""
     held = [PROTECTIONS[name] for name in active]
     lines = [

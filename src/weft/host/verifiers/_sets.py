@@ -25,7 +25,7 @@ WRITTEN = re.compile(r"\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])|[<>]=")
 LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
 
 
-def braces(text: str) -> str | None:
+def extract_set(text: str) -> str | None:
     r"""Return the members of a set in braces, `\{1,2\}`, as one text.
 
     None for anything else, including a set that is given by a condition.
@@ -38,7 +38,7 @@ def braces(text: str) -> str | None:
         ):
             inside = text[len(opening) : -len(closing)]
             if (
-                _balanced(inside)
+                _is_balanced(inside)
                 and not re.search(r"\\mid|[:|]", inside)
                 and (opening == r"\{" or "," in inside)
             ):
@@ -46,7 +46,7 @@ def braces(text: str) -> str | None:
     return None
 
 
-def _balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
+def _is_balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
     depth = 0
     for sign in text:
         depth += (sign in opening) - (sign in closing)
@@ -55,7 +55,7 @@ def _balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
     return depth == 0
 
 
-def listed(text: str) -> list[str] | None:
+def split_list(text: str) -> list[str] | None:
     r"""Return the members of a list without brackets, or None; `1 \pm 2` has two members."""
     made: list[str] = []
     for part in split_top(text, ","):
@@ -63,7 +63,7 @@ def listed(text: str) -> list[str] | None:
     return made if len(made) > 1 else None
 
 
-def bracketed(text: str) -> list[str] | None:
+def split_brackets(text: str) -> list[str] | None:
     """Return the brackets and members of a tuple or an interval, in order; None for other texts.
 
     A tuple or interval has at least two members in brackets.
@@ -72,7 +72,7 @@ def bracketed(text: str) -> list[str] | None:
         text[:1] in OPEN
         and text[-1] in CLOSED
         and len(split_top(text, ",")) == 1
-        and _balanced(text[1:-1], "([{", ")]}")
+        and _is_balanced(text[1:-1], "([{", ")]}")
     ):
         members = split_top(text[1:-1], ",")
         if len(members) > 1:
@@ -80,7 +80,7 @@ def bracketed(text: str) -> list[str] | None:
     return None
 
 
-def inequality(text: str) -> tuple[str, list[str]] | None:
+def parse_inequality(text: str) -> tuple[str, list[str]] | None:
     """Return (letter, interval with its brackets as members) of `x<5`, `2 \\ge x`, `1<x\\le 3`."""
     parts = re.split(
         r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text)
@@ -91,7 +91,7 @@ def inequality(text: str) -> tuple[str, list[str]] | None:
         return None
     if len(terms) == 2 and LETTER.fullmatch(terms[1]):
         terms = terms[::-1]
-        signs = [_turned(signs[0])]
+        signs = [_flip_sign(signs[0])]
     if len(terms) == 2 and LETTER.fullmatch(terms[0]):
         below = signs[0] in "<≤"
         closed = signs[0] in "≤≥"
@@ -100,7 +100,7 @@ def inequality(text: str) -> tuple[str, list[str]] | None:
     if len(terms) == 3 and LETTER.fullmatch(terms[1]) and (signs[0] in "<≤") == (signs[1] in "<≤"):
         if signs[0] in ">≥":
             terms = terms[::-1]
-            signs = [_turned(sign) for sign in signs[::-1]]
+            signs = [_flip_sign(sign) for sign in signs[::-1]]
         return terms[1], [
             "(" if signs[0] == "<" else "[",
             terms[0],
@@ -110,15 +110,15 @@ def inequality(text: str) -> tuple[str, list[str]] | None:
     return None
 
 
-def _turned(sign: str) -> str:
+def _flip_sign(sign: str) -> str:
     return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}[sign]
 
 
-def united(text: str) -> list[str] | None:
+def split_union(text: str) -> list[str] | None:
     r"""Return the parts of `A \cup B` or of `x<1 \text{ or } x>2`, or None."""
     parts = split_top(text.replace(r"\cup", "∪"), "∪")
     if len(parts) > 1:
         return parts
-    conditions = listed(text) or []
-    letters = {found[0] if (found := inequality(part)) else None for part in conditions}
+    conditions = split_list(text) or []
+    letters = {found[0] if (found := parse_inequality(part)) else None for part in conditions}
     return conditions if len(letters) == 1 and None not in letters else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from weft.host.verifiers._latex import braced
+from weft.host.verifiers._latex import extract_braced
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
 MOST_BOXES = 20  # most boxes that are examined, from the last one
@@ -22,13 +22,13 @@ ENDED = re.compile(
 )
 
 
-def boxes(text: str) -> int:
+def count_boxes(text: str) -> int:
     """Return the number of boxes in a text."""
     return len(BOX.findall(text))
 
 
-def boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` (braces balanced) or `\boxed 5`, or None.
+def extract_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\extract_boxed{...}` (braces balanced) or `\extract_boxed 5`, or None.
 
     Several adjacent boxes are one list.
     """
@@ -38,7 +38,7 @@ def boxed(text: str) -> str | None:
         rest = text[match.end() :]
         in_braces = rest.startswith("{")
         if in_braces:
-            inside = braced(rest)
+            inside = extract_braced(rest)
         else:
             inside = re.split(r"[\s$.]", rest, maxsplit=1)[0]
         if not inside:
@@ -51,13 +51,13 @@ def boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(answer)) if answer else None
 
 
-def said(text: str) -> str | None:
+def extract_stated(text: str) -> str | None:
     """Return the answer in the last `<answer>`, or after the last "answer is" or "Answer:".
 
     That is the formulas that this text begins with, or its words up to the end of the sentence.
     None if there is no such statement, and "" if the text only says what the answer is not.
     """
-    rest = _tagged(text) or ""
+    rest = _extract_tagged(text) or ""
     negated = False
     if not rest:
         for match in SAID.finditer(text):
@@ -69,20 +69,20 @@ def said(text: str) -> str | None:
     rest = rest.strip()
     if not rest:
         return "" if negated else None
-    formulas = _formulas(rest)
+    formulas = _extract_formulas(rest)
     if formulas:
         return formulas
     line = rest.replace("**", "").strip().split("\n", 1)[0]
     return ENDED.split(line, maxsplit=1)[0].lstrip(" *_`").rstrip(" .*_`") or None
 
 
-def _tagged(text: str) -> str | None:
+def _extract_tagged(text: str) -> str | None:
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return text[begin + len("<answer>") : end] if 0 <= begin < end else None
 
 
-def _formulas(text: str) -> str | None:
+def _extract_formulas(text: str) -> str | None:
     """Return the formulas that a text begins with, as a list."""
     found = []
     at = 0

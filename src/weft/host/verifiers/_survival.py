@@ -16,8 +16,8 @@ from typing import Any
 import sympy
 
 from weft.host.verifiers._expression import FUNCTIONS, GREEK
-from weft.host.verifiers._latex import UNIT, named, split_top
-from weft.host.verifiers._stated import FORMULA, boxed
+from weft.host.verifiers._latex import UNIT, split_name, split_top
+from weft.host.verifiers._stated import FORMULA, extract_boxed
 
 MOST_TOKENS = 200  # most tokens of an answer
 # Commands that only set the type or the spacing, and operations whose operands the library keeps
@@ -151,47 +151,47 @@ CONSTANTS = {sympy.pi: "pi", sympy.E: "e", sympy.I: "i"}
 INFINITE = (sympy.oo, -sympy.oo)
 
 
-def survives(
+def is_fully_parsed(
     one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
 ) -> bool:
     """Return whether every letter and number of two texts matters to their equality.
 
     `same` finds the texts equal.
     """
-    first = stated_formula(one, parsed)
-    second = stated_formula(other, parsed)
+    first = extract_formula(one, parsed)
+    second = extract_formula(other, parsed)
     if first == second:
         return True
-    first, second = result(first, second), result(second, first)
-    if not (understood(first) and understood(second)) or CAPITAL.findall(first) != CAPITAL.findall(
-        second
-    ):
+    first, second = extract_result(first, second), extract_result(second, first)
+    if not (is_understood(first) and is_understood(second)) or CAPITAL.findall(
+        first
+    ) != CAPITAL.findall(second):
         return False
-    if (wrapped(first), wrapped(second)) != (one, other) and not same(
-        wrapped(first), wrapped(second)
+    if (wrap_formula(first), wrap_formula(second)) != (one, other) and not same(
+        wrap_formula(first), wrap_formula(second)
     ):
         return False
     if len(split_top(first, "=")) != len(split_top(second, "=")):
         return False
-    letters = {_assigned(first, parsed), _assigned(second, parsed)} - {None}
+    letters = {_find_assigned_letter(first, parsed), _find_assigned_letter(second, parsed)} - {None}
     if len(letters) > 1:
         return False
-    return _all_matter(first, second, same, parsed) and _all_matter(
+    return _are_all_tokens_needed(first, second, same, parsed) and _are_all_tokens_needed(
         second, first, lambda a, b: same(b, a), parsed
     )
 
 
-def wrapped(formula: str) -> str:
+def wrap_formula(formula: str) -> str:
     """Return the formula between dollar signs."""
     return f"${formula}$"
 
 
-def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
+def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
     """Return the part of a text that states its answer.
 
     That is the last box, the last formula, or the number that the library found.
     """
-    inside = boxed(text)
+    inside = extract_boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
         inside = text[1:-1]
     if inside is None:
@@ -206,7 +206,7 @@ def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
     return UNIT.sub("", inside.strip()).strip()
 
 
-def result(formula: str, other: str) -> str:
+def extract_result(formula: str, other: str) -> str:
     """Return the last side of an equation such as `2 + 3 = 5`, or the formula as it is.
 
     The formula is returned as it is if the other answer is an equation too, or if the omitted sides
@@ -216,7 +216,7 @@ def result(formula: str, other: str) -> str:
     inside = before.count("{") != before.count("}")
     if not equals or inside or "=" in other or before[-1:] in ("<", ">", "!"):
         return formula
-    name, _ = named(formula)
+    name, _ = split_name(formula)
     computed = not re.search("[A-Za-z]", COMMAND.sub("", before)) and not LETTER_COMMAND.search(
         before
     )
@@ -225,16 +225,16 @@ def result(formula: str, other: str) -> str:
     return formula
 
 
-def _assigned(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
+def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
     """Return the letter that an equation gives a value; the library compares only the values."""
-    found = parsed(wrapped(formula))
+    found = parsed(wrap_formula(formula))
     expression = found[0] if found else None
     if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
         return expression.lhs
     return None
 
 
-def understood(formula: str) -> bool:
+def is_understood(formula: str) -> bool:
     """Return whether the library knows all commands of a formula.
 
     Also False if a letter occurs in it in both cases.
@@ -247,17 +247,17 @@ def understood(formula: str) -> bool:
     return not any(letter.swapcase() in letters for letter in letters)
 
 
-def _all_matter(
+def _are_all_tokens_needed(
     formula: str,
     other: str,
     same: Callable[[str, str], bool],
     parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
-    spans = list(_tokens(formula))
+    spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:
         return False
-    found = parsed(wrapped(formula))
-    if found and _accounted(found[0], [formula[begin:end] for begin, end in spans]):
+    found = parsed(wrap_formula(formula))
+    if found and _has_all_tokens(found[0], [formula[begin:end] for begin, end in spans]):
         return True
     spans += [match.span() for match in SIGN.finditer(formula)]
     taken = {formula[begin:end].lower() for begin, end in spans} | set(other.lower())
@@ -265,13 +265,15 @@ def _all_matter(
     if letter is None:
         return False
     for begin, end in spans:
-        changed = formula[:begin] + _replaced(formula[begin:end], letter) + formula[end:]
-        if parsed(wrapped(changed))[:1] == found[:1] or same(wrapped(changed), wrapped(other)):
+        changed = formula[:begin] + _replace_token(formula[begin:end], letter) + formula[end:]
+        if parsed(wrap_formula(changed))[:1] == found[:1] or same(
+            wrap_formula(changed), wrap_formula(other)
+        ):
             return False
     return True
 
 
-def _tokens(formula: str) -> Iterator[tuple[int, int]]:
+def _find_tokens(formula: str) -> Iterator[tuple[int, int]]:
     """Iterate over the spans of a formula's letters, numbers and marks.
 
     Names of commands and functions are excluded.
@@ -287,7 +289,7 @@ def _tokens(formula: str) -> Iterator[tuple[int, int]]:
             yield match.span()
 
 
-def _replaced(token: str, letter: str) -> str:
+def _replace_token(token: str, letter: str) -> str:
     if token in "'′!":
         return ""
     if token in "+-:":
@@ -297,7 +299,7 @@ def _replaced(token: str, letter: str) -> str:
     return f" {letter} " if token[0] == "\\" else letter
 
 
-def _accounted(expression: Any, tokens: list[str]) -> bool:
+def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
     """Return whether an expression has exactly the letters and numbers of the formula.
 
     False if it contains operations other than simple ones.

@@ -38,22 +38,24 @@ HUGE = re.compile(
 SOURCE = Path(__file__).resolve().parents[3]  # parent directory of the package
 
 
-def formula(text: str) -> str:
+def mark_formula(text: str) -> str:
     """Return the text in dollar signs unless it is already marked as a formula."""
     if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
         return text
     return f"${text}$"
 
 
-def same(reference: str, answer: str) -> bool:
+def are_equal(reference: str, answer: str) -> bool:
     """Return whether the library finds two texts equal; False if it takes too long.
 
     The texts are formulas, or sentences that contain one.
     """
-    return not (_too_large(reference) or _too_large(answer)) and engine().ask(reference, answer)
+    return not (_is_too_large(reference) or _is_too_large(answer)) and get_engine().ask(
+        reference, answer
+    )
 
 
-def _too_large(text: str) -> bool:
+def _is_too_large(text: str) -> bool:
     tail = text[-TAIL:]
     return (
         len(text) > MOST_CHARACTERS
@@ -62,17 +64,17 @@ def _too_large(text: str) -> bool:
     )
 
 
-def engine() -> Engine:
+def get_engine() -> AlgebraProcess:
     """Return the engine of this process."""
-    return _engine(os.getpid())
+    return _create_engine(os.getpid())
 
 
 @functools.cache
-def _engine(pid: int) -> Engine:
-    return Engine()
+def _create_engine(pid: int) -> AlgebraProcess:
+    return AlgebraProcess()
 
 
-class Engine:
+class AlgebraProcess:
     """Process that compares answers, started at the first question, and its time budget.
 
     An answer has `SECONDS`, and all answers share an allowance, so that n answers take at most
@@ -86,27 +88,27 @@ class Engine:
         self._close: Any = None
         self.process: subprocess.Popen[bytes] | None = None
         self._count = 0
-        self.allowed = ALLOWANCE  # remaining seconds for all answers
-        self._answer = SECONDS
+        self.allowance_seconds = ALLOWANCE  # remaining seconds for all answers
+        self._answer_seconds = SECONDS
 
     def begin(self) -> None:
         """Start a new answer: refill the allowance and reset the time of an answer."""
         with self._lock:
-            self.allowed = min(ALLOWANCE, self.allowed + REFILL)
-            self._answer = SECONDS
+            self.allowance_seconds = min(ALLOWANCE, self.allowance_seconds + REFILL)
+            self._answer_seconds = SECONDS
 
     def ask(self, reference: str, answer: str) -> bool:
         """Return whether two texts are equal; False when the time is used up."""
         with self._lock:
-            seconds = min(self.allowed, self._answer)
+            seconds = min(self.allowance_seconds, self._answer_seconds)
             if seconds < REFILL / 10:
                 return False
-            found, used = self._asked(reference, answer, seconds)
-            self.allowed -= used
-            self._answer -= used
+            found, used = self._send_question(reference, answer, seconds)
+            self.allowance_seconds -= used
+            self._answer_seconds -= used
             return found
 
-    def _asked(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
+    def _send_question(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
         """Return (whether two texts are equal, seconds used)."""
         connection = self._connection or self._start()
         self._count += 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import mpmath
 
-from weft.host.verifiers._expression import Expression, Node, parse
+from weft.host.verifiers._expression import Node, ParsedExpression, parse
 
 Number = Any  # a Fraction, or a real or complex number of mpmath
 
@@ -34,11 +34,11 @@ DECIMAL = re.compile(r"[-+]?\d*\.\d+")
 _local = threading.local()
 
 
-class _Undecided(Exception):
+class _UndecidedValue(Exception):
     """Error of an expression without a value, or without one within the limits."""
 
 
-def same_value(one: str, other: str) -> bool | None:
+def have_same_value(one: str, other: str) -> bool | None:
     """Return whether two texts in plain form are expressions of the same value.
 
     Expressions with letters are compared for several values of the letters. None if undecided. A
@@ -49,8 +49,8 @@ def same_value(one: str, other: str) -> bool | None:
     if a is None or b is None:
         return None
     if a.letters or b.letters:
-        return _same_function(a, b)
-    found = _apart(a, b, 0)
+        return _are_same_function(a, b)
+    found = _measure_distance(a, b, 0)
     if found is None:
         return None
     apart, relative = found
@@ -61,31 +61,33 @@ def same_value(one: str, other: str) -> bool | None:
     if relative > NEAR:
         return None
     if DECIMAL.fullmatch(one):
-        return _digits_right(one, a, b)
-    return _digits_right(other, b, a) if DECIMAL.fullmatch(other) else None
+        return _is_rounded_or_truncated(one, a, b)
+    return _is_rounded_or_truncated(other, b, a) if DECIMAL.fullmatch(other) else None
 
 
-def _digits_right(text: str, decimal: Expression, number: Expression) -> bool:
+def _is_rounded_or_truncated(
+    text: str, decimal: ParsedExpression, number: ParsedExpression
+) -> bool:
     """Return whether a decimal is the number rounded or truncated after the last digit."""
-    stated = _evaluated(decimal, 0, 0)
-    meant = _evaluated(number, 0, 0)
+    stated = _evaluate(decimal, 0, 0)
+    meant = _evaluate(number, 0, 0)
     assert stated and meant, "their difference is known"
     last = Fraction(1, 10 ** len(text.partition(".")[2]))
     apart = abs(stated.real - meant.real)
     return 2 * apart <= last or (apart < last and abs(stated.real) < abs(meant.real))
 
 
-def _same_function(a: Expression, b: Expression) -> bool | None:
+def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
     seen: list[Fraction] = []  # relative distances
     rational = True
     for seed in SEEDS:
-        there = _evaluated(a, seed, 0), _evaluated(b, seed, 0)
+        there = _evaluate(a, seed, 0), _evaluate(b, seed, 0)
         if there[0] is None or there[1] is None:
             if there[0] is not there[1]:
                 return None  # such as the root of a letter below 0
             continue
         rational = rational and there[0].size < 0 and there[1].size < 0
-        found = _apart(a, b, seed)
+        found = _measure_distance(a, b, seed)
         if found is None:
             return None
         seen.append(found[1])
@@ -102,17 +104,19 @@ def _same_function(a: Expression, b: Expression) -> bool | None:
     return None
 
 
-def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction] | None:
+def _measure_distance(
+    a: ParsedExpression, b: ParsedExpression, seed: int
+) -> tuple[Fraction, Fraction] | None:
     """Return (distance of two values, distance relative to the larger one); 0 if they are equal.
 
     Rounded values are equal if they agree to the number of digits computed.
     """
-    one = _evaluated(a, seed, 0)
-    other = _evaluated(b, seed, 0)
+    one = _evaluate(a, seed, 0)
+    other = _evaluate(b, seed, 0)
     size = max(one.size, other.size) if one and other else -1
     if size >= 0:
-        one = _evaluated(a, seed, size)
-        other = _evaluated(b, seed, size)
+        one = _evaluate(a, seed, size)
+        other = _evaluate(b, seed, size)
     if one is None or other is None:
         return None
     apart = max(abs(one.real - other.real), abs(one.imaginary - other.imaginary))
@@ -123,7 +127,7 @@ def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction]
 
 
 @dataclass(frozen=True)
-class _Value:
+class _ComplexValue:
     """Complex number with the size of the rounded numbers in its computation.
 
     `size` is the number of bits of the largest or smallest one, or -1 if none was rounded.
@@ -135,118 +139,119 @@ class _Value:
 
 
 @functools.lru_cache(maxsize=4096)
-def _evaluated(expression: Expression, seed: int, size: int) -> _Value | None:
+def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value, with a fixed number for each letter that depends on `seed`, or None.
 
     The precision is sufficient for rounded numbers of `size` bits.
     """
-    calculator = _Calculator(seed, 300 + 8 * size, real=bool(expression.letters))
+    calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
-        number = calculator.value(expression.root)
-    except (_Undecided, ArithmeticError, ValueError, TypeError):
+        number = calculator.evaluate(expression.root)
+    except (_UndecidedValue, ArithmeticError, ValueError, TypeError):
         return None
     if isinstance(number, Fraction):
-        return _Value(number, Fraction(0), calculator.size)
-    return _Value(_fraction(number.real), _fraction(number.imag), calculator.size)
+        return _ComplexValue(number, Fraction(0), calculator.size)
+    return _ComplexValue(_to_fraction(number.real), _to_fraction(number.imag), calculator.size)
 
 
-def _fraction(number: Any) -> Fraction:
+def _to_fraction(number: Any) -> Fraction:
     man, exp = number.man_exp  # man has no sign
     return Fraction(-man if number < 0 else man) * Fraction(2) ** exp
 
 
-def _context() -> Any:
+def _get_context() -> Any:
     """Return this thread's own mpmath context, since the precision is a setting of it."""
     if not hasattr(_local, "context"):
         _local.context = mpmath.MPContext()
     return _local.context
 
 
-class _Calculator:
+class _TreeCalculator:
     """Evaluation of trees, in fractions while values are exact and then with `bits` bits."""
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
         self._seed = seed
         self._real = real
         self.size = -1
-        self._mp = _context()
+        self._mp = _get_context()
         self._mp.prec = bits
 
-    def value(self, node: Node) -> Number:
-        """Return the value of a tree. Raises `_Undecided` and arithmetic errors."""
+    def evaluate(self, node: Node) -> Number:
+        """Return the value of a tree. Raises `_UndecidedValue` and arithmetic errors."""
         kind, *parts = node
         if kind == "number":
             return parts[0]
         if kind == "letter":
-            return _letter(parts[0], self._seed)
+            return _choose_letter_value(parts[0], self._seed)
         if kind == "constant":
-            return self._kept(
+            return self._check_limits(
                 {"pi": +self._mp.pi, "e": +self._mp.e, "i": self._mp.mpc(0, 1)}[parts[0]]
             )
         if kind == "sum":
-            return self._total((sign, self.value(part)) for sign, part in parts)
+            return self._add((sign, self.evaluate(part)) for sign, part in parts)
         if kind == "product":
-            return self._product((sign, self.value(part)) for sign, part in parts)
+            return self._multiply((sign, self.evaluate(part)) for sign, part in parts)
         if kind == "function":
-            return self._kept(
-                self._function(
-                    parts[0], self._rounded_real(self.value(parts[1]), complexes=parts[0] == "exp")
+            return self._check_limits(
+                self._apply_function(
+                    parts[0],
+                    self._to_rounded_real(self.evaluate(parts[1]), complexes=parts[0] == "exp"),
                 )
             )
-        values = [self.value(part) for part in parts]
-        return self._kept(getattr(self, f"_{kind}")(*values))
+        values = [self.evaluate(part) for part in parts]
+        return self._check_limits(getattr(self, f"_{kind}")(*values))
 
-    def _kept(self, number: Number) -> Number:
+    def _check_limits(self, number: Number) -> Number:
         """Return a number within the limits and record the size of a rounded one."""
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
-                raise _Undecided
+                raise _UndecidedValue
             return number
         if not self._mp.isfinite(number):
-            raise _Undecided
+            raise _UndecidedValue
         if isinstance(number, self._mp.mpc) and number.imag == 0:
             number = number.real
         size = 0 if number == 0 else abs(int(self._mp.mag(number)))
         # A difference of equal numbers leaves a rounding error of about 2^-prec, so allow for it
         if size > MOST_SIZE + self._mp.prec:
-            raise _Undecided
+            raise _UndecidedValue
         self.size = max(self.size, size)
         return number
 
-    def _total(self, parts: Iterable[tuple[int, Number]]) -> Number:
+    def _add(self, parts: Iterable[tuple[int, Number]]) -> Number:
         total: Number = Fraction(0)
         for sign, part in parts:
-            one, other = self._alike(total, part)
-            total = self._kept(one + sign * other)
+            one, other = self._convert_pair(total, part)
+            total = self._check_limits(one + sign * other)
         return total
 
-    def _product(self, parts: Iterable[tuple[int, Number]]) -> Number:
+    def _multiply(self, parts: Iterable[tuple[int, Number]]) -> Number:
         total: Number = Fraction(1)
         for sign, part in parts:
-            one, other = self._alike(total, part)
-            total = self._kept(one * other if sign == 1 else one / other)
+            one, other = self._convert_pair(total, part)
+            total = self._check_limits(one * other if sign == 1 else one / other)
         return total
 
-    def _alike(self, one: Number, other: Number) -> tuple[Number, Number]:
+    def _convert_pair(self, one: Number, other: Number) -> tuple[Number, Number]:
         """Convert two numbers to two fractions or to two rounded numbers, recording their sizes."""
         if isinstance(one, Fraction) and isinstance(other, Fraction):
             return one, other
-        return self._rounded(one), self._rounded(other)
+        return self._to_rounded(one), self._to_rounded(other)
 
-    def _rounded(self, number: Number) -> Number:
+    def _to_rounded(self, number: Number) -> Number:
         """Convert a number to a rounded one and record its size."""
         if not isinstance(number, Fraction):
-            return self._kept(number)
+            return self._check_limits(number)
         bits = max(number.numerator.bit_length(), number.denominator.bit_length())
         if bits > MOST_SIZE:
-            raise _Undecided
+            raise _UndecidedValue
         self.size = max(self.size, bits)
         return self._mp.mpf(number.numerator) / number.denominator
 
-    def _rounded_real(self, number: Number, *, complexes: bool = False) -> Number:
-        number = self._rounded(number)
+    def _to_rounded_real(self, number: Number, *, complexes: bool = False) -> Number:
+        number = self._to_rounded(number)
         if isinstance(number, self._mp.mpc) and not complexes:
-            raise _Undecided
+            raise _UndecidedValue
         return number
 
     def _negative(self, number: Number) -> Number:
@@ -258,19 +263,19 @@ class _Calculator:
     def _floor(self, number: Number) -> Number:
         if isinstance(number, Fraction):
             return Fraction(math.floor(number))
-        number = self._rounded_real(number)
+        number = self._to_rounded_real(number)
         if abs(number - self._mp.nint(number)) < self._mp.mpf(2) ** -100:
-            raise _Undecided  # the side of the integer is unknown
+            raise _UndecidedValue  # the side of the integer is unknown
         return Fraction(int(self._mp.floor(number)))
 
     def _ceil(self, number: Number) -> Number:
         return -self._floor(-number)
 
     def _factorial(self, number: Number) -> Number:
-        return Fraction(math.factorial(_whole(number)))
+        return Fraction(math.factorial(_to_integer(number)))
 
     def _binom(self, n: Number, k: Number) -> Number:
-        return Fraction(math.comb(_whole(n), _whole(k)))
+        return Fraction(math.comb(_to_integer(n), _to_integer(k)))
 
     def _root(self, number: Number, degree: Number) -> Number:
         if degree == 2 and isinstance(number, Fraction) and number >= 0:
@@ -278,21 +283,21 @@ class _Calculator:
             bottom = math.isqrt(number.denominator)
             if top * top == number.numerator and bottom * bottom == number.denominator:
                 return Fraction(top, bottom)
-        number = self._rounded(number)
+        number = self._to_rounded(number)
         if degree == 2:
             if isinstance(number, self._mp.mpc) or number < 0:
-                self._need_no_letters()
+                self._check_no_letters()
             return self._mp.sqrt(number)
-        n = _whole(degree)
+        n = _to_integer(degree)
         if isinstance(number, self._mp.mpc) or n == 0 or (number < 0 and n % 2 == 0):
-            raise _Undecided
+            raise _UndecidedValue
         if number >= 0:
             return self._mp.root(number, n)
         return -self._mp.root(-number, n)
 
-    def _need_no_letters(self) -> None:
+    def _check_no_letters(self) -> None:
         if self._real:
-            raise _Undecided
+            raise _UndecidedValue
 
     def _power(self, base: Number, exponent: Number) -> Number:
         if isinstance(exponent, Fraction) and exponent.denominator == 1:
@@ -300,38 +305,38 @@ class _Calculator:
             if isinstance(base, Fraction):
                 bits = max(base.numerator.bit_length(), base.denominator.bit_length())
                 if bits * abs(times) > MOST_BITS + bits:
-                    raise _Undecided
+                    raise _UndecidedValue
                 return base**times
             if abs(times) > MOST_POWER:
-                raise _Undecided
+                raise _UndecidedValue
             return base**times
-        base = self._rounded_real(base)
-        exponent = self._rounded_real(exponent, complexes=not self._real)
+        base = self._to_rounded_real(base)
+        exponent = self._to_rounded_real(exponent, complexes=not self._real)
         if base < 0 or abs(exponent) * max(1, abs(self._mp.mag(base) if base else 0)) > MOST_POWER:
-            raise _Undecided
+            raise _UndecidedValue
         return self._mp.power(base, exponent)
 
-    def _function(self, name: str, number: Number) -> Number:
+    def _apply_function(self, name: str, number: Number) -> Number:
         mp = self._mp
         if name == "exp" and abs(number) > MOST_POWER:
-            raise _Undecided
+            raise _UndecidedValue
         if (name in ("ln", "log") and number <= 0) or (
             name in ("arcsin", "arccos") and abs(number) > 1
         ):
-            raise _Undecided
+            raise _UndecidedValue
         names = {"ln": "log", "log": "log10", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}
         return getattr(mp, names.get(name, name))(number)
 
 
-def _whole(number: Number) -> int:
+def _to_integer(number: Number) -> int:
     if not (
         isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MOST_FACTORIAL
     ):
-        raise _Undecided
+        raise _UndecidedValue
     return int(number)
 
 
-def _letter(name: str, seed: int) -> Fraction:
+def _choose_letter_value(name: str, seed: int) -> Fraction:
     """Return a fixed value of a variable between 1 and 3, negative for every third seed."""
     digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=2).digest()
     size = 1 + Fraction(2 * (int.from_bytes(digest, "little") % 512) + 1, 512)

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import DataError
-from weft.host.verifiers._sandbox import Limits, Task, passes
+from weft.host.verifiers._sandbox import SandboxLimits, SandboxTask, run_tests
 from weft.registry import register_verifier
 
 FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
+def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
     """Return the program in a completion: its last fenced block, or all of it.
 
     If that does not define `entry_point`, it continues the prompt's code, which is prepended
@@ -25,12 +25,12 @@ def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
     """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
-    if entry_point is None or _defines(code, entry_point):
+    if entry_point is None or _is_defined(code, entry_point):
         return str(code)
     return prompt + str(code)
 
 
-def _defines(code: str, name: str) -> bool:
+def _is_defined(code: str, name: str) -> bool:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -40,7 +40,7 @@ def _defines(code: str, name: str) -> bool:
     )
 
 
-def tests_of(test: Any, entry_point: str | None) -> str:
+def parse_tests(test: Any, entry_point: str | None) -> str:
     """Return the code of a row's tests, given as a text or a list of statements.
 
     HumanEval's `check` is called with the entry point. Raises `DataError` for other types.
@@ -77,7 +77,7 @@ def code(
     the prompt's code. `seconds` and `memory_mb` limit each program; the whole batch is limited by
     reward_timeout_s.
     """
-    limits = Limits(seconds=seconds, memory_mb=memory_mb)
+    limits = SandboxLimits(seconds=seconds, memory_mb=memory_mb)
     given = next(
         (columns[name] for name in ("test", "tests", "test_list") if name in columns),
         [None] * len(completions),
@@ -90,8 +90,13 @@ def code(
         if test is None:
             rewards.append(None)
             continue
-        program = program_of(prompt, completion, entry_point)
+        program = extract_program(prompt, completion, entry_point)
         rewards.append(
-            float(passes(Task(program, tests_of(test, entry_point), prompt, entry_point), limits))
+            float(
+                run_tests(
+                    SandboxTask(program, parse_tests(test, entry_point), prompt, entry_point),
+                    limits,
+                )
+            )
         )
     return rewards

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from weft.host.verifiers._answers import references, whole_number
+from weft.host.verifiers._answers import find_references, parse_number
 from weft.registry import register_verifier
 
 EXPONENT = re.compile(r"\d\s*(?:[eE][-+]?\d|\^|\*\*|[⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹])")
@@ -30,23 +30,23 @@ def exact(
     compared only if `case` is set. A reference that is a number in the data (0.00005, not
     "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
     """
-    answers = references(columns, column, len(completions))
+    answers = find_references(columns, column, len(completions))
     return [
-        None if answer is None else float(_same(completion, answer, case))
+        None if answer is None else float(_is_match(completion, answer, case))
         for completion, answer in zip(completions, answers, strict=True)
     ]
 
 
-def _same(completion: str, answer: Any, case: bool) -> bool:
+def _is_match(completion: str, answer: Any, case: bool) -> bool:
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     if is_number or EXPONENT.search(str(answer)):
-        expected = whole_number(str(answer))
-        found = whole_number(completion)
+        expected = parse_number(str(answer))
+        found = parse_number(completion)
         if expected is not None and found is not None:
             return expected == found
-    return _plain(completion, case) == _plain(str(answer), case)
+    return _normalize(completion, case) == _normalize(str(answer), case)
 
 
-def _plain(text: str, case: bool) -> str:
+def _normalize(text: str, case: bool) -> str:
     joined = " ".join(text.split())
     return joined if case else joined.casefold()

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from weft.host.verifiers._answers import numbers, references
+from weft.host.verifiers._answers import find_numbers, find_references
 from weft.registry import register_verifier
 
 MARK = "####"  # GSM8K's reference solutions end in "#### 72"
 
 
-def final_number(text: str, *, strict: bool = False) -> Fraction | None:
+def find_final_number(text: str, *, strict: bool = False) -> Fraction | None:
     """Return the first number after the last "####".
 
     Without that mark, return the last number of the text, or with `strict` None.
     """
     _, mark, after = text.rpartition(MARK)
     if mark:
-        found = numbers(after)
+        found = find_numbers(after)
         return found[0] if found else None
-    found = [] if strict else numbers(text)
+    found = [] if strict else find_numbers(text)
     return found[-1] if found else None
 
 
@@ -45,10 +45,10 @@ def gsm8k(
     words such as "million" count. Numbers are compared exactly, as fractions. With `strict` only an
     answer after "####" counts.
     """
-    answers = references(columns, column, len(completions))
+    answers = find_references(columns, column, len(completions))
     rewards: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
-        expected = None if answer is None else final_number(str(answer))
-        right = expected is not None and final_number(completion, strict=strict) == expected
+        expected = None if answer is None else find_final_number(str(answer))
+        right = expected is not None and find_final_number(completion, strict=strict) == expected
         rewards.append(None if expected is None else float(right))
     return rewards

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.errors import ConfigError, DataError, unknown_name
+from weft.errors import ConfigError, DataError, build_unknown_name_error
 from weft.host.verifiers._instructions import CHECKS
 from weft.registry import register_verifier
 
 SCORES = ("share", "all")
 
 
-def follows(
+def is_followed(
     response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False
 ) -> bool:
     """Return whether a response follows one instruction. An empty response follows none.
@@ -22,13 +22,13 @@ def follows(
     instruction or missing arguments.
     """
     if instruction not in CHECKS:
-        raise DataError(str(unknown_name("instruction", instruction, CHECKS)))
+        raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
     check = CHECKS[instruction]
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
         return any(
             variant.strip() and check(variant, given)
-            for variant in (variants(response) if loose else [response])
+            for variant in (build_variants(response) if loose else [response])
         )
     except KeyError as error:
         raise DataError(
@@ -36,7 +36,7 @@ def follows(
         ) from error
 
 
-def variants(response: str) -> list[str]:
+def build_variants(response: str) -> list[str]:
     """Return the response and its variants for the loose criterion."""
     lines = response.split("\n")
     cuts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
@@ -76,7 +76,7 @@ def ifeval(
                 f"{list(ids)}"
             )
         done = [
-            follows(completion, id, given or {}, loose=loose)
+            is_followed(completion, id, given or {}, loose=loose)
             for id, given in zip(ids, arguments, strict=True)
         ]
         rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))

@@ -11,21 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, UserError
-from weft.host.verifiers._judge_cache import cache_at, key_of, place
+from weft.host.verifiers._judge_cache import find_cache_file, hash_request, open_cache
 from weft.host.verifiers._judge_server import (
     KEY_VARIABLE,
-    Answer,
-    Endpoint,
-    Policy,
-    Session,
-    Unanswered,
+    JudgeAnswer,
+    JudgeEndpoint,
+    JudgeSession,
+    RequestLimits,
+    UnansweredRequest,
 )
-from weft.host.verifiers._judge_text import RUBRIC, SCORE, Scale, Template, number, shortened, whole
+from weft.host.verifiers._judge_text import (
+    RUBRIC,
+    SCORE,
+    JudgeTemplate,
+    ScoreScale,
+    check_integer,
+    check_number,
+    shorten,
+)
 from weft.registry import register_verifier
 
 Rewards = tuple[list[float | None], dict[str, float]]
 OWN_FIELDS = ("model", "messages", "temperature", "max_tokens")  # request fields with options
-BARRED = {"stream": "answers are read whole", "n": "use votes", "api_key": "use api_key_env"}
+FORBIDDEN_FIELDS = {
+    "stream": "answers are read whole",
+    "n": "use votes",
+    "api_key": "use api_key_env",
+}
 
 
 @register_verifier("judge")
@@ -62,27 +74,27 @@ def judge(
     None for rows in which a column of `prompt` is null.
 
     Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`,
-    `unreadable`, `input_tokens`, `output_tokens`, and `cost` if a price is set. Raises
+    `unreadable`, `input_tokens`, `output_tokens`, and `compute_cost` if a price is set. Raises
     `ConfigError` for invalid options, `DataError` for a placeholder that is no column, `UserError`
     for a server that fails and for answers without a score.
     """
-    scale = Scale(pattern, low, high)
+    scale = ScoreScale(pattern, low, high)
     made = Judge(
-        endpoint=Endpoint.of(url, api_key_env, insecure),
-        policy=Policy(concurrency, timeout_s, retries),
-        template=Template(prompt, scale, system),
-        request=Request(model, temperature, max_tokens, {} if extra is None else extra, votes),
-        fallback=Fallback(on_failure, on_unreadable),
-        prices=Prices(input_price, output_price),
-        cache_file=place(cache),
+        endpoint=JudgeEndpoint.from_options(url, api_key_env, insecure),
+        policy=RequestLimits(concurrency, timeout_s, retries),
+        template=JudgeTemplate(prompt, scale, system),
+        request=JudgeRequest(model, temperature, max_tokens, {} if extra is None else extra, votes),
+        fallback=FallbackRewards(on_failure, on_unreadable),
+        prices=TokenPrices(input_price, output_price),
+        cache_file=find_cache_file(cache),
     )
     if completions:
-        return made.rewards(prompts, completions, columns)
+        return made.compute_rewards(prompts, completions, columns)
     return ([], {})
 
 
 @dataclass(frozen=True)
-class Request:
+class JudgeRequest:
     """Fields of a request other than its messages, and the number of votes per completion."""
 
     model: str | None
@@ -98,15 +110,15 @@ class Request:
                 f"model"
             )
         if self.temperature is not None:
-            number(
+            check_number(
                 "temperature",
                 self.temperature,
                 "0 or more, or null to leave it to the server",
                 least=0,
             )
         if self.max_tokens is not None:
-            whole("max_tokens", self.max_tokens, 1)
-        whole("votes", self.votes, 1)
+            check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("votes", self.votes, 1)
         if self.votes > 1 and self.temperature == 0:
             raise ConfigError(
                 f"judge: votes={self.votes} at temperature=0 would be the same vote; set "
@@ -122,17 +134,17 @@ class Request:
                 "judge: extra must be a mapping from names of request fields to values"
             )
         for name in self.extra:
-            if name in OWN_FIELDS or name in BARRED:
+            if name in OWN_FIELDS or name in FORBIDDEN_FIELDS:
                 raise ConfigError(
                     f"judge: extra must not hold {name!r}; "
-                    f"{BARRED.get(name, f'use the option {name}')}"
+                    f"{FORBIDDEN_FIELDS.get(name, f'use the option {name}')}"
                 )
         try:
             json.dumps(self.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"judge: extra must hold plain JSON values: {error}") from None
 
-    def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    def build_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         """Return the JSON body of a request with these messages."""
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -140,7 +152,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Fallback:
+class FallbackRewards:
     """Rewards of completions without a score. None: the run stops."""
 
     on_failure: float | None
@@ -149,11 +161,11 @@ class Fallback:
     def __post_init__(self) -> None:
         for name in ("on_failure", "on_unreadable"):
             if (value := getattr(self, name)) is not None:
-                number(name, value, "a finite number, or null to stop the run")
+                check_number(name, value, "a finite number, or null to stop the run")
 
 
 @dataclass(frozen=True)
-class Prices:
+class TokenPrices:
     """Prices per million tokens, in any currency."""
 
     input: float | None
@@ -162,10 +174,10 @@ class Prices:
     def __post_init__(self) -> None:
         for name, value in (("input_price", self.input), ("output_price", self.output)):
             if value is not None:
-                number(name, value, "0 or more, for a million tokens", least=0)
+                check_number(name, value, "0 or more, for a million tokens", least=0)
 
-    def cost(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `cost`, or {} if no price is set."""
+    def compute_cost(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric `compute_cost`, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
         paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
@@ -175,7 +187,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VoteResult:
     """Result of one vote.
 
     `reward` is None if there is no score; then `fallback` is the reward to use instead, or None to
@@ -191,15 +203,15 @@ class Verdict:
 class Judge:
     """Judge with all its options."""
 
-    endpoint: Endpoint
-    policy: Policy
-    template: Template
-    request: Request
-    fallback: Fallback
-    prices: Prices
+    endpoint: JudgeEndpoint
+    policy: RequestLimits
+    template: JudgeTemplate
+    request: JudgeRequest
+    fallback: FallbackRewards
+    prices: TokenPrices
     cache_file: Path | None
 
-    async def rewards(
+    async def compute_rewards(
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
@@ -210,46 +222,48 @@ class Judge:
         With a cache, completions with equal requests share one answer.
         """
         bodies = [
-            None if messages is None else self.request.body(messages)
-            for messages in self.template.messages(prompts, completions, columns)
+            None if messages is None else self.request.build_body(messages)
+            for messages in self.template.build_messages(prompts, completions, columns)
         ]
-        keys = [self._keys(index, body) for index, body in enumerate(bodies)]
+        keys = [self._compute_cache_keys(index, body) for index, body in enumerate(bodies)]
         asked = {
             key: (body, vote)
             for body, own in zip(bodies, keys, strict=True)
             if body is not None
             for vote, key in enumerate(own)
         }
-        async with Session(self.endpoint, self.policy) as session:
-            sitting = Sitting(self, session)
-            made = await _all([sitting.verdict(key, *each) for key, each in asked.items()])
+        async with JudgeSession(self.endpoint, self.policy) as session:
+            sitting = JudgeCall(self, session)
+            made = await _gather_results([sitting.vote(key, *each) for key, each in asked.items()])
         verdicts = dict(zip(asked, made, strict=True))
         readable = [key for own in keys for key in own if verdicts[key].reward is not None]
-        counts = sitting.counts | {"calls": session.sent}
+        counts = sitting.counts | {"calls": session.num_requests}
         counts["cached"] += len(readable) - len(set(readable))
-        rewards = [_reward([verdicts[key] for key in own]) if own else None for own in keys]
-        return rewards, counts | self.prices.cost(counts)
+        rewards = [_average_votes([verdicts[key] for key in own]) if own else None for own in keys]
+        return rewards, counts | self.prices.compute_cost(counts)
 
-    def _keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
+    def _compute_cache_keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
         """Return one cache key per vote, or none for a completion that is not judged."""
         if body is None:
             return []
         own = "" if self.cache_file else f" {index}"
-        return [key_of(self.endpoint.url, body, vote) + own for vote in range(self.request.votes)]
+        return [
+            hash_request(self.endpoint.url, body, vote) + own for vote in range(self.request.votes)
+        ]
 
 
 COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tokens")
 
 
 @dataclass
-class Sitting:
+class JudgeCall:
     """Verdicts of one call and the counts for its metrics."""
 
     judge: Judge
-    session: Session
+    session: JudgeSession
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
-    async def verdict(self, key: str, body: Mapping[str, Any], vote: int) -> Verdict:
+    async def vote(self, key: str, body: Mapping[str, Any], vote: int) -> VoteResult:
         """Return a verdict from the cache or the server.
 
         Raises `UserError` if the request fails and `on_failure` is not set.
@@ -257,39 +271,39 @@ class Sitting:
         scale = self.judge.template.scale
         fallback = self.judge.fallback
         file = self.judge.cache_file
-        cache = None if file is None else cache_at(file)
+        cache = None if file is None else open_cache(file)
         kept = None if cache is None else cache.get(key)
-        if kept is not None and (reward := scale.reward(kept)) is not None:
+        if kept is not None and (reward := scale.parse_reward(kept)) is not None:
             self.counts["cached"] += 1
-            return Verdict(reward)
+            return VoteResult(reward)
         try:
             answer = await self.session.ask(body)
-        except Unanswered as error:
+        except UnansweredRequest as error:
             if fallback.on_failure is None:
                 raise UserError(
                     f"{error}, or set on_failure to the reward of completions without an answer"
                 ) from None
             self.counts["failed"] += 1
-            told = f"judge: url={self.judge.endpoint.url}: {error.what}; the reward is on_failure={fallback.on_failure:g}"
+            told = f"judge: url={self.judge.endpoint.url}: {error.cause}; the reward is on_failure={fallback.on_failure:g}"
             warnings.warn(told, RuntimeWarning, stacklevel=1)  # equal warnings are shown once
-            return Verdict(None, fallback.on_failure)
+            return VoteResult(None, fallback.on_failure)
         self.counts["input_tokens"] += answer.input_tokens
         self.counts["output_tokens"] += answer.output_tokens
-        reward = scale.reward(answer.text)
+        reward = scale.parse_reward(answer.text)
         if reward is None:
             self.counts["unreadable"] += 1
-            return Verdict(None, fallback.on_unreadable, self._unreadable(answer))
+            return VoteResult(None, fallback.on_unreadable, self._explain_unreadable(answer))
         if cache is not None:
             cache.put(key, answer.text)
-        return Verdict(reward)
+        return VoteResult(reward)
 
-    def _unreadable(self, answer: Answer) -> str:
+    def _explain_unreadable(self, answer: JudgeAnswer) -> str:
         scale = self.judge.template.scale
-        if answer.cut:
+        if answer.is_truncated:
             cut = f", which was cut at max_tokens={self.judge.request.max_tokens}"
         else:
             cut = ""
-        end = shortened(answer.text[::-1])[::-1]  # the part where a score is expected
+        end = shorten(answer.text[::-1])[::-1]  # the part where a score is expected
         return (
             f"judge: url={self.judge.endpoint.url}: no score from {scale.low:g} to {scale.high:g} "
             f"in the answer {end!r}{cut}; "
@@ -298,7 +312,7 @@ class Sitting:
         )
 
 
-def _reward(verdicts: Sequence[Verdict]) -> float:
+def _average_votes(verdicts: Sequence[VoteResult]) -> float:
     """Return the mean reward of the votes that have one, or else the fallback.
 
     Raises `UserError` if there is neither.
@@ -312,7 +326,7 @@ def _reward(verdicts: Sequence[Verdict]) -> float:
     return stops.fallback
 
 
-async def _all(works: Sequence[Coroutine[Any, Any, Verdict]]) -> list[Verdict]:
+async def _gather_results(works: Sequence[Coroutine[Any, Any, VoteResult]]) -> list[VoteResult]:
     """Return all results; if one raises, cancel the others first."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -41,9 +41,9 @@ def length(
         lengths = [len(ids) for ids in completion_ids]
     else:
         lengths = [len(text.split()) if unit == "words" else len(text) for text in completions]
-    return [_within(n, min, max, slack) for n in lengths]
+    return [_score_length(n, min, max, slack) for n in lengths]
 
 
-def _within(count: int, low: int, high: int | None, slack: int) -> float:
+def _score_length(count: int, low: int, high: int | None, slack: int) -> float:
     over = max(low - count, 0 if high is None else count - high, 0)
     return max(0.0, 1.0 - over / slack) if slack else float(over == 0)

@@ -7,21 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.host.verifiers import _symbolic as symbolic
-from weft.host.verifiers._answers import references
+from weft.host.verifiers._answers import find_references
 from weft.host.verifiers._latex import (
-    exact,
+    are_spelled_alike,
     is_formula,
     measure,
-    named,
-    plain,
-    quantities,
-    spelled_alike,
+    parse_exact,
+    parse_quantities,
+    split_name,
     tidy,
+    to_plain_form,
 )
-from weft.host.verifiers._relations import known_congruence, known_ratio
-from weft.host.verifiers._sets import braces, bracketed, inequality, listed, united
-from weft.host.verifiers._stated import boxed, boxes, said
-from weft.host.verifiers._value import same_value
+from weft.host.verifiers._relations import compare_congruences, compare_ratios
+from weft.host.verifiers._sets import (
+    extract_set,
+    parse_inequality,
+    split_brackets,
+    split_list,
+    split_union,
+)
+from weft.host.verifiers._stated import count_boxes, extract_boxed, extract_stated
+from weft.host.verifiers._value import have_same_value
 from weft.registry import register_verifier
 
 # A number and its base: 101_2, (2A)_{16}.
@@ -35,7 +41,7 @@ MOST_CHARACTERS = 2000  # longest answer that is compared as mathematics
 MOST_MEMBERS = 30  # longest list whose members are compared pairwise
 
 
-def equal(answer: str, reference: str) -> bool:
+def are_equal(answer: str, reference: str) -> bool:
     """Return whether an answer equals the reference as mathematics.
 
     1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
@@ -44,80 +50,82 @@ def equal(answer: str, reference: str) -> bool:
     the same value) are decided here; computer algebra (`math_verify`) decides the rest, and its
     verdict counts only if it lost no letter or number of either.
     """
-    symbolic.engine().begin()
-    return _equal(answer, reference)
+    symbolic.get_engine().begin()
+    return _are_tidy_equal(answer, reference)
 
 
-def _equal(answer: str, reference: str) -> bool:
+def _are_tidy_equal(answer: str, reference: str) -> bool:
     one = tidy(answer)
     other = tidy(reference)
-    known = _known(one, other)
+    known = _compare_known(one, other)
     if known is None:
-        return symbolic.same(symbolic.formula(other), symbolic.formula(one))
+        return symbolic.are_equal(symbolic.mark_formula(other), symbolic.mark_formula(one))
     return known
 
 
-def _known(one: str, other: str) -> bool | None:
+def _compare_known(one: str, other: str) -> bool | None:
     """Return whether two tidy answers are equal, or None if that is not certain."""
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
-    known = _known_quantities(one, other)
+    known = _compare_quantities(one, other)
     if known is not None:
         return known
-    known = known_congruence(one, other, _equal)
+    known = compare_congruences(one, other, _are_tidy_equal)
     if known is not None:
         return known
     units = measure(one), measure(other)
     if None not in units and units[0] != units[1]:
         return False
-    a = plain(one)
-    b = plain(other)
-    if spelled_alike(a, b):
+    a = to_plain_form(one)
+    b = to_plain_form(other)
+    if are_spelled_alike(a, b):
         return True
-    known = known_ratio(a, b)
+    known = compare_ratios(a, b)
     if known is not None:
         return known
-    numbers = exact(a), exact(b)
+    numbers = parse_exact(a), parse_exact(b)
     if None not in numbers:
         return numbers[0] == numbers[1]
     if BASE.fullmatch(a) or BASE.fullmatch(b):
         return False  # different digits or bases
     if a.isalpha() and b.isalpha() and (TEXT.fullmatch(one) or TEXT.fullmatch(other)):
         return False  # different words
-    inside = braces(one)
-    other_inside = braces(other)
+    inside = extract_set(one)
+    other_inside = extract_set(other)
     if inside is not None or other_inside is not None:
         if _set_and_tuple(inside, other) or _set_and_tuple(other_inside, one):
             return False
-        return _known(
+        return _compare_known(
             one if inside is None else inside, other if other_inside is None else other_inside
         )
-    parts = united(one)
-    others = united(other)
+    parts = split_union(one)
+    others = split_union(other)
     if parts and others:
-        return True if _same_members(parts, others) else None
-    if listed(one) or listed(other):
-        return _known_list(one, other)
-    (name, one), (other_name, other) = named(one), named(other)
+        return True if _have_same_members(parts, others) else None
+    if split_list(one) or split_list(other):
+        return _compare_lists(one, other)
+    (name, one), (other_name, other) = split_name(one), split_name(other)
     if (name is None) != (other_name is None) or (name is not None and name == other_name):
-        return _known(one, other)
+        return _compare_known(one, other)
     if name is not None and other_name is not None:
         return False if name[0] == other_name[0] == "(" else None  # different letters
-    known = _known_interval(one, other)
-    return same_value(a, b) if known is None else known
+    known = _compare_intervals(one, other)
+    return have_same_value(a, b) if known is None else known
 
 
 def _set_and_tuple(inside: str | None, other: str) -> bool:
-    return inside is not None and listed(inside) is not None and bracketed(other) is not None
+    return (
+        inside is not None and split_list(inside) is not None and split_brackets(other) is not None
+    )
 
 
-def _known_quantities(one: str, other: str) -> bool | None:
+def _compare_quantities(one: str, other: str) -> bool | None:
     """Compare quantities with several units, such as 3 hours 20 minutes (which is not 3)."""
-    found = quantities(one), quantities(other)
+    found = parse_quantities(one), parse_quantities(other)
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None:
-        if exact(plain(other if found[1] is None else one)) is not None:
+        if parse_exact(to_plain_form(other if found[1] is None else one)) is not None:
             return False
         return None
     if [number for number, _ in found[0]] != [number for number, _ in found[1]]:
@@ -127,36 +135,36 @@ def _known_quantities(one: str, other: str) -> bool | None:
     return None
 
 
-def _known_interval(one: str, other: str) -> bool | None:
+def _compare_intervals(one: str, other: str) -> bool | None:
     """Compare tuples and intervals, and inequalities that are intervals."""
-    conditions = inequality(one), inequality(other)
+    conditions = parse_inequality(one), parse_inequality(other)
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
         return None  # different letters
     parts, others = (
-        found[1] if found else bracketed(text)
+        found[1] if found else split_brackets(text)
         for found, text in zip(conditions, (one, other), strict=True)
     )
     if parts and others:
         return len(parts) == len(others) and all(
-            _equal(a, b) for a, b in zip(parts, others, strict=True)
+            _are_tidy_equal(a, b) for a, b in zip(parts, others, strict=True)
         )
     return None
 
 
-def _known_list(one: str, other: str) -> bool | None:
-    parts = listed(one)
-    others = listed(other)
+def _compare_lists(one: str, other: str) -> bool | None:
+    parts = split_list(one)
+    others = split_list(other)
     if parts and others:
-        return _same_members(parts, others) if len(parts) == len(others) else None
+        return _have_same_members(parts, others) if len(parts) == len(others) else None
     text, single = (one, other) if parts else (other, one)
-    if bracketed(single):
-        return None if united(text) else False
-    number = exact(plain(single))
-    commas_are_points = number is not None and exact(text.replace(",", ".")) == number  # 1,22
+    if split_brackets(single):
+        return None if split_union(text) else False
+    number = parse_exact(to_plain_form(single))
+    commas_are_points = number is not None and parse_exact(text.replace(",", ".")) == number  # 1,22
     return True if commas_are_points else None
 
 
-def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
+def _have_same_members(one: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether two lists have the same members in any order."""
     mine = list(one)
     left = list(other)
@@ -170,47 +178,49 @@ def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
     if len(mine) > MOST_MEMBERS:
         return False
     for member in mine:
-        match = next((n for n, candidate in enumerate(left) if _equal(member, candidate)), None)
+        match = next(
+            (n for n, candidate in enumerate(left) if _are_tidy_equal(member, candidate)), None
+        )
         if match is None:
             return False
         del left[match]
     return not left
 
 
-def right(completion: str, reference: str, *, strict: bool = False) -> bool:
+def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool:
     """Return whether the answer of a completion equals the reference."""
-    symbolic.engine().begin()
-    expected = boxed(reference) or reference
-    inside = boxed(completion)
-    stated = inside if inside is not None or strict else said(completion)
+    symbolic.get_engine().begin()
+    expected = extract_boxed(reference) or reference
+    inside = extract_boxed(completion)
+    stated = inside if inside is not None or strict else extract_stated(completion)
     if stated == "" or (stated is None and strict):
         return False
     if stated is None and len(completion) <= SHORT:
         answer: str | None = completion
     else:
         answer = stated
-    several = max(boxes(reference), boxes(completion)) > 1
+    several = max(count_boxes(reference), count_boxes(completion)) > 1
     if answer is not None:
         if (
             inside is None
             and stated is not None
             and answer.endswith("!")
-            and _equal(answer[:-1], expected)
+            and _are_tidy_equal(answer[:-1], expected)
         ):
             return True  # an exclamation mark, not a factorial
         one = tidy(answer)
         other = tidy(expected)
-        known = _known(one, other)
+        known = _compare_known(one, other)
         if known is not None and (known or not several):
             return known
-        if symbolic.same(symbolic.formula(other), symbolic.formula(one)):
+        if symbolic.are_equal(symbolic.mark_formula(other), symbolic.mark_formula(one)):
             return True
-        undecided = EITHER.search(answer) is not None and listed(other) is None
+        undecided = EITHER.search(answer) is not None and split_list(other) is None
         if inside is None and not several and (undecided or is_formula(one)):
             return False
     text = completion if inside is None or several else rf"\boxed{{{inside}}}"
-    return symbolic.same(symbolic.formula(reference), text) or (
-        not is_formula(reference) and symbolic.same(reference, text)
+    return symbolic.are_equal(symbolic.mark_formula(reference), text) or (
+        not is_formula(reference) and symbolic.are_equal(reference, text)
     )
 
 
@@ -228,7 +238,7 @@ def math_answer(
 
     None for rows without a reference.
 
-    The answer is the content of the last `\boxed{}`; without one (and without `strict`) the text
+    The answer is the content of the last `\extract_boxed{}`; without one (and without `strict`) the text
     after "the answer is", or the last formula or number. The reference is the column `answer` or
     `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions, roots,
     percent signs, degrees, units, tuples, intervals, sets and lists are compared by their meaning;
@@ -239,10 +249,10 @@ def math_answer(
     """
     rewards: list[float | None] = []
     for completion, reference in zip(
-        completions, references(columns, column, len(completions)), strict=True
+        completions, find_references(columns, column, len(completions)), strict=True
     ):
         if reference is None:
             rewards.append(None)
             continue
-        rewards.append(float(right(completion, str(reference), strict=strict)))
+        rewards.append(float(is_correct(completion, str(reference), strict=strict)))
     return rewards

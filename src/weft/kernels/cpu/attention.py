@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.kernels.cpu import library, rows
-from weft.kernels.cpu.structures import Arguments, Heads
+from weft.kernels.cpu.structures import AttentionStruct, HeadsStruct
 from weft.kernels.types import AttentionState, VarlenSegments
 
 MOST_DIM = 256  # largest head size
@@ -37,7 +37,7 @@ def attend(
     `heads` [T, queries + 2 kv, dim] are the heads of queries, keys and values, in this order;
     queries and keys are first rotated by `rotation`. Differentiable once.
     """
-    out: Tensor = _Attend.apply(heads, kv, rotation, segments, scale)
+    out: Tensor = _AttendSegments.apply(heads, kv, rotation, segments, scale)
     return out
 
 
@@ -71,7 +71,7 @@ def attend_to(
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
-    given = _arguments(segments, scale, causal, window, lse, q=q, k=k, v=v, out=out)
+    given = _build_arguments(segments, scale, causal, window, lse, q=q, k=k, v=v, out=out)
     library.call("weft_attend", given)
     return AttentionState(out, lse)
 
@@ -86,7 +86,7 @@ def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> Non
     library.call("weft_merge_rows", whole.out, whole.lse, more.out, more.lse, rows, *numbers)
 
 
-class _Attend(torch.autograd.Function):
+class _AttendSegments(torch.autograd.Function):
     """Saves the rotated heads, and writes the gradients of q, k and v into one tensor."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Attend(torch.autograd.Function):
             heads = heads if heads.stride(2) == 1 else heads.contiguous()
         else:
             heads = rows.rotate(heads, *rotation, 1.0, rotated=heads.shape[1] - kv)
-        q, k, v = _parts(heads, kv)
+        q, k, v = _split_heads(heads, kv)
         whole = attend_to(q, k, v, segments.own, scale, causal=True, window=segments.window)
         if segments.across is not None:
             more = attend_to(q, k, v, segments.across, scale, causal=False)
@@ -122,19 +122,19 @@ class _Attend(torch.autograd.Function):
         heads, out, lse, *rotation = ctx.saved_tensors
         grad_heads = heads.new_zeros(heads.shape)
         segments = ctx.segments
-        tensors = dict(zip(("q", "k", "v"), _parts(heads, ctx.kv), strict=True))
+        tensors = dict(zip(("q", "k", "v"), _split_heads(heads, ctx.kv), strict=True))
         tensors |= dict(
-            zip(("grad_q", "grad_k", "grad_v"), _parts(grad_heads, ctx.kv), strict=True)
+            zip(("grad_q", "grad_k", "grad_v"), _split_heads(grad_heads, ctx.kv), strict=True)
         )
         tensors |= {"out": out, "grad_out": gradients[0].contiguous()}
         library.call(
             "weft_attend_backward",
-            _arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors),
+            _build_arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors),
         )
         if segments.across is not None:
             library.call(
                 "weft_attend_backward",
-                _arguments(segments.across, ctx.scale, False, None, lse, **tensors),
+                _build_arguments(segments.across, ctx.scale, False, None, lse, **tensors),
             )
         if rotation:
             cos, sin = rotation
@@ -151,7 +151,9 @@ class _AttendRows(torch.autograd.Function):
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2])
         for part in parts:
-            given = _arguments(part.own, scale, True, part.window, lse, q=q, k=k, v=v, out=out)
+            given = _build_arguments(
+                part.own, scale, True, part.window, lse, q=q, k=k, v=v, out=out
+            )
             library.call("weft_attend", given)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.parts = parts
@@ -168,27 +170,27 @@ class _AttendRows(torch.autograd.Function):
         for part in ctx.parts:
             library.call(
                 "weft_attend_backward",
-                _arguments(part.own, ctx.scale, True, part.window, lse, **tensors),
+                _build_arguments(part.own, ctx.scale, True, part.window, lse, **tensors),
             )
         return made[0], made[1], made[2], None, None
 
 
-def _parts(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = heads.split([heads.shape[1] - 2 * kv, kv, kv], dim=1)
     return q, k, v
 
 
-def _arguments(
+def _build_arguments(
     segments: Tensor, scale: float, causal: bool, window: int | None, lse: Tensor, **tensors: Tensor
-) -> Arguments:
+) -> AttentionStruct:
     q = tensors["q"]
     k = tensors["k"]
     assert (
         all(x.stride(2) == 1 and x.dtype == torch.float32 for x in tensors.values())
         and segments.is_contiguous()
     )
-    return Arguments(
-        **{name: Heads.of(x) for name, x in tensors.items()},
+    return AttentionStruct(
+        **{name: HeadsStruct.from_tensor(x) for name, x in tensors.items()},
         lse=lse.data_ptr(),
         segments=segments.data_ptr(),
         count=len(segments),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.kernels.cpu import library, structures
 from weft.kernels.cpu.product import MOST_ROWS
-from weft.kernels.cpu.structures import pointer
+from weft.kernels.cpu.structures import get_pointer
 
 NO_MEMORY = -2  # value of `Outcome` in kernels.h
 
@@ -65,7 +65,7 @@ class NetworkWeights:
     eps: float
     offset: float
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return all parameters, without the cached keys and values."""
         linear = [layer for b in self.blocks for layer in (b.qkv, b.o, b.gate_up, b.down)]
         linear += [] if self.head is None else [self.head]
@@ -110,7 +110,7 @@ class CachedPass:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DrawParameters:
     """Sampling parameters of decode steps.
 
     Tokens are drawn like `softmax.draw` from logits / `temperature`, with `uniforms` float64
@@ -128,7 +128,7 @@ class Drawing:
 def serves(weights: NetworkWeights) -> bool:
     """Return True if the parameters and caches are plain, contiguous float32 CPU tensors."""
     stored = [x for block in weights.blocks for x in (block.keys, block.values)]
-    return all(library.serves(x) and x.is_contiguous() for x in (*weights.tensors(), *stored))
+    return all(library.serves(x) and x.is_contiguous() for x in (*weights.list_tensors(), *stored))
 
 
 @dataclass
@@ -145,11 +145,13 @@ class CachedForward:
 
     def __post_init__(self) -> None:
         weights = self.weights
-        self._blocks = (structures.BlockStruct * len(weights.blocks))(*map(_block, weights.blocks))
+        self._blocks = (structures.BlockStruct * len(weights.blocks))(
+            *map(_build_block_struct, weights.blocks)
+        )
         vocabulary, hidden = weights.embedding.shape
         self._step = structures.StepStruct(
-            embedding=pointer(weights.embedding),
-            norm=pointer(weights.norm),
+            embedding=get_pointer(weights.embedding),
+            norm=get_pointer(weights.norm),
             blocks=len(weights.blocks),
             vocabulary=vocabulary,
             hidden=hidden,
@@ -173,10 +175,10 @@ class CachedForward:
             return self.run(at).index_select(0, wanted)
         states, _kept = self._begin(at, None if wanted is None else wanted.contiguous())
         if outcome := library.call("weft_forward", self._blocks, self._step):
-            raise self._failure(outcome, at, wanted)
+            raise self._build_error(outcome, at, wanted)
         return states
 
-    def run_ahead(self, at: CachedPass, draws: Drawing) -> tuple[Tensor, Tensor]:
+    def run_ahead(self, at: CachedPass, draws: DrawParameters) -> tuple[Tensor, Tensor]:
         """Run several decode steps; return tokens int64 [n, R] and log-probs float32 [n, R].
 
         `at` is the first decode step, of slots 0 to R - 1. Each later step runs on the tokens that
@@ -189,10 +191,10 @@ class CachedForward:
         logprobs = torch.empty(steps, rows)
         given = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
         _, _kept = self._begin(at, None)
-        how = structures.Draws(*map(pointer, given), draws.temperature, steps)
+        how = structures.DrawsStruct(*map(get_pointer, given), draws.temperature, steps)
         count = library.call("weft_decode_ahead", self._blocks, how, self._step)
         if count < 0:
-            raise self._failure(count, at, None)
+            raise self._build_error(count, at, None)
         return ids[:count], logprobs[:count]
 
     def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
@@ -206,10 +208,10 @@ class CachedForward:
         slots, news, lengths = map(torch.from_numpy, (at.slots, at.new, at.lengths))
         states = torch.empty(len(tokens) if wanted is None else len(wanted), step.hidden)
         step.states, step.tokens, step.wanted, step.wants = (
-            *map(pointer, (states, tokens, wanted)),
+            *map(get_pointer, (states, tokens, wanted)),
             len(states),
         )
-        step.slots, step.news, step.lengths = map(pointer, (slots, news, lengths))
+        step.slots, step.news, step.lengths = map(get_pointer, (slots, news, lengths))
         step.rows = len(tokens)
         step.count = len(at.slots)
         step.threads = torch.get_num_threads()
@@ -218,13 +220,16 @@ class CachedForward:
         else:
             rotation = tuple(x.contiguous() for x in at.rotation)
         if rotation:
-            step.cos, step.sin, step.positions = map(pointer, rotation)
+            step.cos, step.sin, step.positions = map(get_pointer, rotation)
             step.half = rotation[0].shape[-1]
-        prefixes = [_prefix(prefix) for prefix in at.prefixes]
-        step.prefixes, step.shared = (structures.Prefix * len(prefixes))(*prefixes), len(prefixes)
+        prefixes = [_build_prefix_struct(prefix) for prefix in at.prefixes]
+        step.prefixes, step.shared = (
+            (structures.PrefixStruct * len(prefixes))(*prefixes),
+            len(prefixes),
+        )
         return states, (tokens, wanted, slots, news, lengths, rotation, prefixes, at)
 
-    def _failure(self, outcome: int, at: CachedPass, wanted: Tensor | None) -> Exception:
+    def _build_error(self, outcome: int, at: CachedPass, wanted: Tensor | None) -> Exception:
         """Return the exception for a kernel's outcome."""
         step = self._step
         if outcome == NO_MEMORY:
@@ -239,17 +244,17 @@ class CachedForward:
         )
 
 
-def _block(block: BlockWeights) -> structures.BlockStruct:
+def _build_block_struct(block: BlockWeights) -> structures.BlockStruct:
     norms = [getattr(block, name) for name in structures.NORMS]
     linear = [part for name in structures.PRODUCTS for part in getattr(block, name)]
-    pointers = structures.Parameters(*map(pointer, (*norms, *linear)))
+    pointers = structures.Parameters(*map(get_pointer, (*norms, *linear)))
     return structures.BlockStruct(
-        pointers, pointer(block.keys), pointer(block.values), block.scale, block.window or 0
+        pointers, get_pointer(block.keys), get_pointer(block.values), block.scale, block.window or 0
     )
 
 
-def _prefix(prefix: PrefixRows) -> structures.Prefix:
-    stored = (ctypes.c_void_p * len(prefix.stored))(*map(pointer, prefix.stored))
-    return structures.Prefix(
-        pointer(prefix.rows), len(prefix.rows), prefix.used, prefix.room, stored
+def _build_prefix_struct(prefix: PrefixRows) -> structures.PrefixStruct:
+    stored = (ctypes.c_void_p * len(prefix.stored))(*map(get_pointer, prefix.stored))
+    return structures.PrefixStruct(
+        get_pointer(prefix.rows), len(prefix.rows), prefix.used, prefix.room, stored
     )

@@ -49,25 +49,27 @@ VARIANTS = {
 # GCC's option names that differ from those in /proc/cpuinfo.
 IN_GCC = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
 # Subclasses are excluded: a DTensor wraps another tensor, and a fake tensor has no memory.
-PLAIN = (Tensor, nn.Parameter)
-PATIENCE = 120  # timeout of a compiler run, in seconds; it usually takes a few
+PLAIN_TYPES = (Tensor, nn.Parameter)
+COMPILER_TIMEOUT_S = 120  # timeout of a compiler run, in seconds; it usually takes a few
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """Return the compiled kernels; None, with one warning, if they cannot be built.
 
     Raises `ConfigError` if `WEFT_NATIVE` is not a variant, or if the processor lacks its
     instructions.
     """
-    variant = _variant()
+    variant = _choose_variant()
     if variant is None or sys.platform != "linux":
         return None
     try:
-        return _checked(_load(*_working(_compilers()), _flags(variant), _cache()))
+        return _check_sizes(
+            _load(*_find_working(_list_compilers()), _build_flags(variant), _find_cache())
+        )
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about "
+            f"weft's CPU kernels were not compiled ({_describe_error(error)}): generation takes about "
             f"twice as long without them. "
             "Install g++, or set WEFT_NATIVE=0 to do without",
             RuntimeWarning,
@@ -76,7 +78,7 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _variant() -> str | None:
+def _choose_variant() -> str | None:
     """Return the variant that `WEFT_NATIVE` selects, or `native`; None for no kernels."""
     asked = os.environ.get(SWITCH, "").strip().lower()
     if asked in ("", "1", "native"):
@@ -89,7 +91,7 @@ def _variant() -> str | None:
             f"instructions of the processor, or "
             f"set one of {', '.join(VARIANTS)}, or 0 for torch's own kernels"
         )
-    lacking = lacks(asked)
+    lacking = list_missing_instructions(asked)
     if lacking:
         raise ConfigError(
             f"{SWITCH}={asked} needs {', '.join(lacking)}, which this processor does not have; "
@@ -99,20 +101,22 @@ def _variant() -> str | None:
     return asked
 
 
-def lacks(variant: str) -> list[str]:
+def list_missing_instructions(variant: str) -> list[str]:
     """Return the instructions of a variant that this processor does not have."""
-    found = {word for line in _processor() if line.startswith("flags") for word in line.split()}
+    found = {
+        word for line in _read_processor() if line.startswith("flags") for word in line.split()
+    }
     return [name for name in VARIANTS[variant] if name not in found]
 
 
-def _flags(variant: str) -> tuple[str, ...]:
+def _build_flags(variant: str) -> tuple[str, ...]:
     """Return the compiler's options for a variant."""
     if variant == "native":
         return (*FLAGS, "-march=native")
     return (*FLAGS, "-march=x86-64", *(f"-m{IN_GCC.get(name, name)}" for name in VARIANTS[variant]))
 
 
-def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL:
+def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Return the library, after checking that its structures have the same sizes as Python's."""
     sizes = (ctypes.c_long * len(SHARED))()
     kernels.weft_sizes(sizes)
@@ -123,12 +127,15 @@ def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 def is_plain(x: Tensor) -> bool:
     """Return True for an ordinary CPU tensor or parameter, not a subclass."""
-    return type(x) in PLAIN and x.is_cpu
+    return type(x) in PLAIN_TYPES and x.is_cpu
 
 
 def serves(*tensors: Tensor) -> bool:
     """Return True if the kernels are available and support these tensors (plain, float32)."""
-    return all(is_plain(x) and x.dtype == torch.float32 for x in tensors) and library() is not None
+    return (
+        all(is_plain(x) and x.dtype == torch.float32 for x in tensors)
+        and load_library() is not None
+    )
 
 
 def call(name: str, *arguments: Any) -> int:
@@ -137,32 +144,32 @@ def call(name: str, *arguments: Any) -> int:
     For kernels on tensors, the last argument, the number of threads, is added here. The return
     value has a meaning only if the kernel documents one.
     """
-    kernels = library()
+    kernels = load_library()
     assert kernels is not None
     kernel = getattr(kernels, name)
     kernel.restype = ctypes.c_long
     if isinstance(arguments[-1], ctypes.Structure):
         return int(kernel(*map(ctypes.byref, arguments)))
     if kernel.argtypes is None:
-        kernel.argtypes = [*map(_type_of, arguments), ctypes.c_long]
+        kernel.argtypes = [*map(_find_type, arguments), ctypes.c_long]
     given = (
         argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments
     )
     return int(kernel(*given, torch.get_num_threads()))
 
 
-def _type_of(argument: Any) -> Any:
+def _find_type(argument: Any) -> Any:
     if argument is None or isinstance(argument, Tensor):
         return ctypes.c_void_p
     return ctypes.c_long if isinstance(argument, int) else ctypes.c_double
 
 
-def _compilers() -> list[list[str]]:
+def _list_compilers() -> list[list[str]]:
     """Return candidate commands for GCC's C++ compiler, the user's own (`CXX`) first."""
     return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
-def _working(commands: list[list[str]]) -> tuple[list[str], str]:
+def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
     """Return the first command that is GCC, and the output of its version query."""
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -177,7 +184,7 @@ def _load(
     compiler: list[str], version: str, flags: tuple[str, ...], cache: Path | None
 ) -> ctypes.CDLL:
     if cache is not None:
-        kept = cache / f"kernels-{_fingerprint(version, flags)}.so"
+        kept = cache / f"kernels-{_compute_fingerprint(version, flags)}.so"
         if kept.is_file() and _is_ours(kept):
             with contextlib.suppress(OSError):  # not a loadable library: compile it again
                 return ctypes.CDLL(str(kept))
@@ -211,18 +218,18 @@ def _run(command: list[str]) -> str:
         "capture_output": True,
         "text": True,
         "errors": "replace",
-        "timeout": PATIENCE,
+        "timeout": COMPILER_TIMEOUT_S,
     }
     return str(subprocess.run(command, check=True, env=environment, **options).stderr)
 
 
-def _fingerprint(version: str, flags: tuple[str, ...]) -> str:
-    parts = [" ".join(flags), version, torch.__version__, *_processor()]
+def _compute_fingerprint(version: str, flags: tuple[str, ...]) -> str:
+    parts = [" ".join(flags), version, torch.__version__, *_read_processor()]
     parts += [path.read_text() for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _processor() -> list[str]:
+def _read_processor() -> list[str]:
     """Return the lines of /proc/cpuinfo that determine the generated code."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
@@ -230,7 +237,7 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(wanted)})
 
 
-def _cache() -> Path | None:
+def _find_cache() -> Path | None:
     """Return the cache folder, which only this user can write to; None if there is none."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -247,7 +254,7 @@ def _is_ours(path: Path) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     said = getattr(error, "stderr", None) or str(error)
     if str(said).strip():
         return str(said).strip().splitlines()[0]

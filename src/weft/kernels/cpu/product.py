@@ -38,16 +38,16 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows <= MOST_ROWS and right.is_contiguous():
         library.call("weft_product", x.contiguous(), right, whole, out, size, rows, size, terms)
     else:
-        _matmul(x, right, whole, out, adds=False)
+        _multiply(x, right, whole, out, adds=False)
     return out if flat else out.view(*left.shape[:-1], size)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left [rows, n] times right [m, n] transposed to total [rows, m], which is contiguous."""
-    _matmul(left, right, None, total, adds=True)
+    _multiply(left, right, None, total, adds=True)
 
 
-def _matmul(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool) -> None:
+def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool) -> None:
     assert left.dim() == 2 and out.shape == (len(left), len(right)) and out.is_contiguous()
     left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
     strides = (*left.stride(), *reversed(right.stride()))

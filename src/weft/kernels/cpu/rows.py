@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tens
     return out, inverse
 
 
-def rms_norm_gradients(
+def compute_rms_norm_gradients(
     x: Tensor,
     weight: Tensor,
     inverse: Tensor,
@@ -97,19 +97,19 @@ def _rotate(
     )
 
 
-def silu(gate_up: Tensor, gated: bool) -> Tensor:
+def compute_silu(gate_up: Tensor, gated: bool) -> Tensor:
     """Return silu(gate_up), [T, n]; if `gated`, silu(first half) * second half."""
     gate_up = gate_up.contiguous()
-    gate, up, (rows, row_stride) = *_halves(gate_up, gated), gate_up.shape
+    gate, up, (rows, row_stride) = *_split_halves(gate_up, gated), gate_up.shape
     out = gate_up.new_empty(gate.shape)
     library.call("weft_silu", gate, up, out, row_stride, rows, gate.shape[1])
     return out
 
 
-def silu_gradients(
+def compute_silu_gradients(
     gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of `silu` by `gate_up`, the recomputed result of `silu`).
+    """Return (the gradient of `compute_silu` by `gate_up`, the recomputed result of `compute_silu`).
 
     `grad_out` is the gradient by that result, which is returned only if `again`, else None.
     """
@@ -117,13 +117,16 @@ def silu_gradients(
     grad_out = grad_out.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
     out = torch.empty_like(grad_out) if again else None
-    (gate, up), (grad_gate, grad_up) = _halves(gate_up, gated), _halves(grad_gate_up, gated)
+    (gate, up), (grad_gate, grad_up) = (
+        _split_halves(gate_up, gated),
+        _split_halves(grad_gate_up, gated),
+    )
     sizes = gate_up.shape[1], *gate.shape
     library.call("weft_silu_backward", gate, up, grad_out, out, grad_gate, grad_up, *sizes)
     return grad_gate_up, out
 
 
-def _halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+def _split_halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
     if not gated:
         return gate_up, None
     gate, up = gate_up.chunk(2, dim=1)

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import library
-from weft.kernels.types import Statistics
+from weft.kernels.types import SoftmaxStatistics
 
 
-def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> Statistics:
+def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> SoftmaxStatistics:
     """Return the softmax statistics of float32 logits [R, V]."""
     logits, (rows, size) = logits.contiguous(), logits.shape
     lse = logits.new_empty(rows)
     entropies = logits.new_empty(rows) if entropy else None
     ids = logits.new_empty(rows, dtype=torch.int64) if best else None
     library.call("weft_statistics", logits, lse, entropies, ids, rows, size)
-    return Statistics(lse, entropies, ids)
+    return SoftmaxStatistics(lse, entropies, ids)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_gradients(
     logits: Tensor,
-    found: Statistics,
+    found: SoftmaxStatistics,
     labels: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,

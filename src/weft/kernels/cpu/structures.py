@@ -14,11 +14,11 @@ NORMS = ("norm1", "norm2", "q_norm", "k_norm")
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def pointer(x: Tensor | None) -> int | None:
+def get_pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-class Heads(ctypes.Structure):
+class HeadsStruct(ctypes.Structure):
     """Tensor [tokens, heads, dim] with the strides of rows and heads."""
 
     _fields_ = (
@@ -28,16 +28,16 @@ class Heads(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: Tensor) -> Heads:
+    def from_tensor(cls, x: Tensor) -> HeadsStruct:
         return cls(x.data_ptr(), x.stride(0), x.stride(1))
 
 
-class Arguments(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """Arguments of the attention kernels."""
 
     _fields_ = (
         *(
-            (name, Heads)
+            (name, HeadsStruct)
             for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
         ),
         *((name, ctypes.c_void_p) for name in ("lse", "segments")),
@@ -64,7 +64,7 @@ class BlockStruct(ctypes.Structure):
     )
 
 
-class Prefix(ctypes.Structure):
+class PrefixStruct(ctypes.Structure):
     """Keys and values of a prefix that several rows continue."""
 
     _fields_ = (
@@ -92,12 +92,12 @@ class StepStruct(ctypes.Structure):
             for name in ("kv", "dim", "inner", "half", "room", "few", "threads")
         ),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
-        ("prefixes", ctypes.POINTER(Prefix)),
+        ("prefixes", ctypes.POINTER(PrefixStruct)),
         ("shared", ctypes.c_long),
     )
 
 
-class Draws(ctypes.Structure):
+class DrawsStruct(ctypes.Structure):
     """Sampling parameters and results of decode steps."""
 
     _fields_ = (
@@ -110,4 +110,11 @@ class Draws(ctypes.Structure):
     )
 
 
-SHARED = (Heads, Arguments, BlockStruct, Prefix, StepStruct, Draws)  # in the order of `sizes.cpp`
+SHARED = (
+    HeadsStruct,
+    AttentionStruct,
+    BlockStruct,
+    PrefixStruct,
+    StepStruct,
+    DrawsStruct,
+)  # in the order of `sizes.cpp`

@@ -22,10 +22,10 @@ def serves(*tensors: Tensor) -> bool:
     headers.
     """
     fit = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
-    return fit and flex._compiles()
+    return fit and flex._can_compile()
 
 
-def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, compiled at its first call.
 
     Sizes are inputs of the compiled code, so packs of other sizes do not compile it again.
@@ -34,11 +34,11 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*given: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):
-            return compiled(function)(*given)
+            return compile_dynamic(function)(*given)
 
     return call
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_dynamic(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)

@@ -27,21 +27,21 @@ PACKAGE = "flash_attn_interface"  # package of version 3
 
 
 @dataclass(frozen=True)
-class Abilities:
+class FlashFeatures:
     """Features that the installed torch's `varlen_attn` supports."""
 
     grouped_heads: bool  # fewer key-value heads than query heads
     block_table: bool  # paged keys, with a fixed number of splits
 
     @classmethod
-    def of(cls, function: Any) -> Abilities:
+    def from_function(cls, function: Any) -> FlashFeatures:
         names = inspect.signature(function).parameters
         paged = {"block_table", "seqused_k", "num_splits"} <= set(names)
         return cls("enable_gqa" in names, paged)
 
 
 @functools.cache
-def kernel() -> Callable[..., Any]:
+def load_kernel() -> Callable[..., Any]:
     """Return `varlen_attn`.
 
     It is imported at the first call, because the import also loads torch's compiler, which takes
@@ -53,8 +53,8 @@ def kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def abilities() -> Abilities:
-    return Abilities.of(kernel())
+def find_features() -> FlashFeatures:
+    return FlashFeatures.from_function(load_kernel())
 
 
 def choose(device: torch.device, asked: str) -> str | None:
@@ -66,10 +66,12 @@ def choose(device: torch.device, asked: str) -> str | None:
     available.
     """
     if asked == "fa2":
-        if active() == THIRD:
+        if find_active_implementation() == THIRD:
             torch.nn.attention.restore_flash_attention_impl()
         return None
-    fits = device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == HOPPER
+    fits = (
+        device.type == "cuda" and torch.version.hip is None and _get_capability(device)[0] == HOPPER
+    )
     if fits:
         obstacle = _activate()
     else:
@@ -83,7 +85,7 @@ def choose(device: torch.device, asked: str) -> str | None:
     return f"flash attention is torch's own, version 2: {obstacle}"
 
 
-def active() -> str | None:
+def find_active_implementation() -> str | None:
     """Return the name of the implementation that replaces torch's own; None if none does."""
     current: str | None = getattr(
         torch.nn.attention, "current_flash_attention_impl", lambda: None
@@ -91,14 +93,14 @@ def active() -> str | None:
     return current
 
 
-def version() -> int:
+def find_version() -> int:
     """Return the version of flash attention that this process uses."""
-    return 3 if active() == THIRD else 2
+    return 3 if find_active_implementation() == THIRD else 2
 
 
 def _activate() -> str | None:
     """Activate version 3 unless a replacement is active; return the reason if that fails."""
-    other = active()
+    other = find_active_implementation()
     if other is not None:
         return None if other == THIRD else f"{other} is in its place already"
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
@@ -124,26 +126,28 @@ def _has_kernels(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def _get_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec) -> Tensor:
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec
+) -> Tensor:
     """Compute causal attention over packed sequences, with gradients.
 
     q [T, heads, dim], k and v [U, kv_heads, dim] -> [T, heads, dim].
     """
     grouped: dict[str, Any] = {}
     group = q.shape[1] // k.shape[1]
-    if group > 1 and abilities().grouped_heads:
+    if group > 1 and find_features().grouped_heads:
         grouped["enable_gqa"] = True
     elif group > 1:
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
-    return kernel()(
-        _in_rows(q),
-        _in_rows(k),
-        _in_rows(v),
+    return load_kernel()(
+        _make_rows_contiguous(q),
+        _make_rows_contiguous(k),
+        _make_rows_contiguous(v),
         at.queries,
         at.keys,
         at.most_queries,
@@ -154,14 +158,14 @@ def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSp
     )
 
 
-def paged(
+def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec
 ) -> Tensor:
     """Compute attention of one new token per row over the row's pages.
 
     q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim]. `table`
     int32 [R, W] has each row's pages in order, `used` int32 [R] its number of tokens, including the
-    new one. Call this only if `abilities().block_table`.
+    new one. Call this only if `find_features().block_table`.
 
     The query is the row's last token and sees all its keys, so without a window no causal mask is
     needed. Without a mask, the kernel computes the query heads of one key head together and reads
@@ -173,10 +177,12 @@ def paged(
     """
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
     most = table.shape[1] * keys.shape[1]
-    bounds = None if active() == THIRD else rows * most  # version 3 uses only the table
+    bounds = (
+        None if find_active_implementation() == THIRD else rows * most
+    )  # version 3 uses only the table
     grouped = q.shape[1] != keys.shape[2]
     reach = (-1, -1) if spec.window is None else _reach(spec.window)
-    return kernel()(
+    return load_kernel()(
         q.contiguous(),
         keys,
         values,
@@ -193,7 +199,7 @@ def paged(
     )
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def _make_rows_contiguous(x: Tensor) -> Tensor:
     """Return x with contiguous last dimension, as the kernels require; other strides can be any."""
     return x if x.stride(-1) == 1 else x.contiguous()
 

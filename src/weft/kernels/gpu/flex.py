@@ -31,7 +31,7 @@ LEAST_DIM = 16  # smallest head size: the kernels' tiles have this many columns
 RECOMPILE_LIMIT = 256  # shapes per process; torch's default is 8, after which it stops
 
 Mod = Callable[..., Tensor]
-Join = tuple[
+ContinuationSpans = tuple[
     tuple[int, int], tuple[int, int]
 ]  # (prefix, continuation), each as (first token, exclusive end)
 
@@ -41,11 +41,11 @@ def serves(device: torch.device, head_dim: int) -> bool:
 
     On a CPU, torch has one only for the forward pass, and weft has better kernels.
     """
-    return device.type == "cuda" and head_dim >= LEAST_DIM and _compiles()
+    return device.type == "cuda" and head_dim >= LEAST_DIM and _can_compile()
 
 
 @functools.cache
-def _compiles() -> bool:
+def _can_compile() -> bool:
     """Return True if kernels can be built here: Triton compiles a small C extension for each."""
     compiler = (
         os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
@@ -59,7 +59,7 @@ def _compiles() -> bool:
 
 
 @dataclass(frozen=True)
-class Spans:
+class KeySpans:
     """Visible keys of each query, each int32 [padded tokens].
 
     Query t sees the keys `near[t]` to t (included) and `far_start[t]` to `far_stop[t]` (excluded).
@@ -70,15 +70,15 @@ class Spans:
     far_stop: Tensor
 
     @classmethod
-    def of(
-        cls, cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None
-    ) -> Spans:
+    def from_segments(
+        cls, cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
+    ) -> KeySpans:
         """Return the spans of a pack of `length` tokens.
 
         `cu_seqlens` int32 [S + 1] are the boundaries of the pack's segments; `joins` are pairs of a
         prefix and the tokens that continue it. Padding tokens see only themselves.
         """
-        whole = padded(length)
+        whole = compute_padded_length(length)
         device = cu_seqlens.device
         own = torch.arange(whole, device=device, dtype=torch.int32)
         near = own.clone()
@@ -100,13 +100,13 @@ class Spans:
         start = self.far_start
         stop = self.far_stop
 
-        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             causal = (key >= near[query]) & (key <= query)
             return causal | ((key >= start[query]) & (key < stop[query]))
 
-        return visible
+        return is_visible
 
-    def blocks(self) -> tuple[Tensor, Tensor]:
+    def find_blocks(self) -> tuple[Tensor, Tensor]:
         """Return (some query sees some key, every query sees every key) for each pair of blocks.
 
         Each is bool [T / BLOCK, T / BLOCK], query blocks by key blocks.
@@ -128,15 +128,15 @@ class Spans:
         shape = (length // BLOCK, BLOCK, length // BLOCK)
         return some.view(shape).any(1), every.view(shape).all(1)
 
-    def mask(self) -> BlockMask:
+    def build_mask(self) -> BlockMask:
         """Return the mask of one pack, for all heads."""
-        some, every = self.blocks()
-        partial = _listed(some & ~every)
-        full = _listed(every)
+        some, every = self.find_blocks()
+        partial = _list_blocks(some & ~every)
+        full = _list_blocks(every)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=self.mask_mod)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return (number of set blocks, block indices with set blocks first) of each row.
 
     The results are int32 [1, 1, n] and [1, 1, n, n].
@@ -147,36 +147,38 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     ].contiguous()
 
 
-def padded(length: int) -> int:
+def compute_padded_length(length: int) -> int:
     """Return the number of tokens to which a pack is padded: a power of two.
 
     Each new size is compiled separately.
     """
-    return max(BLOCK, _power_of_two(length))
+    return max(BLOCK, _round_to_power_of_two(length))
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """Compute attention over a pack, by a mask of `pack_mask`.
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
+    """Compute attention over a pack, by a mask of `build_pack_mask`.
 
     q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim].
     """
     length = len(q)
-    tail = padded(len(q)) - len(q)
+    tail = compute_padded_length(len(q)) - len(q)
     q, k, v = (
         torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tail)).transpose(0, 1)[None] for x in (q, k, v)
     )
-    return attention(q, k, v, mask, spec)[0].transpose(0, 1)[:length]
+    return attend(q, k, v, mask, spec)[0].transpose(0, 1)[:length]
 
 
-def pack_mask(
-    cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None
+def build_pack_mask(
+    cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
 ) -> BlockMask:
-    """Return the mask of a pack; the arguments are those of `Spans.of`."""
-    return Spans.of(cu_seqlens, joins, length, window).mask()
+    """Return the mask of a pack; the arguments are those of `KeySpans.from_segments`."""
+    return KeySpans.from_segments(cu_seqlens, joins, length, window).build_mask()
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """Compute attention of one new token per row over the row's pages, by a mask of `page_mask`.
+def attend_paged(
+    q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec
+) -> Tensor:
+    """Compute attention of one new token per row over the row's pages, by a mask of `build_page_mask`.
 
     q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim]. The kernel
     for few queries supports groups of 1, 2, 4, ... query heads; other groups are padded with heads
@@ -185,18 +187,20 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: Attent
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
     size = groups.shape[2]
-    filled = torch.nn.functional.pad(groups, (0, 0, 0, _power_of_two(size) - size))
+    filled = torch.nn.functional.pad(groups, (0, 0, 0, _round_to_power_of_two(size) - size))
     # Pass all pages; by the mask, each row reads its own.
     k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))
-    out = attention(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
+    out = attend(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
     return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
 
 
-def _power_of_two(least: int) -> int:
+def _round_to_power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | None) -> BlockMask:
+def build_page_mask(
+    table: Tensor, used: Tensor, size: tuple[int, int], window: int | None
+) -> BlockMask:
     """Return the mask of rows with one query each, over pages.
 
     Row r sees its `used[r]` tokens (int32 [R]), or the last `window` of them. They are in the pages
@@ -211,7 +215,7 @@ def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | 
     places = places.scatter_reduce(1, table.long(), order, "amin")
     newest = used - 1
 
-    def visible(row: Tensor, _head: Tensor, _query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(row: Tensor, _head: Tensor, _query: Tensor, key: Tensor) -> Tensor:
         position = places[row, key // page] * page + key % page
         seen = position <= newest[row]
         return seen if window is None else seen & (position > newest[row] - window)
@@ -223,13 +227,13 @@ def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | 
         count,
         listed,
         BLOCK_SIZE=(BLOCK, page),
-        mask_mod=visible,
+        mask_mod=is_visible,
         seq_lengths=lengths,
         compute_q_blocks=False,
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """Return attention of q [B, heads, T, dim] over k and v [B or 1, kv_heads, U, dim]."""
     settings: dict[str, Any] = {
         "scale": 1.0,
@@ -239,23 +243,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionS
     scale = torch.full(
         (), spec.scale, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)
     )
-    settings["score_mod"] = _scored(scale, spec.softcap)
-    if _runs_unfused(q.device):
+    settings["score_mod"] = _build_score_mod(scale, spec.softcap)
+    if _is_unfused(q.device):
         return flex_attention(q, k, v, **settings)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        return _compiled()(q, k, v, **settings)
+        return _compile()(q, k, v, **settings)
 
 
-def _runs_unfused(device: torch.device) -> bool:
+def _is_unfused(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
+def _compile() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def _scored(scale: Tensor, softcap: float | None) -> Mod:
+def _build_score_mod(scale: Tensor, softcap: float | None) -> Mod:
     """Return the function that scales and caps scores.
 
     The scale is a tensor, so layers that differ only in it share compiled code.

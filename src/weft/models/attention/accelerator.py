@@ -18,30 +18,30 @@ from weft.models.attention.inputs import AttentionInputs
 from weft.models.kv.pages import Paged
 
 
-def dense(given: AttentionInputs, context: Dense) -> Tensor:
+def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
     """Compute causal attention within each sequence: [T, heads, dim]."""
     q = given.q
     k = given.k
     v = given.v
     spec = given.spec
-    if given.drops:
-        return rectangles.dense(given, context)
+    if given.has_dropout:
+        return rectangles.attend_dense(given, context)
     if spec.softcap is not None and flex.serves(q.device, q.shape[2]):
-        return flex.packed(q, k, v, _mask(context, len(q), spec.window), spec)
-    if flashes(q, spec):
-        return flash.packed(
+        return flex.attend_packed(q, k, v, _prepare_mask(context, len(q), spec.window), spec)
+    if supports_flash(q, spec):
+        return flash.attend_packed(
             q, k, v, VarlenLengths(*(context.cu_seqlens,) * 2, *(context.max_len,) * 2), spec
         )
-    return rectangles.dense(given, context)
+    return rectangles.attend_dense(given, context)
 
 
-def prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
-    """Compute attention as `dense` does, for sequences that share prefixes."""
-    mask = _mask(context, len(given.q), given.spec.window)
-    return flex.packed(given.q, given.k, given.v, mask, given.spec)
+def attend_prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
+    """Compute attention as `attend_dense` does, for sequences that share prefixes."""
+    mask = _prepare_mask(context, len(given.q), given.spec.window)
+    return flex.attend_packed(given.q, given.k, given.v, mask, given.spec)
 
 
-def paged(given: AttentionInputs, context: Paged) -> Tensor:
+def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
     """Compute attention of new tokens over keys and values in pages.
 
     The keys and values of the new tokens must already be stored in the pages.
@@ -55,21 +55,21 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
     if history is None:
         keys = pool.keys[layer]
         values = pool.values[layer]
-        if flashes(q, spec) and flash.abilities().block_table:
-            return flash.paged(q, keys, values, context.table, context.used, spec)
+        if supports_flash(q, spec) and flash.find_features().block_table:
+            return flash.attend_paged(q, keys, values, context.table, context.used, spec)
         if spec.window not in context.masks:
             size = (keys.shape[0], keys.shape[1])
-            context.masks[spec.window] = flex.page_mask(
+            context.masks[spec.window] = flex.build_page_mask(
                 context.table, context.used, size, spec.window
             )
-        return flex.paged(q, keys, values, context.masks[spec.window], spec)
+        return flex.attend_paged(q, keys, values, context.masks[spec.window], spec)
     # Copy the keys and values of all tokens, which is cheap compared to the products of a prefill.
     keys, values = pool.read(layer, history)
-    if flashes(q, spec):
+    if supports_flash(q, spec):
         lengths = VarlenLengths(
             context.cu_seqlens, history.cu_seqlens, context.max_len, history.max_len
         )
-        return flash.packed(q, keys, values, lengths, spec)
+        return flash.attend_packed(q, keys, values, lengths, spec)
     # Without flash attention, compute row by row.
     outputs = []
     bounds = history.cu_seqlens.tolist()
@@ -78,21 +78,23 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
             x[slice(*span)].transpose(0, 1)[None]
             for x, span in ((q, new), (keys, old), (values, old))
         )
-        outputs.append(rectangles.tail(rows, k, v, spec)[0].transpose(0, 1))
+        outputs.append(rectangles.attend_tail(rows, k, v, spec)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def flashes(q: Tensor, spec: AttentionSpec) -> bool:
+def supports_flash(q: Tensor, spec: AttentionSpec) -> bool:
     """Return True if flash attention supports these queries and parameters."""
     return spec.softcap is None and flash.serves(q.device, q.dtype, q.shape[2])
 
 
-def _mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
+def _prepare_mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
     """Return the mask of a pack for one window size; all layers with that window share it."""
     if window not in context.masks:
         if isinstance(context, Prefixed):
-            joins = [(join.prefix, join.rest) for join in context.joins]
+            joins = [(join.prefix, join.continuation) for join in context.continuations]
         else:
             joins = []
-        context.masks[window] = flex.pack_mask(context.dense.cu_seqlens, joins, length, window)
+        context.masks[window] = flex.build_pack_mask(
+            context.dense.cu_seqlens, joins, length, window
+        )
     return context.masks[window]

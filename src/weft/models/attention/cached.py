@@ -14,7 +14,7 @@ from weft.models.attention.inputs import AttentionInputs
 from weft.models.kv.slots import Cached, KVCache
 
 
-def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
+def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
     """Compute attention of new tokens over their slots and prefixes with weft's kernels.
 
     The keys and values of the new tokens must already be stored in the slots.
@@ -22,34 +22,34 @@ def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
     assert not torch.is_grad_enabled(), "keys and values in a cache have no gradient"
     q, cache, layer, spec = given.q, context.cache, context.cache.row_of[given.layer], given.spec
     q = q if q.stride(2) == 1 else q.contiguous()
-    keys = _rows_of(cache.keys[layer])
-    values = _rows_of(cache.values[layer])
+    keys = _view_as_rows(cache.keys[layer])
+    values = _view_as_rows(cache.values[layer])
     own = kernels.attend_cache(
         q, keys, values, context.segments, spec.scale, causal=True, window=spec.window
     )
-    for prefix, tokens in context.continued:
-        keys = _rows_of(prefix.keys[layer])
-        values = _rows_of(prefix.values[layer])
+    for prefix, tokens in context.tokens_by_prefix:
+        keys = _view_as_rows(prefix.keys[layer])
+        values = _view_as_rows(prefix.values[layer])
         segments = torch.tensor([(0, len(tokens), 0, int(prefix.used[0]))])
         seen = kernels.attend_cache(q[tokens], keys, values, segments, spec.scale, causal=False)
         kernels.merge_rows(own, seen, tokens)
     return own.out
 
 
-def by_torch(given: AttentionInputs, context: Cached) -> Tensor:
-    """Compute what `by_kernels` computes, with torch operations.
+def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
+    """Compute what `attend_by_kernels` computes, with torch operations.
 
     A decode step is one masked rectangle; rows with several new tokens are computed one by one.
     """
     layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
-        return _decode(given.q, context, given.spec, layer)
-    if context.fresh:
-        return rectangles.dense(given, context.dense)
-    return _chunk(given.q, context, given.spec, layer)
+        return _attend_decode_step(given.q, context, given.spec, layer)
+    if context.is_first_prefill:
+        return rectangles.attend_dense(given, context.dense)
+    return _attend_chunk(given.q, context, given.spec, layer)
 
 
-def _rows_of(stored: Tensor) -> Tensor:
+def _view_as_rows(stored: Tensor) -> Tensor:
     """Return a view of keys or values [slots, kv_heads, room, head_dim] for the kernels.
 
     The kernels read only the strides between keys and between heads of the view; they find the
@@ -58,7 +58,7 @@ def _rows_of(stored: Tensor) -> Tensor:
     return stored[0].transpose(0, 1)
 
 
-def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
+def _attend_decode_step(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
     """Compute attention of one new token per row.
 
     The query heads that share a kv head are placed in the query dimension, so keys and values are
@@ -67,9 +67,9 @@ def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tens
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
     group = grouped.shape[2]
-    hidden = context.hidden(spec.window, k.shape[2], q.dtype)
+    hidden = context.build_decode_mask(spec.window, k.shape[2], q.dtype)
     if q.device.type != "cpu" or spec.softcap is not None:
-        return rectangles.masked(grouped, k, v, hidden == 0, spec).flatten(1, 2)
+        return rectangles.attend_masked(grouped, k, v, hidden == 0, spec).flatten(1, 2)
     least = kernels.LEAST_QUERIES
     if group >= least:
         wide = grouped
@@ -79,10 +79,12 @@ def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tens
     if not context.groups:
         return own.out[:, :, :group].flatten(1, 2)
     own = AttentionState(own.out[:, :, :group], own.lse[:, :, :group])
-    return merge_states(own, _prefixes(grouped, context, spec, layer)).out.flatten(1, 2)
+    return merge_states(own, _attend_prefixes(grouped, context, spec, layer)).out.flatten(1, 2)
 
 
-def _prefixes(grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> AttentionState:
+def _attend_prefixes(
+    grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int
+) -> AttentionState:
     """Return the attention of rows [R, kv_heads, group, dim] over their shared prefixes.
 
     The queries of all rows of a prefix are multiplied with its keys at once, so the keys are read
@@ -103,7 +105,7 @@ def _prefixes(grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int)
     return AttentionState(out, lse)
 
 
-def _chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
+def _attend_chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
     """Compute attention of several new tokens per row over cached ones, row by row."""
     starts = context.dense.starts
     outputs = []
@@ -118,17 +120,17 @@ def _chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tenso
         v = values[slot : slot + 1, :, :stop]
         prefix = context.prefixes[row]
         if prefix is None:
-            out = rectangles.tail(new, k, v, spec)
+            out = rectangles.attend_tail(new, k, v, spec)
         else:
-            out = _after(new, k, v, prefix, spec, layer)
+            out = _attend_after_prefix(new, k, v, prefix, spec, layer)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _after(
+def _attend_after_prefix(
     q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, spec: AttentionSpec, layer: int
 ) -> Tensor:
-    """Return the attention of a sequence that continues a prefix, as `rectangles.tail` does.
+    """Return the attention of a sequence that continues a prefix, as `rectangles.attend_tail` does.
 
     The parts are merged in the same way as in training, so that rounding is the same.
     """
@@ -142,9 +144,9 @@ def _after(
     more = max(0, kernels.LEAST_QUERIES - count)
     rows = F.pad(q, (0, 0, 0, more))
     hidden = F.pad(F.pad(hidden, (0, tail), value=-torch.inf), (0, 0, 0, more))
-    k, v = rectangles.repeated(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail)))
+    k, v = rectangles.repeat_kv_heads(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail)))
     own = attend_to(rows, k, v, spec.scale, mask=hidden)
-    k, v = rectangles.repeated(
+    k, v = rectangles.repeat_kv_heads(
         q, prefix.keys[layer][:, :, :before], prefix.values[layer][:, :, :before]
     )
     seen = attend_to(rows, k, v, spec.scale)

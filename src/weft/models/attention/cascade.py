@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.kernels import AttentionState, in_vectors
-from weft.models.attention.contexts import Bucket, Part
+from weft.models.attention.contexts import AttentionPart, SequenceBucket
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -52,28 +52,30 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
     return AttentionState(left.out * shares[0] + right.out * shares[1], total.log().add_(most))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, parts: tuple[AttentionPart, ...], scale: float
+) -> Tensor:
     """Return attention [T, heads, dim] of q [T, heads, dim] over k and v [T, kv_heads, dim].
 
     Every row is in exactly one causal part and in any number of other parts. heads is a multiple of
     kv_heads.
     """
-    return _Cascade.apply(q, k, v, parts, scale)
+    return _CascadeAttention.apply(q, k, v, parts, scale)
 
 
-class _Cascade(torch.autograd.Function):
+class _CascadeAttention(torch.autograd.Function):
     """Autograd function of `attend`; saves the merged output and log-sum-exp of each row."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[AttentionPart, ...], scale: float
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         group = q.shape[1] // k.shape[1]
         for part in parts:
             # Attend to the keys of this part only.
-            cells = _rectangles(q, k, v, part, group)
+            cells = _take_rectangles(q, k, v, part, group)
             length = part.queries.index.shape[1]
             # Pad keys to whole vectors, as `rectangles` does, for the same rounding.
             tail = (0, 0, 0, in_vectors(length, q.device) - length)
@@ -82,7 +84,8 @@ class _Cascade(torch.autograd.Function):
             found = seen.out[:, :, :length]
             sums = seen.lse[:, :, :length]
             new = AttentionState(
-                _rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1)
+                _to_rows(found, part.queries),
+                _to_rows(sums.unsqueeze(-1), part.queries).squeeze(-1),
             )
             # The causal part is the first of each row; merge the others with it.
             if part.causal:
@@ -90,7 +93,10 @@ class _Cascade(torch.autograd.Function):
                 _put(lse, part.queries, new.lse)
             else:
                 merged = merge_states(
-                    AttentionState(_at(out, part.queries), _at(lse, part.queries)), new
+                    AttentionState(
+                        _select_tokens(out, part.queries), _select_tokens(lse, part.queries)
+                    ),
+                    new,
                 )
                 _put(out, part.queries, merged.out)
                 _put(lse, part.queries, merged.lse)
@@ -110,48 +116,52 @@ class _Cascade(torch.autograd.Function):
         for part in ctx.parts:
             queries = part.queries
             keys = part.keys
-            sums = _cells(lse.unsqueeze(-1), queries).squeeze(-1)
-            grad_out = _cells(gradients[0], queries)
+            sums = _to_cells(lse.unsqueeze(-1), queries).squeeze(-1)
+            grad_out = _to_cells(gradients[0], queries)
             if queries.valid is not None:
                 grad_out = grad_out * _is_valid(queries, grad_out)[:, None, :, None]
             part_q, part_k, part_v = _backward(
                 grad_out,
-                *_rectangles(q, k, v, part, group),
-                _cells(out, queries),
+                *_take_rectangles(q, k, v, part, group),
+                _to_cells(out, queries),
                 sums,
                 0.0,
                 part.causal,
                 scale=ctx.scale,
             )
-            _add(grad_q, queries, _rows(part_q, queries))
+            _add(grad_q, queries, _to_rows(part_q, queries))
             for total, found in ((grad_k, part_k), (grad_v, part_v)):
                 summed = found if group == 1 else found.unflatten(1, (-1, group)).sum(2)
-                _add(total, keys, _rows(summed, keys))
+                _add(total, keys, _to_rows(summed, keys))
         return grad_q, grad_k, grad_v, None, None
 
 
-def _rectangles(
-    q: Tensor, k: Tensor, v: Tensor, part: Part, group: int
+def _take_rectangles(
+    q: Tensor, k: Tensor, v: Tensor, part: AttentionPart, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _cells(k, part.keys), _cells(v, part.keys)
+    keys, values = _to_cells(k, part.keys), _to_cells(v, part.keys)
     if group > 1:
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
-    return _cells(q, part.queries), keys, values
+    return _to_cells(q, part.queries), keys, values
 
 
-def _cells(x: Tensor, bucket: Bucket) -> Tensor:
+def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
     """Return the tokens of a bucket as a padded rectangle: [T, heads, dim] -> [n, heads, L, dim]."""
-    return _at(x, bucket, padded=True).unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)
+    return (
+        _select_tokens(x, bucket, padded=True)
+        .unflatten(0, tuple(bucket.index.shape))
+        .transpose(1, 2)
+    )
 
 
-def _rows(cells: Tensor, bucket: Bucket) -> Tensor:
+def _to_rows(cells: Tensor, bucket: SequenceBucket) -> Tensor:
     """Return a rectangle's tokens without padding: [n, heads, L, dim] -> [tokens, heads, dim]."""
     flat = cells.transpose(1, 2).flatten(0, 1)
     return flat if bucket.valid is None else flat.index_select(0, bucket.valid)
 
 
-def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
+def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
     """Return a mask [n, L]: 1 for a token, 0 for padding."""
     assert bucket.valid is not None
     return (
@@ -161,21 +171,21 @@ def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
     )
 
 
-def _at(x: Tensor, bucket: Bucket, padded: bool = False) -> Tensor:
+def _select_tokens(x: Tensor, bucket: SequenceBucket, padded: bool = False) -> Tensor:
     """Return the bucket's tokens of x [T, ...]; if `padded`, its padding cells too."""
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)
 
 
-def _put(x: Tensor, bucket: Bucket, values: Tensor) -> None:
+def _put(x: Tensor, bucket: SequenceBucket, values: Tensor) -> None:
     if bucket.span is not None:
         x[bucket.span[0] : bucket.span[1]] = values
     else:
         x.index_copy_(0, bucket.tokens, values)
 
 
-def _add(x: Tensor, bucket: Bucket, values: Tensor) -> None:
+def _add(x: Tensor, bucket: SequenceBucket, values: Tensor) -> None:
     if bucket.span is not None:
         x[bucket.span[0] : bucket.span[1]] += values
     else:

@@ -3,7 +3,7 @@
 `Dense` is for whole sequences and `Prefixed` for sequences of which some share a prefix. Contexts
 of new tokens of cached sequences are defined with the caches (`weft.models.kv.slots.Cached`,
 `weft.models.kv.pages.Paged`), and that of a pack whose tokens are split over ranks is
-`weft.models.attention.portions.Portion`. All implement `AttentionContext`.
+`weft.models.attention.pack_shards.PackShard`. All implement `AttentionContext`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AttentionContext(Protocol):
         ...
 
     @property
-    def last(self) -> Tensor:
+    def last_tokens(self) -> Tensor:
         """int64 [S]: index of each sequence's last token."""
         ...
 
@@ -41,7 +41,7 @@ class AttentionContext(Protocol):
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SequenceBucket:
     """Sequences of similar length as one padded rectangle.
 
     Padding comes after each sequence, so causal attention never reads it.
@@ -62,15 +62,15 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """One part of attention: the tokens of `queries` attend to those of `keys`.
 
     Each rectangle of `queries` attends to the whole rectangle of `keys`, or causally (`causal`) if
     both are the same tokens.
     """
 
-    queries: Bucket
-    keys: Bucket
+    queries: SequenceBucket
+    keys: SequenceBucket
     causal: bool
 
 
@@ -115,7 +115,7 @@ class Dense:
         return self.lengths.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     @cached_property
-    def last(self) -> Tensor:
+    def last_tokens(self) -> Tensor:
         """int64 [S]: index of each sequence's last token."""
         return self.cu_seqlens[1:].long() - 1
 
@@ -125,21 +125,22 @@ class Dense:
         return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[SequenceBucket]:
         """The sequences grouped into rectangles, longest first; empty sequences are left out."""
         return [
-            _bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)
+            _build_bucket(self.starts, members, self.cu_seqlens.device)
+            for members in _group_by_length(self.starts)
         ]
 
     @cached_property
-    def restore(self) -> Tensor | None:
+    def cell_positions(self) -> Tensor | None:
         """int64 [T]: index of each token in the concatenation of the buckets' valid cells.
 
         None if the concatenation is already in the order of the tokens.
         """
         order = [
             t
-            for members in _group(self.starts)
+            for members in _group_by_length(self.starts)
             for s in members
             for t in (self.starts[s], self.starts[s + 1])
         ]
@@ -149,14 +150,14 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Join:
+class PrefixContinuation:
     """A prefix and the tokens that continue it, each as (first token, one past the last).
 
-    `rest` covers all continuations of the prefix, which are consecutive.
+    `continuation` covers all continuations of the prefix, which are consecutive.
     """
 
     prefix: tuple[int, int]
-    rest: tuple[int, int]
+    continuation: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ class Prefixed:
     """
 
     dense: Dense  # the segments
-    joins: tuple[Join, ...]
-    last: Tensor  # int64 [S]: index of each sequence's last token
+    continuations: tuple[PrefixContinuation, ...]
+    last_tokens: Tensor  # int64 [S]: index of each sequence's last token
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
@@ -181,32 +182,36 @@ class Prefixed:
         """int64 [T]: the length of the segment that a token belongs to.
 
         Networks with rotations that depend on the length of the whole sequence do not share
-        prefixes; see `Transformer.shares_prefixes`.
+        prefixes; see `Transformer.can_share_prefixes`.
         """
         return self.dense.token_lengths
 
     @cached_property
-    def across(self) -> Tensor:
+    def prefix_segments(self) -> Tensor:
         """int64 [joins, 4], on the host: (first row, rows, first key, keys) of each join.
 
         The rows are the continuations of a prefix, the keys are those of the prefix.
         """
-        spans = [(*join.rest, *join.prefix) for join in self.joins]
+        spans = [(*join.continuation, *join.prefix) for join in self.continuations]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[AttentionPart, ...]:
         """Parts of attention: first within each segment, then from each continuation to its prefix."""
-        within = [Part(bucket, bucket, causal=True) for bucket in self.dense.buckets]
+        within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = [
-            Part(_stretch(*j.rest, device), _stretch(*j.prefix, device), causal=False)
-            for j in self.joins
+            AttentionPart(
+                _build_span_bucket(*j.continuation, device),
+                _build_span_bucket(*j.prefix, device),
+                causal=False,
+            )
+            for j in self.continuations
         ]
         return (*within, *across)
 
 
-def _group(starts: list[int]) -> list[list[int]]:
+def _group_by_length(starts: list[int]) -> list[list[int]]:
     """Return the numbers of the sequences of each bucket.
 
     Sequences keep their order if all have one length.
@@ -226,12 +231,12 @@ def _group(starts: list[int]) -> list[list[int]]:
     return [sorted(members) for members in groups]
 
 
-def _stretch(start: int, stop: int, device: torch.device) -> Bucket:
+def _build_span_bucket(start: int, stop: int, device: torch.device) -> SequenceBucket:
     """Return the tokens from start to stop (excluded) as a bucket with one row."""
-    return Bucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
+    return SequenceBucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
 
 
-def _bucket(starts: list[int], members: list[int], device: torch.device) -> Bucket:
+def _build_bucket(starts: list[int], members: list[int], device: torch.device) -> SequenceBucket:
     lengths = torch.tensor([starts[s + 1] - starts[s] for s in members])
     first = torch.tensor([starts[s] for s in members])
     longest = int(lengths.max())
@@ -240,6 +245,6 @@ def _bucket(starts: list[int], members: list[int], device: torch.device) -> Buck
     if bool((lengths == longest).all()):
         span = (starts[members[0]], starts[members[-1] + 1])
         adjoining = span[1] - span[0] == index.numel()
-        return Bucket(index.to(device), None, span if adjoining else None)
+        return SequenceBucket(index.to(device), None, span if adjoining else None)
     valid = (offsets < lengths[:, None]).flatten().nonzero().flatten()
-    return Bucket(index.to(device), valid.to(device), None)
+    return SequenceBucket(index.to(device), valid.to(device), None)

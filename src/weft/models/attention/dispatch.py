@@ -21,10 +21,10 @@ from torch import Tensor
 
 from weft import kernels
 from weft.kernels import AttentionSpec, VarlenSegments
-from weft.models.attention import accelerator, cached, cascade, portions, rectangles
+from weft.models.attention import accelerator, cached, cascade, pack_shards, rectangles
 from weft.models.attention.contexts import AttentionContext, Dense, Prefixed
 from weft.models.attention.inputs import AttentionInputs
-from weft.models.attention.portions import Portion
+from weft.models.attention.pack_shards import PackShard
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
@@ -48,10 +48,12 @@ def attend_heads(
     `heads` is [T, heads + 2 kv_heads, dim]: queries, keys, values, before `rotation` (cos and sin
     of `weft.models.network.rope`).
     """
-    by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
+    by_kernels = kernels.serves_attention(heads, heads, heads) and not _has_softcap_or_dropout(
+        spec, dropout
+    )
     if by_kernels and isinstance(context, Dense | Prefixed):
         return kernels.attend_segments(
-            heads, kv_heads, rotation, segments_of(context, spec), spec.scale
+            heads, kv_heads, rotation, build_segments(context, spec), spec.scale
         )
     if rotation is not None and not heads.is_cpu:
         return attend(
@@ -75,36 +77,36 @@ def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
     Keys and values of cached sequences are stored in the cache first.
     """
     device: Device = "cpu" if given.q.is_cpu else "accelerator"
-    if kernels.serves_attention(given.q, given.k, given.v) and not _limited(
+    if kernels.serves_attention(given.q, given.k, given.v) and not _has_softcap_or_dropout(
         given.spec, given.dropout
     ):
         device = "kernels"
     return BACKENDS[type(context), device](given, context)
 
 
-def segments_of(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
+def build_segments(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
     """Return the keys of a pack that each of its rows attends to."""
     if isinstance(context, Prefixed):  # no window: no sequence is longer than one here
-        return VarlenSegments(context.dense.segments, context.across)
+        return VarlenSegments(context.dense.segments, context.prefix_segments)
     return VarlenSegments(context.segments, None, spec.window)
 
 
-def _limited(spec: AttentionSpec, dropout: TokenDropout | None) -> bool:
+def _has_softcap_or_dropout(spec: AttentionSpec, dropout: TokenDropout | None) -> bool:
     """Return whether scores are capped or weights dropped, which weft's kernels don't support."""
     return spec.softcap is not None or (dropout is not None and spec.dropout > 0.0)
 
 
-def _by_segments(given: AttentionInputs, context: Dense | Prefixed) -> Tensor:
+def _attend_by_segments(given: AttentionInputs, context: Dense | Prefixed) -> Tensor:
     heads = torch.cat([given.q, given.k, given.v], dim=1)
-    segments = segments_of(context, given.spec)
+    segments = build_segments(context, given.spec)
     return kernels.attend_segments(heads, given.k.shape[1], None, segments, given.spec.scale)
 
 
-def _merged(given: AttentionInputs, context: Prefixed) -> Tensor:
+def _attend_by_cascade(given: AttentionInputs, context: Prefixed) -> Tensor:
     return cascade.attend(given.q, given.k, given.v, context.parts, given.spec.scale)
 
 
-def _stored(backend: Backend) -> Backend:
+def _with_cache_write(backend: Backend) -> Backend:
     """Return a backend that stores the new keys and values in the cache before it attends."""
 
     def attend_stored(given: AttentionInputs, context: Cached) -> Tensor:
@@ -114,33 +116,33 @@ def _stored(backend: Backend) -> Backend:
     return attend_stored
 
 
-def _cached_on_accelerator(given: AttentionInputs, context: Cached) -> Tensor:
-    if context.max_len > 1 and context.fresh:
-        return accelerator.dense(given, context.dense)
-    return cached.by_torch(given, context)
+def _attend_cached_on_accelerator(given: AttentionInputs, context: Cached) -> Tensor:
+    if context.max_len > 1 and context.is_first_prefill:
+        return accelerator.attend_dense(given, context.dense)
+    return cached.attend_by_torch(given, context)
 
 
-def _paged(given: AttentionInputs, context: Paged) -> Tensor:
+def _attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
     context.pool.write(given.layer, context, given.k, given.v)
-    if context.fresh:
+    if context.is_first_prefill:
         return attend(given, context.dense)
-    return accelerator.paged(given, context)
+    return accelerator.attend_paged(given, context)
 
 
 BACKENDS: Mapping[tuple[type, Device], Backend] = {
-    (Dense, "kernels"): _by_segments,
-    (Dense, "cpu"): rectangles.dense,
-    (Dense, "accelerator"): accelerator.dense,
-    (Prefixed, "kernels"): _by_segments,
-    (Prefixed, "cpu"): _merged,
-    (Prefixed, "accelerator"): accelerator.prefixed,
-    (Portion, "kernels"): portions.by_kernels,
-    (Portion, "cpu"): portions.by_torch,
-    (Portion, "accelerator"): portions.on_accelerator,
-    (Cached, "kernels"): _stored(cached.by_kernels),
-    (Cached, "cpu"): _stored(cached.by_torch),
-    (Cached, "accelerator"): _stored(_cached_on_accelerator),
-    (Paged, "kernels"): _paged,
-    (Paged, "cpu"): _paged,
-    (Paged, "accelerator"): _paged,
+    (Dense, "kernels"): _attend_by_segments,
+    (Dense, "cpu"): rectangles.attend_dense,
+    (Dense, "accelerator"): accelerator.attend_dense,
+    (Prefixed, "kernels"): _attend_by_segments,
+    (Prefixed, "cpu"): _attend_by_cascade,
+    (Prefixed, "accelerator"): accelerator.attend_prefixed,
+    (PackShard, "kernels"): pack_shards.attend_by_kernels,
+    (PackShard, "cpu"): pack_shards.attend_by_torch,
+    (PackShard, "accelerator"): pack_shards.attend_on_accelerator,
+    (Cached, "kernels"): _with_cache_write(cached.attend_by_kernels),
+    (Cached, "cpu"): _with_cache_write(cached.attend_by_torch),
+    (Cached, "accelerator"): _with_cache_write(_attend_cached_on_accelerator),
+    (Paged, "kernels"): _attend_paged,
+    (Paged, "cpu"): _attend_paged,
+    (Paged, "accelerator"): _attend_paged,
 }

@@ -25,6 +25,6 @@ class AttentionInputs:
     dropout: TokenDropout | None = None
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """True if attention weights are dropped in this pass."""
         return self.dropout is not None and self.spec.dropout > 0.0

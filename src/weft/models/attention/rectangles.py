@@ -18,27 +18,27 @@ from torch import Tensor
 
 from weft import kernels
 from weft.kernels import AttentionSpec
-from weft.models.attention.contexts import Bucket, Dense
+from weft.models.attention.contexts import Dense, SequenceBucket
 from weft.models.attention.inputs import AttentionInputs
 
-Drop = Callable[[Bucket, Tensor], Tensor]
+Drop = Callable[[SequenceBucket, Tensor], Tensor]
 
 
-def dense(given: AttentionInputs, context: Dense) -> Tensor:
+def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
     """Compute causal attention within each sequence: [T, heads, dim]."""
     outputs = []
     for bucket in context.buckets:
-        dropped = partial(_drop, given, bucket) if given.drops else None
-        cells = (_cells(given.q, bucket), _cells(given.k, bucket), _cells(given.v, bucket))
-        out = causal(*cells, given.spec, dropped).transpose(1, 2).flatten(0, 1)
+        dropped = partial(_drop_weights, given, bucket) if given.has_dropout else None
+        cells = (_to_cells(given.q, bucket), _to_cells(given.k, bucket), _to_cells(given.v, bucket))
+        out = attend_causal(*cells, given.spec, dropped).transpose(1, 2).flatten(0, 1)
         outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    if context.restore is None:
+    if context.cell_positions is None:
         return joined
-    return joined.index_select(0, context.restore)
+    return joined.index_select(0, context.cell_positions)
 
 
-def causal(
+def attend_causal(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,11 +63,11 @@ def causal(
         )
     else:
         places = torch.arange(q.shape[2], device=q.device)
-        out = masked(q, k, v, visible(places[:, None], places, spec), spec, drop)
+        out = attend_masked(q, k, v, is_visible(places[:, None], places, spec), spec, drop)
     return out[:, :, :length]
 
 
-def tail(
+def attend_tail(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -86,21 +86,21 @@ def tail(
         more = max(0, kernels.LEAST_QUERIES - count)
     else:
         more = 0
-    seen = visible(places[length - count : length, None], places, spec)
+    seen = is_visible(places[length - count : length, None], places, spec)
     q = F.pad(q, (0, 0, 0, more))
     seen = F.pad(seen, (0, 0, 0, more), value=True)
-    return masked(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec, drop)[
-        :, :, :count
-    ]
+    return attend_masked(
+        q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec, drop
+    )[:, :, :count]
 
 
-def visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
+def is_visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
     """Return a bool tensor: True if position `query` sees position `key` (broadcast)."""
     seen = key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)
 
 
-def masked(
+def attend_masked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,7 +108,7 @@ def masked(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention as `causal` does, over the keys selected by `seen`.
+    """Compute attention as `attend_causal` does, over the keys selected by `seen`.
 
     `seen` is bool and broadcasts over [n, heads, rows, keys].
     """
@@ -117,7 +117,7 @@ def masked(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=shared
         )
-    k, v = repeated(q, k, v)
+    k, v = repeat_kv_heads(q, k, v)
     logits = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
     if spec.softcap is not None:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
@@ -127,7 +127,7 @@ def masked(
     return torch.matmul(weights if drop is None else drop(weights), v)
 
 
-def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def repeat_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return k and v [n, kv_heads, ...] with each head repeated for the query heads that read it."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
@@ -135,12 +135,12 @@ def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def _drop(given: AttentionInputs, bucket: Bucket, weights: Tensor) -> Tensor:
+def _drop_weights(given: AttentionInputs, bucket: SequenceBucket, weights: Tensor) -> Tensor:
     assert given.dropout is not None
     return given.dropout.drop_weights(weights, given.spec.dropout, bucket.index)
 
 
-def _cells(x: Tensor, bucket: Bucket) -> Tensor:
+def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
     """Return the tokens of a bucket as a rectangle: [T, heads, dim] -> [n, heads, L, dim].
 
     This is a view, not a copy, if the cells are consecutive tokens.

@@ -17,7 +17,7 @@ from weft.errors import CheckpointError
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.limits import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
 from weft.models.network.config import Activation, TransformerConfig
-from weft.reading import reading
+from weft.reading import explain_read_errors
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 # Keys of config.json that describe the file, not what the network computes. Saving writes new ones.
-WRITTEN_ANEW = frozenset(
+REWRITTEN_KEYS = frozenset(
     {
         "architectures",
         "model_type",
@@ -70,9 +70,9 @@ class Family:
 
         Raises `CheckpointError` for values that the decoder does not support.
         """
-        with reading(f"cannot be used as that of a {self.name} model", CheckpointError):
+        with explain_read_errors(f"cannot be used as that of a {self.name} model", CheckpointError):
             config = self.read_config(ConfigReader(self.name, raw))
-        check(config)
+        check_sizes(config)
         return config
 
     def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Family:
                 *(k for k in keys if not k.name.startswith("head.")),
                 Key("score.weight", self.score, "head"),
             )
-        return KeyMap.of(keys, config.num_layers)
+        return KeyMap.from_templates(keys, config.num_layers)
 
 
 @dataclass
@@ -108,15 +108,15 @@ class ConfigReader:
 
     family: str
     raw: Mapping[str, Any]
-    asked: set[str] = field(default_factory=set)
+    requested_keys: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, default: Any) -> Any:
         """Return the value of `key`, or `default` if it is absent or null."""
-        self.asked.add(key)
+        self.requested_keys.add(key)
         value = self.raw.get(key)
         if value is None:
             return default
-        wrong = problem(value, default)
+        wrong = describe_problem(value, default)
         if not wrong and key in LAYERS and value > MOST_LAYERS:
             wrong = f"that is more than {MOST_LAYERS:,} and is treated as a mistake"
         if wrong:
@@ -158,10 +158,14 @@ class ConfigReader:
             "quantization_config",
             "weft trains and runs unquantized weights; load the unquantized model",
         )
-        return {k: v for k, v in self.raw.items() if k not in self.asked and k not in WRITTEN_ANEW}
+        return {
+            k: v
+            for k, v in self.raw.items()
+            if k not in self.requested_keys and k not in REWRITTEN_KEYS
+        }
 
 
-def problem(value: Any, default: Any) -> str | None:
+def describe_problem(value: Any, default: Any) -> str | None:
     """Return a description of what is wrong with a value, or None.
 
     The value must be of the type of `default`, and in a sensible range.
@@ -188,7 +192,7 @@ def problem(value: Any, default: Any) -> str | None:
     return None if fits else f"it must be {rule}"
 
 
-def check(config: TransformerConfig) -> None:
+def check_sizes(config: TransformerConfig) -> None:
     """Raise `CheckpointError` for sizes that are inconsistent or too large, before any allocation."""
     experts = config.experts
     rope = config.rope
@@ -222,6 +226,6 @@ def check(config: TransformerConfig) -> None:
         )
 
 
-def activation_name(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:
+def to_hf_activation(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:
     """Return the Hugging Face name of a configuration's activation."""
     return {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": tanh}[config.activation]

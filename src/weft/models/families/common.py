@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import CheckpointError
-from weft.models.families.base import ConfigReader, activation_name
-from weft.models.families.keymap import Fused, Key, Part
+from weft.models.families.base import ConfigReader, to_hf_activation
+from weft.models.families.keymap import FusedLayout, Key, NetworkPart
 from weft.models.network.config import Rope, TransformerConfig
 
 TINY_LLAMA: dict[str, Any] = {
@@ -75,7 +75,7 @@ def llama_values(config: TransformerConfig, *, act: str = "hidden_act") -> dict[
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        act: activation_name(config),
+        act: to_hf_activation(config),
         "tie_word_embeddings": config.tied,
         "initializer_range": config.initializer_range,
         "attention_dropout": config.attention_dropout,
@@ -98,12 +98,12 @@ def read_rope(
     given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
     if given.get("rope_theta"):
-        base = _number(given, "rope_theta")
+        base = _read_number(given, "rope_theta")
     else:
         base = float(read("rope_theta", theta))
     rotary = given.get("partial_rotary_factor")
     if rotary:
-        share = _number(given, "partial_rotary_factor")
+        share = _read_number(given, "partial_rotary_factor")
     else:
         share = read("partial_rotary_factor", partial)
     dim = int(head_dim * share)
@@ -113,17 +113,17 @@ def read_rope(
         given.get("original_max_position_embeddings")
         and "original_max_position_embeddings" not in read.raw
     ):
-        original = int(_number(given, "original_max_position_embeddings"))
+        original = int(_read_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
         raise CheckpointError("has separate rotary settings for kinds of layers; use backend=hf")
     try:
-        scaling, values = _scaling(kind, given, original, positions)
+        scaling, values = _read_scaling(kind, given, original, positions)
     except KeyError as missing:
         raise CheckpointError(f"rope_scaling of type {kind!r} lacks {missing}") from None
     return Rope(base, dim, scaling, values)
 
 
-def _number(given: Mapping[str, Any], name: str) -> float:
+def _read_number(given: Mapping[str, Any], name: str) -> float:
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(
@@ -132,21 +132,24 @@ def _number(given: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def _scaling(
+def _read_scaling(
     kind: str, given: Mapping[str, Any], original: int, positions: int
 ) -> tuple[str, dict[str, Any]]:
     if kind == "default":
         return "none", {}
     if kind == "linear":
-        return "linear", {"factor": _number(given, "factor")}
+        return "linear", {"factor": _read_number(given, "factor")}
     if kind == "dynamic":
-        return "dynamic", {"factor": _number(given, "factor"), "original": positions}
+        return "dynamic", {"factor": _read_number(given, "factor"), "original": positions}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        return "llama3", {**{name: _number(given, name) for name in names}, "original": original}
+        return "llama3", {
+            **{name: _read_number(given, name) for name in names},
+            "original": original,
+        }
     if kind == "yarn":
         if given.get("factor"):
-            factor = _number(given, "factor")
+            factor = _read_number(given, "factor")
         else:
             factor = positions / original
         return "yarn", {
@@ -155,11 +158,12 @@ def _scaling(
             "beta_fast": given.get("beta_fast") or 32,
             "beta_slow": given.get("beta_slow") or 1,
             "truncate": given.get("truncate", True),
-            "attention_factor": given.get("attention_factor") or _yarn_attention(factor, given),
+            "attention_factor": given.get("attention_factor")
+            or _compute_yarn_attention(factor, given),
         }
     if kind == "longrope":
         if given.get("factor"):
-            factor = _number(given, "factor")
+            factor = _read_number(given, "factor")
         else:
             factor = positions / original
         if factor > 1:
@@ -178,18 +182,18 @@ def _scaling(
     )
 
 
-def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
+def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
     """Return the factor of YaRN's equation 15 (the square root of 1/t).
 
     DeepSeek's two multipliers are applied if the configuration has them.
     """
 
-    def scale(multiplier: float) -> float:
+    def compute_scale(multiplier: float) -> float:
         return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return scale(given["mscale"]) / scale(given["mscale_all_dim"])
-    return scale(1.0)
+        return compute_scale(given["mscale"]) / compute_scale(given["mscale_all_dim"])
+    return compute_scale(1.0)
 
 
 def rope_values(config: TransformerConfig) -> dict[str, Any]:
@@ -242,13 +246,13 @@ def layer_types(config: TransformerConfig) -> list[str]:
 # -- keys
 
 
-def tensor(name: str, hf: str, part: Part = "block") -> Key:
+def tensor(name: str, hf: str, part: NetworkPart = "block") -> Key:
     """Return the key of a parameter that the checkpoint stores unchanged."""
     return Key(name, hf, part)
 
 
 def linear(
-    name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: Part = "block"
+    name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: NetworkPart = "block"
 ) -> tuple[Key, ...]:
     """Return the keys of a linear layer's weight and, with `bias`, its bias.
 
@@ -269,18 +273,20 @@ def fused(
 ) -> tuple[Key, ...]:
     """Return the keys of linear layers that the checkpoint stores as one.
 
-    See `weft.models.families.keymap.Fused`.
+    See `weft.models.families.keymap.FusedLayout`.
     """
     keys: list[Key] = []
     for index, name in enumerate(names):
-        layout = Fused(blocks, sizes, index)
+        layout = FusedLayout(blocks, sizes, index)
         keys.append(Key(f"{name}.weight", f"{hf}.weight", transpose=transpose, fused=layout))
         if bias:
             keys.append(Key(f"{name}.bias", f"{hf}.bias", fused=layout))
     return tuple(keys)
 
 
-def norm(name: str, hf: str, config: TransformerConfig, part: Part = "block") -> tuple[Key, ...]:
+def norm(
+    name: str, hf: str, config: TransformerConfig, part: NetworkPart = "block"
+) -> tuple[Key, ...]:
     """Return the keys of a norm's weight and bias, if the configuration has them."""
     if config.norm_weight:
         keys: tuple[Key, ...] = (Key(f"{name}.weight", f"{hf}.weight", part),)

@@ -14,7 +14,7 @@ from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
 
 
-def gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
+def read_gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
     """Return the configuration fields that both generations of Gemma share."""
     fields = common.llama_fields(read, tied=True, act=(act, "gelu_pytorch_tanh"))
     bias = read("attention_bias", False)
@@ -31,7 +31,7 @@ def gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     """Read the configuration from config.json."""
-    fields = gemma_fields(read, "hidden_act")
+    fields = read_gemma_fields(read, "hidden_act")
     # In configurations of the first release, "gelu" means the tanh form.
     if fields["activation"] == "gelu":
         fields["activation"] = "gelu_tanh"

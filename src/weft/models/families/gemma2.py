@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.models.families import common
 from weft.models.families.base import ConfigReader, Family
-from weft.models.families.gemma import gemma_fields
+from weft.models.families.gemma import read_gemma_fields
 from weft.models.families.keymap import Key
 from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
@@ -18,7 +18,7 @@ from weft.registry import register_hf_family
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     """Read the configuration from config.json."""
-    fields = gemma_fields(read, "hidden_activation")
+    fields = read_gemma_fields(read, "hidden_activation")
     layers = fields["num_layers"]
     alternate = [layer % 2 == 0 for layer in range(layers)]
     return TransformerConfig(
@@ -26,13 +26,13 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         placement="both",
         windows=common.layer_windows(read, layers, read("sliding_window", 4096), alternate),
         attention_scale=read("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0),
-        final_softcap=_softcap(read, "final_logit_softcapping", 30.0),
+        attention_softcap=_read_softcap(read, "attn_logit_softcapping", 50.0),
+        final_softcap=_read_softcap(read, "final_logit_softcapping", 30.0),
         extra=read.extra(),
     )
 
 
-def _softcap(read: ConfigReader, key: str, default: float) -> float | None:
+def _read_softcap(read: ConfigReader, key: str, default: float) -> float | None:
     """Return the soft cap: None if the key is null, the default if it is absent."""
     return read(key, None) if key in read.raw else read(key, default)
 
@@ -52,7 +52,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     names = {
         "norm1": "input_layernorm",
@@ -79,7 +79,7 @@ FAMILY = Family(
     prefix="model.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny=common.TINY_LLAMA
     | {
         "head_dim": 8,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from weft.models.families import common
-from weft.models.families.base import ConfigReader, Family, activation_name
+from weft.models.families.base import ConfigReader, Family, to_hf_activation
 from weft.models.families.keymap import Key
 from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
 
 
-def gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
+def read_gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
     """Return the configuration fields that GPT-2 and StarCoder share."""
     read.refuse("add_cross_attention", "there is no encoder to attend to")
     hidden = read("n_embd", 768)
@@ -48,7 +48,7 @@ def gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
     }
 
 
-def gpt2_values(config: TransformerConfig) -> dict[str, Any]:
+def write_gpt2_values(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values that GPT-2 and StarCoder share."""
     return {
         "vocab_size": config.vocab_size,
@@ -67,7 +67,7 @@ def gpt2_values(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def gpt2_ends(config: TransformerConfig) -> tuple[Key, ...]:
+def build_gpt2_end_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of embeddings, last norm and output layer."""
     keys = (
         common.tensor("embed.weight", "transformer.wte.weight", "embedding"),
@@ -81,26 +81,26 @@ def gpt2_ends(config: TransformerConfig) -> tuple[Key, ...]:
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     """Read the configuration from config.json."""
-    fields = gpt2_fields(read, "gelu_new")
+    fields = read_gpt2_fields(read, "gelu_new")
     by_layer = read("scale_attn_by_inverse_layer_idx", False)
     return TransformerConfig(**fields, layer_scaled_attention=by_layer, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values of a configuration."""
-    return gpt2_values(config) | {
+    return write_gpt2_values(config) | {
         "scale_attn_by_inverse_layer_idx": config.layer_scaled_attention,
-        "activation_function": activation_name(config, tanh="gelu_new"),
+        "activation_function": to_hf_activation(config, tanh="gelu_new"),
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = "transformer.h.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
     return (
-        *gpt2_ends(config),
+        *build_gpt2_end_keys(config),
         *common.norm(f"{block}.norm1", f"{theirs}.ln_1", config),
         *common.fused(
             qkv, f"{theirs}.attn.c_attn", (config.hidden_size,) * 3, bias=True, transpose=True
@@ -129,7 +129,7 @@ FAMILY = Family(
     prefix="transformer.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny=TINY,
     buffers=(".attn.bias", ".attn.masked_bias"),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft.models.families import common
-from weft.models.families.base import ConfigReader, Family, activation_name
-from weft.models.families.gpt2 import TINY, gpt2_ends, gpt2_fields, gpt2_values
+from weft.models.families.base import ConfigReader, Family, to_hf_activation
+from weft.models.families.gpt2 import TINY, build_gpt2_end_keys, read_gpt2_fields, write_gpt2_values
 from weft.models.families.keymap import Key
 from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     """Read the configuration from config.json."""
-    fields = gpt2_fields(read, "gelu_pytorch_tanh")
+    fields = read_gpt2_fields(read, "gelu_pytorch_tanh")
     if read("multi_query", True):
         fields["num_kv_heads"] = 1
     return TransformerConfig(**fields, extra=read.extra())
@@ -22,13 +22,13 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values of a configuration."""
-    return gpt2_values(config) | {
+    return write_gpt2_values(config) | {
         "multi_query": config.num_kv_heads == 1,
-        "activation_function": activation_name(config),
+        "activation_function": to_hf_activation(config),
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return all keys.
 
     With one kv head, q, k and v are stored one after the other; with as many kv heads as query
@@ -42,7 +42,7 @@ def keys(config: TransformerConfig) -> tuple[Key, ...]:
     sizes = (config.hidden_size, size, size) if shared else (size, size, size)
     blocks = 1 if shared else config.num_heads
     return (
-        *gpt2_ends(config),
+        *build_gpt2_end_keys(config),
         *common.norm(f"{block}.norm1", f"{theirs}.ln_1", config),
         *common.fused(qkv, f"{theirs}.attn.c_attn", sizes, blocks=blocks, bias=True),
         *common.linear(f"{block}.attention.o", f"{theirs}.attn.c_proj", bias=True),
@@ -59,7 +59,7 @@ FAMILY = Family(
     prefix="transformer.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny=TINY,
     buffers=("transformer.bias", ".attn.bias", ".attn.masked_bias"),
 )

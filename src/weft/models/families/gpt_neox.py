@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.models.families import common
-from weft.models.families.base import ConfigReader, Family, activation_name
+from weft.models.families.base import ConfigReader, Family, to_hf_activation
 from weft.models.families.keymap import Key
 from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
@@ -66,7 +66,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_positions,
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": activation_name(config, tanh="gelu_fast"),
+        "hidden_act": to_hf_activation(config, tanh="gelu_fast"),
         "rotary_pct": rope.dim / config.head_dim,
         "rotary_emb_base": rope.theta,
         "rope_scaling": scaling,
@@ -79,7 +79,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = "gpt_neox.layers.{i}"
@@ -111,7 +111,7 @@ FAMILY = Family(
     prefix="gpt_neox.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny={
         "vocab_size": 131,
         "hidden_size": 32,

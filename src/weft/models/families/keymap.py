@@ -1,6 +1,6 @@
 """Map of parameters to the tensors of a checkpoint: name templates, transpose, fusion, stacking.
 
-A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `pieces` converts
+A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles` converts
 it to rectangles, for the whole parameter or any `Slice` of it. Reading copies them from the
 checkpoint and writing copies them to it, so a map that is right in one direction is right in the
 other.
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.topology import Slice, whole
+from weft.topology import Slice, build_whole_slice
 
-Part = Literal["embedding", "block", "head"]
+NetworkPart = Literal["embedding", "block", "head"]
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedLayout:
     """One tensor of a checkpoint that contains several parameters along its output dimension.
 
     It consists of `blocks` blocks, each a sequence of runs with `sizes` rows. For example, phi3's
@@ -35,7 +35,7 @@ class Fused:
         """First row of the parameter in a block."""
         return sum(self.sizes[: self.index])
 
-    def runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
+    def split_runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
         """Iterate over (rows of the fused tensor, rows of the parameter), as long runs as possible."""
         size = self.sizes[self.index]
         stride = sum(self.sizes)
@@ -52,29 +52,29 @@ class Key:
 
     `name` is weft's name and `hf` that of the checkpoint. Both can contain `{i}` (layer), and `hf`
     also `{e}` (expert, if `experts` > 0). With `transpose`, the checkpoint stores a matrix as [in,
-    out]. `KeyMap.names` selects by `part`.
+    out]. `KeyMap.list_names` selects by `part`.
     """
 
     name: str
     hf: str
-    part: Part = "block"
+    part: NetworkPart = "block"
     transpose: bool = False
-    fused: Fused | None = None
+    fused: FusedLayout | None = None
     experts: int = 0  # the parameter stacks this many tensors of the checkpoint along dim 0
     layer: int | None = None
 
-    def at(self, layer: int) -> Key:
+    def bind_layer(self, layer: int) -> Key:
         """Return this key for one layer."""
         hf = self.hf.replace("{i}", str(layer))
         return replace(self, name=self.name.replace("{i}", str(layer)), hf=hf, layer=layer)
 
-    def hf_names(self) -> list[str]:
+    def list_hf_names(self) -> list[str]:
         """Return the names of all tensors of the checkpoint that the parameter needs."""
         if self.experts:
             return [self.hf.format(e=e) for e in range(self.experts)]
         return [self.hf]
 
-    def hf_shape(self, shape: Shape) -> Shape:
+    def compute_hf_shape(self, shape: Shape) -> Shape:
         """Return the shape of each of those tensors, for a parameter of `shape`."""
         shape = shape[1:] if self.experts else shape
         if self.fused:
@@ -83,7 +83,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointRectangle:
     """Rectangle in both a checkpoint's tensor and a parameter.
 
     `hf[source]`, transposed if the key says so, is `parameter[target]`. If `expert` is set,
@@ -96,21 +96,27 @@ class Piece:
     expert: int | None = None
 
 
-def pieces(key: Key, shape: Shape, where: Slice | None = None) -> list[Piece]:
+def list_rectangles(
+    key: Key, shape: Shape, where: Slice | None = None
+) -> list[CheckpointRectangle]:
     """Return disjoint rectangles that make up `parameter[where]`, by default the whole parameter."""
-    where = where or whole(shape)
+    where = where or build_whole_slice(shape)
     if key.experts:
         inner = where[1:]
         source = inner[::-1] if key.transpose else inner
         return [
-            Piece(key.hf.format(e=e), source, (slice(e, e + 1), *inner), expert=e)
+            CheckpointRectangle(key.hf.format(e=e), source, (slice(e, e + 1), *inner), expert=e)
             for e in range(where[0].start, where[0].stop)
         ]
-    runs = key.fused.runs(where[0]) if key.fused else [(where[0], where[0])]
+    runs = key.fused.split_runs(where[0]) if key.fused else [(where[0], where[0])]
     found = []
     for fused_rows, rows in runs:
         source = (fused_rows, *where[1:])
-        found.append(Piece(key.hf, source[::-1] if key.transpose else source, (rows, *where[1:])))
+        found.append(
+            CheckpointRectangle(
+                key.hf, source[::-1] if key.transpose else source, (rows, *where[1:])
+            )
+        )
     return found
 
 
@@ -121,11 +127,13 @@ class KeyMap:
     keys: Mapping[str, Key]
 
     @classmethod
-    def of(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
+    def from_templates(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
         """Create the map from templates; those with `{i}` are repeated for every layer, in order."""
         found: dict[str, Key] = {}
         for key in templates:
-            for bound in [key.at(i) for i in range(num_layers)] if "{i}" in key.name else [key]:
+            for bound in (
+                [key.bind_layer(i) for i in range(num_layers)] if "{i}" in key.name else [key]
+            ):
                 assert bound.name not in found, f"two keys for {bound.name}"
                 found[bound.name] = bound
         return cls(found)
@@ -134,16 +142,16 @@ class KeyMap:
         """Return the map of only these parameters; raises `KeyError` for an unknown one."""
         return KeyMap({name: self.keys[name] for name in names})
 
-    def names(self, part: Part | None = None, layer: int | None = None) -> list[str]:
+    def list_names(self, part: NetworkPart | None = None, layer: int | None = None) -> list[str]:
         """Return the parameters of a part (`embedding`, `block`, `head`), of one layer, or all."""
         return [
             n for n, k in self.keys.items() if part in (None, k.part) and layer in (None, k.layer)
         ]
 
-    def hf_names(self) -> dict[str, list[Key]]:
+    def group_by_hf_name(self) -> dict[str, list[Key]]:
         """Return the parameters in each tensor of the checkpoint, in order."""
         found: dict[str, list[Key]] = {}
         for key in self.keys.values():
-            for name in key.hf_names():
+            for name in key.list_hf_names():
                 found.setdefault(name, []).append(key)
         return found

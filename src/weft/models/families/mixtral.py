@@ -35,7 +35,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     assert config.experts is not None
     ours = f"{common.BLOCK}.mlp"
@@ -64,7 +64,7 @@ FAMILY = Family(
     prefix="model.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny=common.TINY_LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
 )
 register_hf_family(FAMILY)

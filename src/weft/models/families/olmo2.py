@@ -27,7 +27,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     return common.llama_values(config) | {"attention_bias": config.qkv_bias}
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     names = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
     norms = (
@@ -49,7 +49,7 @@ FAMILY = Family(
     prefix="model.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny=common.TINY_LLAMA,
 )
 register_hf_family(FAMILY)

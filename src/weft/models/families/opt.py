@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.models.families import common
-from weft.models.families.base import ConfigReader, Family, activation_name
+from weft.models.families.base import ConfigReader, Family, to_hf_activation
 from weft.models.families.keymap import Key
 from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
@@ -73,7 +73,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "_remove_final_layer_norm": before and not config.final_norm,
         "enable_bias": config.qkv_bias,
         "layer_norm_elementwise_affine": config.norm_weight,
-        "activation_function": activation_name(config),
+        "activation_function": to_hf_activation(config),
         "tie_word_embeddings": config.tied,
         "init_std": config.initializer_range,
         "dropout": config.hidden_dropout,
@@ -82,7 +82,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = "model.decoder.layers.{i}"
@@ -116,7 +116,7 @@ FAMILY = Family(
     prefix="model.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny={
         "vocab_size": 131,
         "hidden_size": 32,

@@ -13,7 +13,7 @@ from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
 
 
-def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def read_upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer.
 
     Layers from `max_window_layers` on have one if `use_sliding_window` is set.
@@ -27,7 +27,7 @@ def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
     return common.layer_windows(read, layers, window, [layer >= first for layer in range(layers)])
 
 
-def window_values(config: TransformerConfig) -> dict[str, Any]:
+def write_window_values(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values of the sliding windows."""
     window = common.one_window(config)
     first = next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers)
@@ -42,13 +42,13 @@ def window_values(config: TransformerConfig) -> dict[str, Any]:
 def read_config(read: ConfigReader) -> TransformerConfig:
     """Read the configuration from config.json."""
     fields = common.llama_fields(read)
-    fields["windows"] = upper_windows(read, fields["num_layers"])
+    fields["windows"] = read_upper_windows(read, fields["num_layers"])
     return TransformerConfig(**fields, qkv_bias=True, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values of a configuration."""
-    return common.llama_values(config) | window_values(config)
+    return common.llama_values(config) | write_window_values(config)
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.models.families import common
 from weft.models.families.base import ConfigReader, Family
-from weft.models.families.qwen2 import upper_windows, window_values
+from weft.models.families.qwen2 import read_upper_windows, write_window_values
 from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
 
@@ -22,14 +22,18 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     fields |= {
         "qkv_bias": bias,
         "o_bias": bias,
-        "windows": upper_windows(read, fields["num_layers"]),
+        "windows": read_upper_windows(read, fields["num_layers"]),
     }
     return TransformerConfig(**fields, qk_norm="head", extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values of a configuration."""
-    return common.llama_values(config) | window_values(config) | {"attention_bias": config.qkv_bias}
+    return (
+        common.llama_values(config)
+        | write_window_values(config)
+        | {"attention_bias": config.qkv_bias}
+    )
 
 
 FAMILY = Family(

@@ -61,7 +61,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def keys(config: TransformerConfig) -> tuple[Key, ...]:
+def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the keys of all parameters."""
     experts = config.experts
     assert experts is not None
@@ -79,7 +79,7 @@ def keys(config: TransformerConfig) -> tuple[Key, ...]:
         ),
     )
     by_layer = (
-        key.at(layer)
+        key.bind_layer(layer)
         for layer in range(config.num_layers)
         for key in (
             sparse
@@ -102,7 +102,7 @@ FAMILY = Family(
     prefix="model.",
     read_config=read_config,
     write_config=write_config,
-    keys=keys,
+    keys=build_keys,
     tiny=common.TINY_LLAMA
     | {
         "num_experts": 6,

@@ -1,6 +1,6 @@
 """Page tables: the pages that contain each row's tokens. Pure accounting: numpy, no torch.
 
-A page has room for `page` tokens, and a row's pages, in order, contain its tokens. Each page counts
+A page has room for `page_size` tokens, and a row's pages, in order, contain its tokens. Each page counts
 the rows that use it, so rows with the same beginning share pages. Before a row writes to a page that
 other rows use too, it gets a copy of the page.
 """
@@ -19,16 +19,16 @@ FIRST_WIDTH = 16
 Ids = npt.NDArray[np.int32]
 
 
-class Pages:
+class PageAllocator:
     """Free pages of one device, and the number of rows that use each of the others.
 
     `reserve` makes room for a number of pages. If more are needed later, the number of pages
-    doubles, up to `most`.
+    doubles, up to `max_pages`.
     """
 
     def __init__(self, page: int, count: int = FIRST_PAGES, most: int | None = None) -> None:
-        self.page = page
-        self.most = most
+        self.page_size = page
+        self.max_pages = most
         self.users = np.zeros(max(count, 1), np.int32)
         self.users[SCRATCH] = 1
         self._free = list(range(len(self.users) - 1, SCRATCH, -1))
@@ -42,14 +42,14 @@ class Pages:
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` pages of rows, or for as many as `most` allows."""
+        """Make room for `count` pages of rows, or for as many as `max_pages` allows."""
         old = len(self)
-        new = count + 1 if self.most is None else min(count + 1, self.most)
+        new = count + 1 if self.max_pages is None else min(count + 1, self.max_pages)
         if new > old:
             self.users = np.concatenate([self.users, np.zeros(new - old, np.int32)])
             self._free = [*range(new - 1, old - 1, -1), *self._free]
 
-    def take(self, count: int) -> Ids:
+    def allocate(self, count: int) -> Ids:
         """Return `count` free pages, each of which now has one user."""
         if count > len(self._free):
             self.reserve(max(2 * len(self) - 1, self.num_used + count))
@@ -60,11 +60,11 @@ class Pages:
         self.users[taken] = 1
         return taken
 
-    def share(self, pages: Ids) -> None:
+    def add_users(self, pages: Ids) -> None:
         """Add one user to each page."""
         self.users[pages] += 1
 
-    def drop(self, pages: Ids) -> None:
+    def remove_users(self, pages: Ids) -> None:
         """Remove one user of each of these distinct pages; pages without users become free."""
         self.users[pages] -= 1
         left = pages[self.users[pages] == 0]
@@ -72,30 +72,32 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Copies:
+class PageCopies:
     """Pages to copy before anything is written to them; int32 [n] each."""
 
     source: Ids
     target: Ids
 
     @classmethod
-    def none(cls) -> Copies:
+    def build_empty(cls) -> PageCopies:
         """Return an empty set of copies."""
         return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
-class Tables:
-    """Page tables of rows: `table[row, : held[row]]` are the row's pages, followed by SCRATCH.
+class PageTables:
+    """Page tables of rows: `table[row, : page_counts[row]]` are the row's pages, followed by SCRATCH.
 
     The rows are those of one `PagedCache`.
     """
 
-    def __init__(self, pages: Pages, rows: int = FIRST_ROWS, width: int = FIRST_WIDTH) -> None:
+    def __init__(
+        self, pages: PageAllocator, rows: int = FIRST_ROWS, width: int = FIRST_WIDTH
+    ) -> None:
         self.pages = pages
         self.table = np.full((rows, width), SCRATCH, np.int32)
-        self.held = np.zeros(rows, np.int64)
+        self.page_counts = np.zeros(rows, np.int64)
 
-    def fit(self, rows: int, width: int) -> None:
+    def ensure_size(self, rows: int, width: int) -> None:
         """Grow the table to at least `rows` rows of `width` pages."""
         shape = self.table.shape
         wanted = tuple(
@@ -106,50 +108,52 @@ class Tables:
             old = self.table
             self.table = np.full(wanted, SCRATCH, np.int32)
             self.table[: shape[0], : shape[1]] = old
-            self.held = np.concatenate([self.held, np.zeros(wanted[0] - shape[0], np.int64)])
+            self.page_counts = np.concatenate(
+                [self.page_counts, np.zeros(wanted[0] - shape[0], np.int64)]
+            )
 
-    def of(self, row: int) -> Ids:
+    def copy_pages(self, row: int) -> Ids:
         """Return a copy of a row's pages."""
-        return self.table[row, : self.held[row]].copy()
+        return self.table[row, : self.page_counts[row]].copy()
 
-    def put(self, row: int, pages: Ids) -> None:
+    def assign_pages(self, row: int, pages: Ids) -> None:
         """Assign pages to an empty row, which shares them with their other users."""
-        assert not self.held[row]
-        self.fit(row + 1, len(pages))
-        self.pages.share(pages)
+        assert not self.page_counts[row]
+        self.ensure_size(row + 1, len(pages))
+        self.pages.add_users(pages)
         self.table[row, : len(pages)] = pages
-        self.held[row] = len(pages)
+        self.page_counts[row] = len(pages)
 
     def clear(self, row: int, keep: int = 0) -> None:
         """Release a row's pages, except the first `keep`."""
-        stop = int(self.held[row])
+        stop = int(self.page_counts[row])
         if stop > keep:
-            self.pages.drop(self.table[row, keep:stop])
+            self.pages.remove_users(self.table[row, keep:stop])
             self.table[row, keep:stop] = SCRATCH
-            self.held[row] = keep
+            self.page_counts[row] = keep
 
     def move(self, source: int, target: int) -> None:
         """Move the pages of row `source` to the empty row `target`; `source` is empty afterwards."""
-        assert not self.held[target]
-        self.table[target], self.held[target] = self.table[source], self.held[source]
-        self.table[source], self.held[source] = SCRATCH, 0
+        assert not self.page_counts[target]
+        self.table[target], self.page_counts[target] = self.table[source], self.page_counts[source]
+        self.table[source], self.page_counts[source] = SCRATCH, 0
 
     def extend(
         self,
         rows: npt.NDArray[np.int64],
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
-    ) -> Copies:
+    ) -> PageCopies:
         """Make room for `after` tokens in distinct `rows` that contain `before` tokens.
 
         A partly filled last page that a row shares is replaced by a new page of the row alone.
         Returns the page copies that must be done before the rows are written.
         """
-        page = self.pages.page
+        page = self.pages.page_size
         wanted = -(-after // page)
-        self.fit(0, int(wanted.max()))
+        self.ensure_size(0, int(wanted.max()))
         # Find the partly filled pages that other rows use too.
-        shared = self._shared(rows, before)
+        shared = self._find_shared(rows, before)
         source = self.table[rows[shared], before[shared] // page]
         # Go page by page: if all users of a page write to it, the last one keeps it.
         copied = []
@@ -159,38 +163,38 @@ class Tables:
         ):
             if self.pages.users[old] == 1:
                 continue
-            self.pages.drop(np.array([old], np.int32))
-            self.table[row, place] = self.pages.take(1)[0]
+            self.pages.remove_users(np.array([old], np.int32))
+            self.table[row, place] = self.pages.allocate(1)[0]
             kept.append(old)
             copied.append(self.table[row, place])
         # Add pages to rows that have too few.
-        short = np.flatnonzero(wanted > self.held[rows])
+        short = np.flatnonzero(wanted > self.page_counts[rows])
         for row, count in zip(rows[short].tolist(), wanted[short].tolist(), strict=True):
-            held = int(self.held[row])
-            self.table[row, held:count] = self.pages.take(count - held)
-            self.held[row] = count
-        return Copies(np.array(kept, np.int32), np.array(copied, np.int32))
+            held = int(self.page_counts[row])
+            self.table[row, held:count] = self.pages.allocate(count - held)
+            self.page_counts[row] = count
+        return PageCopies(np.array(kept, np.int32), np.array(copied, np.int32))
 
-    def places(
+    def compute_token_indices(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Return the storage index of the token at each position of each row.
 
         Indices count tokens from the beginning of the first page.
         """
-        page = self.pages.page
+        page = self.pages.page_size
         return self.table[rows, positions // page].astype(np.int64) * page + positions % page
 
-    def _shared(
+    def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Return the indices of `rows` whose next token goes to a partly filled, shared page."""
-        page = self.pages.page
+        page = self.pages.page_size
         partial = np.flatnonzero(before % page)
         last = self.table[rows[partial], before[partial] // page]
         return partial[self.pages.users[last] > 1]
 
 
-def order(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def build_ranges(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return 0, ..., n - 1 for each n of `counts`, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -4,7 +4,7 @@
 a generator take their pages from one `PagePool`. Forking a row, continuing a prefix and taking over
 a prompt share pages; only a partly filled page is copied, when a row writes to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` computes the
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.build_packed` computes the
 network's input on the device, so a captured graph needs only one copy from the host.
 """
 
@@ -21,7 +21,14 @@ from torch import Tensor
 
 from weft.kernels import put
 from weft.models.attention.contexts import Dense
-from weft.models.kv.page_tables import FIRST_PAGES, FIRST_WIDTH, Copies, Pages, Tables, order
+from weft.models.kv.page_tables import (
+    FIRST_PAGES,
+    FIRST_WIDTH,
+    PageAllocator,
+    PageCopies,
+    PageTables,
+    build_ranges,
+)
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 
@@ -34,7 +41,7 @@ TABLE = 3  # first column of the table in a step's matrix
 
 
 @dataclass(frozen=True)
-class History:
+class PagedHistory:
     """All tokens of the rows of a pass, new ones included, row after row."""
 
     places: Tensor  # int64 [U]: storage index of each token
@@ -55,8 +62,8 @@ class Paged:
     used: Tensor  # int32 [R]: tokens of each row, new ones included
     cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int  # most new tokens of a row; 1 in a decode step
-    fresh: bool  # True if nothing was stored before this pass
-    history: History | None  # None if nothing was stored before, or in a decode step
+    is_first_prefill: bool  # True if nothing was stored before this pass
+    history: PagedHistory | None  # None if nothing was stored before, or in a decode step
 
     @cached_property
     def dense(self) -> Dense:
@@ -64,9 +71,9 @@ class Paged:
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
-    def decodes(self) -> bool:
+    def is_decode_step(self) -> bool:
         """True if each row has exactly one new token and stored ones: a decode step."""
-        return self.history is None and not self.fresh
+        return self.history is None and not self.is_first_prefill
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
@@ -74,9 +81,9 @@ class Paged:
         return {}
 
     @property
-    def last(self) -> Tensor:
+    def last_tokens(self) -> Tensor:
         """int64 [R]: index of each row's last new token."""
-        return self.dense.last
+        return self.dense.last_tokens
 
     @cached_property
     def token_lengths(self) -> Tensor:
@@ -104,13 +111,15 @@ class PagePool:
         self.device = torch.device(device)
         self.dtype = dtype
         self.config = config
-        self.pages = Pages(page, FIRST_PAGES if most is None else min(FIRST_PAGES, most), most)
+        self.pages = PageAllocator(
+            page, FIRST_PAGES if most is None else min(FIRST_PAGES, most), most
+        )
         self._allocate()
 
     def _allocate(self) -> None:
         config, shape = (
             self.config,
-            (len(self.pages), self.pages.page, self.config.num_kv_heads, self.config.head_dim),
+            (len(self.pages), self.pages.page_size, self.config.num_kv_heads, self.config.head_dim),
         )
         made = [
             torch.zeros(shape, device=self.device, dtype=self.dtype)
@@ -133,13 +142,13 @@ class PagePool:
             self.keys = []
             self.values = []
             self._allocate()
-        self.fit(Copies.none())
+        self.fit(PageCopies.build_empty())
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
-    def fit(self, copies: Copies) -> None:
+    def fit(self, copies: PageCopies) -> None:
         """Make room for all pages that exist, and carry out `copies`."""
         if len(self.keys[0]) < len(self.pages):
             for stored in (self.keys, self.values):
@@ -151,7 +160,7 @@ class PagePool:
             for pages in (*self.keys, *self.values):
                 pages[target] = pages[source]
 
-    def packed(self, step: Tensor) -> Packed:
+    def build_packed(self, step: Tensor) -> Packed:
         """Return the network's input for a decode step, computed on the device from `step`.
 
         `step` is the matrix of `PagedCache.step`.
@@ -167,7 +176,7 @@ class PagePool:
             used=step[:, POSITION] + 1,
             cu_seqlens=bounds,
             max_len=1,
-            fresh=False,
+            is_first_prefill=False,
             history=None,
         )
         rows = torch.arange(len(step), device=step.device)
@@ -181,7 +190,7 @@ class PagePool:
         self.keys[layer].flatten(0, 1).index_copy_(0, context.places, k)
         self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
 
-    def read(self, layer: int, history: History) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, history: PagedHistory) -> tuple[Tensor, Tensor]:
         """Return keys and values of the tokens of `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
@@ -197,9 +206,9 @@ class PagedCache:
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
         """Create an empty cache, with room for `width` pages per row at first."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
-        self.tables = Tables(pool.pages, width=width)
-        self.used = np.zeros(len(self.tables.held), np.int64)
-        self.before = np.zeros(len(self.tables.held), np.int64)
+        self.tables = PageTables(pool.pages, width=width)
+        self.used = np.zeros(len(self.tables.page_counts), np.int64)
+        self.before = np.zeros(len(self.tables.page_counts), np.int64)
         self.num_active = 0
 
     def allocate(self, count: int = 1) -> list[int]:
@@ -209,8 +218,8 @@ class PagedCache:
         """
         first = self.num_active
         self.num_active = self.num_active + count
-        self.tables.fit(self.num_active, 0)
-        more = max(0, len(self.tables.held) - len(self.used))
+        self.tables.ensure_size(self.num_active, 0)
+        more = max(0, len(self.tables.page_counts) - len(self.used))
         self.used, self.before = (
             np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.used, self.before)
         )
@@ -220,13 +229,13 @@ class PagedCache:
         """Set row 0 of `prefix` as the prefix of these empty rows; None for no prefix."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
-            self.tables.put(slot, prefix.tables.of(0))
+            self.tables.assign_pages(slot, prefix.tables.copy_pages(0))
             self.before[slot] = prefix.before[0] + prefix.used[0]
 
     def take(self, other: PagedCache) -> int:
         """Return a new row with the contents of row 0 of `other`, whose pages it shares."""
         (slot,) = self.allocate()
-        self.tables.put(slot, other.tables.of(0))
+        self.tables.assign_pages(slot, other.tables.copy_pages(0))
         self.used[slot], self.before[slot] = other.used[0], other.before[0]
         return slot
 
@@ -255,13 +264,15 @@ class PagedCache:
         """Remove all but the first `length` tokens of a row."""
         assert 0 <= length <= self.used[slot]
         self.used[slot] = length
-        self.tables.clear(slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page))
+        self.tables.clear(
+            slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page_size)
+        )
 
     def fork(self, slot: int, count: int) -> list[int]:
         """Return `count` new rows with the contents of row `slot`: several samples of one prompt."""
         new = self.allocate(count)
         for row in new:
-            self.tables.put(row, self.tables.of(slot))
+            self.tables.assign_pages(row, self.tables.copy_pages(slot))
         self.used[new], self.before[new] = self.used[slot], self.before[slot]
         return new
 
@@ -273,29 +284,31 @@ class PagedCache:
         `hidden[rows]` predicts the next token.
         """
         if isinstance(tokens, Tensor):
-            return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
+            return self.pool.build_packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
         rows = np.asarray(slots, np.int64)
         counts = np.array([len(t) for t in tokens], np.int64)
         # Make room, and compute the row and position of each new token.
-        start = self._grow(rows, counts)
+        start = self._extend_rows(rows, counts)
         stop = start + counts
         owner = np.repeat(rows, counts)
-        positions = np.repeat(start, counts) + order(counts)
+        positions = np.repeat(start, counts) + build_ranges(counts)
         ends = np.cumsum(counts)
         # Unless this is a first prefill, list the storage of all tokens of the rows.
         history = None
         if start.any():
-            everything = self.tables.places(np.repeat(rows, stop), order(stop))
+            everything = self.tables.compute_token_indices(
+                np.repeat(rows, stop), build_ranges(stop)
+            )
             bounds = np.concatenate([[0], np.cumsum(stop)]).astype(np.int32)
-            history = History(self._put(everything), self._put(bounds), int(stop.max()))
+            history = PagedHistory(self._put(everything), self._put(bounds), int(stop.max()))
         context = Paged(
             pool=self.pool,
-            places=self._put(self.tables.places(owner, positions)),
+            places=self._put(self.tables.compute_token_indices(owner, positions)),
             table=self._put(self.tables.table[rows]),
             used=self._put(stop.astype(np.int32)),
             cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)),
             max_len=int(counts.max()),
-            fresh=history is None,
+            is_first_prefill=history is None,
             history=history,
         )
         flat = torch.cat(list(tokens))
@@ -316,13 +329,13 @@ class PagedCache:
         zeros can pad the matrix: it is the first token of a sequence in the page that no row owns.
         """
         rows = np.asarray(slots, np.int64)
-        start = self._grow(rows, np.ones(len(rows), np.int64))
-        columns = np.stack([tokens, start, self.tables.places(rows, start)], axis=1).astype(
-            np.int32
-        )
+        start = self._extend_rows(rows, np.ones(len(rows), np.int64))
+        columns = np.stack(
+            [tokens, start, self.tables.compute_token_indices(rows, start)], axis=1
+        ).astype(np.int32)
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
-    def _grow(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def _extend_rows(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Count `counts` more tokens of `rows` as used, make room for them, and return their start.
 
         The result [R] is the position of each row's first new token.

@@ -35,7 +35,7 @@ from weft.errors import ConfigError
 from weft.models.attention.contexts import Dense
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
-from weft.models.network.rope import CHANGING
+from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
 Counts = npt.NDArray[Any]  # integers
 
@@ -50,7 +50,7 @@ class PrefixGroup:
     queries: Tensor
 
     @classmethod
-    def of(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
+    def from_rows(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
         """Create the group of these rows, which continue one prefix."""
         filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
         return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
@@ -88,9 +88,9 @@ class Cached:
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
-    def last(self) -> Tensor:
+    def last_tokens(self) -> Tensor:
         """int64 [R]: index of each row's last new token."""
-        return self.dense.last
+        return self.dense.last_tokens
 
     @cached_property
     def token_lengths(self) -> Tensor:
@@ -98,7 +98,7 @@ class Cached:
         return self._put((self.before + self.used + self.new).repeat(self.new))
 
     @cached_property
-    def fresh(self) -> bool:
+    def is_first_prefill(self) -> bool:
         """True if nothing was cached before this pass: the first prefill of all rows."""
         return not (self.used.any() or any(self.prefixes) or self.groups)
 
@@ -125,7 +125,7 @@ class Cached:
         return torch.from_numpy(np.arange(new.sum()) + np.repeat(key + keys - new - start, new))
 
     @cached_property
-    def continued(self) -> list[tuple[KVCache, Tensor]]:
+    def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
         """Each prefix with the new tokens, int64 [n], of the sequences that begin with it."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
@@ -135,13 +135,13 @@ class Cached:
                 tokens.setdefault(id(prefix), (prefix, []))[1].extend(range(first, end))
         return [(prefix, torch.tensor(found)) for prefix, found in tokens.values()]
 
-    def hidden(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
+    def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
 
         It is 0 for keys of the slot that the row's token sees, and minus infinity for the others.
         All layers with one window share it.
         """
-        if window not in self._hidden:
+        if window not in self._decode_masks:
             places = torch.arange(length, device=self.cache.device)
             used = self._put(self.used)[:, None]
             seen = places <= used
@@ -150,11 +150,11 @@ class Cached:
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
                 ~seen, -torch.inf
             )
-            self._hidden[window] = mask[:, None, None]
-        return self._hidden[window]
+            self._decode_masks[window] = mask[:, None, None]
+        return self._decode_masks[window]
 
     @cached_property
-    def _hidden(self) -> dict[int | None, Tensor]:
+    def _decode_masks(self) -> dict[int | None, Tensor]:
         return {}
 
     @cached_property
@@ -199,7 +199,7 @@ class KVCache:
         self.device = torch.device(device)
         self.dtype = dtype
         self.row_of = {layer: row for row, layer in enumerate(layers or range(config.num_layers))}
-        self.moves = 0
+        self.num_moves = 0
         shape = (slots, config.num_kv_heads, room, config.head_dim)
         self._rectangle = rectangle
         self._new = torch.zeros if rectangle else torch.empty
@@ -322,7 +322,7 @@ class KVCache:
         filled = int(self.used[slot])
         place = self.places[slot]
         for stored in (*self.keys, *self.values):
-            for _, copies in _runs(self.places[new]):
+            for _, copies in _split_runs(self.places[new]):
                 stored[copies, :, :filled] = stored[place, :, :filled]
         self.used[new] = filled
         self.link(new, self._prefixes[slot])
@@ -333,7 +333,7 @@ class KVCache:
 
         `tokens` is int64 [R], one token per slot, or R tensors, each int64 [n >= 1]. The `rows` of
         the result are the last new token of each slot and its `labels` are those tokens:
-        `hidden[rows]` predicts the next token.
+        `build_decode_mask[rows]` predicts the next token.
         """
         # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
@@ -358,7 +358,7 @@ class KVCache:
             before=before,
             new=new,
             prefixes=() if longest == 1 else tuple(self._prefixes[slot] for slot in where.tolist()),
-            groups=self._shared_by(where) if longest == 1 else (),
+            groups=self._group_by_prefix(where) if longest == 1 else (),
             max_len=longest,
             max_used=most,
         )
@@ -373,7 +373,7 @@ class KVCache:
         rows = self._put(ends - 1)
         return Packed(flat, self._put(positions), context, rows, flat[rows])
 
-    def _shared_by(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
+    def _group_by_prefix(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
         """Return each prefix of the slots of a decode step once, with its rows.
 
         The result is cached until the slots change.
@@ -387,7 +387,7 @@ class KVCache:
                 members.setdefault(id(prefix), []).append(row)
             found = ((linked[rows[0]], rows) for rows in members.values())
             groups = tuple(
-                PrefixGroup.of(prefix, rows, self.device)
+                PrefixGroup.from_rows(prefix, rows, self.device)
                 for prefix, rows in found
                 if prefix is not None
             )
@@ -396,7 +396,7 @@ class KVCache:
 
     def _check_rotation(self, used: np.ndarray, new: np.ndarray) -> None:
         """Raise `ConfigError` if new tokens would change the rotary frequencies of cached keys."""
-        if self._rope is None or self._rope.scaling not in CHANGING:
+        if self._rope is None or self._rope.scaling not in LENGTH_DEPENDENT_SCALINGS:
             return
         original = self._rope.values["original"]
         after = used + new
@@ -446,10 +446,10 @@ class KVCache:
         return kernels.put(array, self.device)
 
     def _reshape(self, slots: int, room: int) -> None:
-        self.moves += 1
+        self.num_moves += 1
         kept = min(slots, self.num_slots)
         filled = int(self.used[:kept].max(initial=0))
-        runs = _runs(self.places[:kept])
+        runs = _split_runs(self.places[:kept])
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
                 new = self._new(
@@ -465,7 +465,7 @@ class KVCache:
         self._prefixes = self._prefixes[:kept] + [None] * more
 
 
-def _runs(places: np.ndarray) -> list[tuple[slice, slice]]:
+def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
     """Return (slot numbers, storage indices) as slices.
 
     One pair if the slots are stored consecutively, else one pair per slot.

@@ -11,7 +11,9 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 
-USUAL = 0.001  # default of router_aux_loss_coef in a config.json that asks for the loss
+DEFAULT_AUX_LOSS_WEIGHT = (
+    0.001  # default of router_aux_loss_coef in a config.json that asks for the loss
+)
 
 
 class MoEAuxLoss:
@@ -58,25 +60,25 @@ class MoEAuxLoss:
         `probabilities` is float [T, E]; `chosen` int64 [T, top_k] are the experts of each token.
         """
         used = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
-        shares = self._mean(used)
-        means = self._mean(probabilities)
+        shares = self._average_over_tokens(used)
+        means = self._average_over_tokens(probabilities)
         self.layers.append(probabilities.shape[1] * (shares * means).sum(-1))
 
-    def by_sequence(self) -> Tensor:
+    def compute_by_sequence(self) -> Tensor:
         """Return the mean over layers, [S].
 
         If a pass goes through only some of the layers, return their share of the mean.
         """
         return torch.stack(self.layers).sum(0) / (self.num_layers or len(self.layers))
 
-    def _mean(self, values: Tensor) -> Tensor:
+    def _average_over_tokens(self, values: Tensor) -> Tensor:
         """Return the means over the tokens of each sequence: [T, E] -> [S, E]."""
         sums = torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
         sums = sums if self.reduce is None else self.reduce(sums)
         return sums / (self.lengths if self.whole is None else self.whole)[:, None]
 
 
-def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
+def choose_aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
     """Return the weight of the auxiliary loss in training.
 
     This is the option if it is set, else `router_aux_loss_coef` of config.json if that sets
@@ -95,5 +97,5 @@ def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
         return asked
     values: dict[str, Any] = dict(config.extra)
     if values.get("output_router_logits"):
-        return float(values.get("router_aux_loss_coef", USUAL))
+        return float(values.get("router_aux_loss_coef", DEFAULT_AUX_LOSS_WEIGHT))
     return 0.0

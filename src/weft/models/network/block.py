@@ -19,11 +19,11 @@ from weft.models.kv.slots import Cached
 from weft.models.network import dropout
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
-from weft.models.network.dropout import TokenDropout, in_layer
+from weft.models.network.dropout import TokenDropout, with_layer
 from weft.models.network.linear import DownLinear, Linear
 from weft.models.network.moe import MoE
-from weft.models.network.prefix import Ahead, Cover, Prefix
-from weft.models.network.shared_rows import RowShare, SharedRows, entered
+from weft.models.network.prefix import InsertedPrefix, OverwrittenPrefix, PrefixKeysValues
+from weft.models.network.shared_rows import RowShare, SharedRows, gather_inputs
 
 
 @dataclass(frozen=True)
@@ -43,59 +43,59 @@ class BlockContext:
     rows: Tensor | None = None
     shared: SharedRows | None = None
     # Places of the layers' prefix; None if the network has none, or this pass has no place for it.
-    prefix: Ahead | Cover | None = None
+    prefix: InsertedPrefix | OverwrittenPrefix | None = None
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def select_wanted(self, x: Tensor) -> Tensor:
         """Return x [T, ...] at the tokens whose states are wanted."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
-    def stream(self, x: Tensor) -> Tensor:
+    def select_residual(self, x: Tensor) -> Tensor:
         """Return rows of the residual stream whose states are wanted.
 
         If ranks share the rows of the residual stream, x has this rank's rows only.
         """
         if self.shared is None or self.rows is None:
-            return self.wanted(x)
-        return x.index_select(0, self.shared.kept)
+            return self.select_wanted(x)
+        return x.index_select(0, self.shared.wanted_tokens)
 
     @property
-    def share(self) -> RowShare | None:
+    def input_share(self) -> RowShare | None:
         """Share of this rank in the rows that enter the block."""
-        return None if self.shared is None else self.shared.tokens
+        return None if self.shared is None else self.shared.token_share
 
     @property
-    def late_share(self) -> RowShare | None:
+    def output_share(self) -> RowShare | None:
         """Share of this rank in the rows that leave the last block."""
         if self.shared is None or self.rows is None:
-            return self.share
-        return self.shared.wanted
+            return self.input_share
+        return self.shared.wanted_share
 
     @property
-    def cached(self) -> bool:
+    def is_cached(self) -> bool:
         """True if a cache contains keys and values of earlier tokens."""
         return isinstance(self.attention, Cached | Paged)
 
     @cached_property
-    def late_dropout(self) -> TokenDropout | None:
+    def output_dropout(self) -> TokenDropout | None:
         """Dropout of the tokens whose states are wanted."""
         if self.dropout is None or self.rows is None:
             return self.dropout
         return self.dropout.select(self.rows)
 
     @cached_property
-    def stream_dropout(self) -> TokenDropout | None:
+    def residual_dropout(self) -> TokenDropout | None:
         """Dropout of the rows of the residual stream that this rank has."""
-        late = self.late_dropout
-        share = self.late_share
-        return late if late is None or share is None else late.select(share.own)
+        late = self.output_dropout
+        share = self.output_share
+        return late if late is None or share is None else late.select(share.own_rows)
 
 
 @dataclass(frozen=True)
 class CompiledParts:
-    """Compiled versions of `Block.into` and `Block.out`, with the same arguments."""
+    """Compiled versions of `Block.compute_heads` and `Block.compute_output`, with the same arguments."""
 
-    into: Callable[..., Tensor]
-    out: Callable[..., Tensor]
+    compute_heads: Callable[..., Tensor]
+    compute_output: Callable[..., Tensor]
 
 
 class Norm(nn.Module):
@@ -117,7 +117,7 @@ class Norm(nn.Module):
         self.whole = self.size
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
-    def share(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
+    def split_over_ranks(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
         """Make this an RMS norm over `whole` entries, of which this rank has some.
 
         `reduce` sums a tensor over the ranks.
@@ -128,13 +128,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reduce is not None:
-            return self._shared(x, self.reduce)
+            return self._normalize_over_ranks(x, self.reduce)
         if self.kind == "layer":
             return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         assert self.weight is not None
         return kernels.rms_norm(x, self.weight, self.eps, offset=0.0 if self.kind == "rms" else 1.0)
 
-    def _shared(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    def _normalize_over_ranks(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         assert self.weight is not None
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = reduce(wide.square().sum(-1, keepdim=True))
@@ -167,7 +167,9 @@ class Attention(nn.Module):
             self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else shared)
         count = config.prefix_tokens
         if count:
-            self.prefix: Prefix | None = Prefix(count, config.num_kv_heads, config.head_dim)
+            self.prefix: PrefixKeysValues | None = PrefixKeysValues(
+                count, config.num_kv_heads, config.head_dim
+            )
         else:
             self.prefix = None
         if config.layer_scaled_attention:
@@ -177,7 +179,7 @@ class Attention(nn.Module):
         window = config.window(layer)
         self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
 
-    def heads(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
+    def project_heads(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
         """Return queries, keys and values before rotation, [T, heads + 2 kv_heads, head_dim].
 
         x is [T, hidden].
@@ -186,11 +188,13 @@ class Attention(nn.Module):
         kv = self.num_kv_heads
         if self.qk_norm is not None:
             q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
-            heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
+            heads = torch.cat(
+                [self._normalize(self.q_norm, q), self._normalize(self.k_norm, k), v], dim=1
+            )
         return heads
 
-    def mix(self, heads: Tensor, at: BlockContext) -> Tensor:
-        """Return the input of `o` [T, heads x head_dim], computed from the output of `heads`."""
+    def attend(self, heads: Tensor, at: BlockContext) -> Tensor:
+        """Return the input of `o` [T, heads x head_dim], computed from the output of `project_heads`."""
         if at.dropout is None:
             dropout = None
         else:
@@ -201,14 +205,14 @@ class Attention(nn.Module):
             return attend_heads(
                 heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout
             ).flatten(1)
-        heads = prefix.into(heads, self.prefix)
-        dropout = None if dropout is None else prefix.dropout(dropout)
+        heads = prefix.insert_into(heads, self.prefix)
+        dropout = None if dropout is None else prefix.select_dropout(dropout)
         mixed = attend_heads(
             heads, kv, prefix.rotation, prefix.attention, self.spec, self.layer, dropout
         )
-        return prefix.out(mixed).flatten(1)
+        return prefix.remove_from(mixed).flatten(1)
 
-    def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
+    def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
         """Normalize heads [T, n, head_dim], each separately or all together."""
         if self.qk_norm == "head":
             y: Tensor = norm(heads)
@@ -261,7 +265,7 @@ class Block(nn.Module):
         self.placement = config.placement
         self.parallel = config.parallel_residual
         self.enter: Callable[[Tensor], Tensor] | None = None
-        # Used instead of `into` and `out` in passes without cached keys.
+        # Used instead of `compute_heads` and `compute_output` in passes without cached keys.
         self.compiled: CompiledParts | None = None
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
@@ -277,28 +281,30 @@ class Block(nn.Module):
 
         All rows of x [T, hidden] have keys and values.
         """
-        into = Block.into
-        out = Block.out
+        into = Block.compute_heads
+        out = Block.compute_output
         layer = cast("int | Tensor", self.layer)
-        if self.compiled is not None and not at.cached:
-            into = self.compiled.into
-            out = self.compiled.out
+        if self.compiled is not None and not at.is_cached:
+            into = self.compiled.compute_heads
+            out = self.compiled.compute_output
             layer = torch.tensor(self.layer)
         dropped, late, stream = (
-            in_layer(each, layer) for each in (at.dropout, at.late_dropout, at.stream_dropout)
+            with_layer(each, layer) for each in (at.dropout, at.output_dropout, at.residual_dropout)
         )
-        mixed = at.wanted(self.attention.mix(into(self, x, dropped, at.share), at))
-        return out(self, at.stream(x), mixed, late, stream, at.late_share, at.aux_loss)
+        mixed = at.select_wanted(self.attention.attend(into(self, x, dropped, at.input_share), at))
+        return out(self, at.select_residual(x), mixed, late, stream, at.output_share, at.aux_loss)
 
-    def into(self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None) -> Tensor:
-        """Return queries, keys and values of x [T, hidden], in the form of `Attention.heads`."""
+    def compute_heads(
+        self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None
+    ) -> Tensor:
+        """Return queries, keys and values of x [T, hidden], in the form of `Attention.project_heads`."""
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)
         else:
             normed = x
-        return self.attention.heads(entered(normed, share, self.enter), dropped)
+        return self.attention.project_heads(gather_inputs(normed, share, self.enter), dropped)
 
-    def out(
+    def compute_output(
         self,
         x: Tensor,
         mixed: Tensor,
@@ -309,15 +315,15 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the block's output [N, hidden].
 
-        x [N, hidden] is the block's input and `mixed` the result of `Attention.mix` for the same
-        rows. `late` is the dropout inside the MLP, `stream` that of the results that are added to
+        x [N, hidden] is the block's input and `mixed` the result of `Attention.attend` for the same
+        rows. `late` is the dropout inside the MLP, `select_residual` that of the results that are added to
         x.
         """
-        attended = _dropped(
+        attended = _drop(
             self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT
         )
         del mixed
-        feeding = Feeding(late, stream, share, aux_loss)
+        feeding = FeedForwardArguments(late, stream, share, aux_loss)
         if self.parallel:
             return x + attended + self._feed(self.norm2(x), feeding)
         match self.placement:
@@ -335,18 +341,18 @@ class Block(nn.Module):
                 y: Tensor = self.norm2(x + self._feed(x, feeding))
                 return y
 
-    def _feed(self, x: Tensor, how: Feeding) -> Tensor:
-        x = entered(x, how.share, self.enter)
+    def _feed(self, x: Tensor, how: FeedForwardArguments) -> Tensor:
+        x = gather_inputs(x, how.share, self.enter)
         if isinstance(self.mlp, MoE):
             fed = self.mlp(x, how.late, how.aux_loss, how.share)
         else:
             fed = self.mlp(x, how.late, how.share)
-        return _dropped(fed, how.stream, self.dropout, dropout.MLP_OUT)
+        return _drop(fed, how.stream, self.dropout, dropout.MLP_OUT)
 
 
 @dataclass(frozen=True)
-class Feeding:
-    """Arguments of an MLP or of experts in addition to the states: see `Block.out`."""
+class FeedForwardArguments:
+    """Arguments of an MLP or of experts in addition to the states: see `Block.compute_output`."""
 
     late: TokenDropout | None
     stream: TokenDropout | None
@@ -354,5 +360,5 @@ class Feeding:
     aux_loss: MoEAuxLoss | None
 
 
-def _dropped(x: Tensor, how: TokenDropout | None, rate: float, place: int) -> Tensor:
+def _drop(x: Tensor, how: TokenDropout | None, rate: float, place: int) -> Tensor:
     return x if how is None else how.drop_at(x, rate, place)

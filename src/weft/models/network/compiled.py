@@ -28,10 +28,11 @@ def compile_blocks(
         assert isinstance(block, Block)
         whole = block.enter is None
         into, out = (
-            kernels.compiled_by_rows(part, backend, whole=whole) for part in (Block.into, Block.out)
+            kernels.compiled_by_rows(part, backend, whole=whole)
+            for part in (Block.compute_heads, Block.compute_output)
         )
         experts = isinstance(block.mlp, MoE)
-        block.compiled = CompiledParts(into, Block.out if experts else out)
+        block.compiled = CompiledParts(into, Block.compute_output if experts else out)
         for layer in [block.attention.qkv] if experts else block.modules():
-            if fp8 is not None and isinstance(layer, Linear) and fp8.takes(layer.weight):
+            if fp8 is not None and isinstance(layer, Linear) and fp8.supports(layer.weight):
                 layer.narrow = fp8

@@ -160,7 +160,7 @@ class TransformerConfig:
             + mlp
         )
 
-    def narrowed(self, t: int, rank: int) -> TransformerConfig:
+    def narrow_to_rank(self, t: int, rank: int) -> TransformerConfig:
         """Return the configuration of tensor rank `rank` of `t`.
 
         It has a part of the heads, of the MLP's width and of the vocabulary. Raises `ConfigError`
@@ -168,21 +168,21 @@ class TransformerConfig:
         """
         width = self.intermediate_size
         experts = self.experts
-        ids = topology.vocabulary_of(self.vocab_size, t, rank)
-        heads = topology.heads_of(self, t, rank)
-        kv = topology.kv_heads_of(self, t, rank)
+        ids = topology.compute_vocabulary(self.vocab_size, t, rank)
+        heads = topology.compute_heads(self, t, rank)
+        kv = topology.compute_kv_heads(self, t, rank)
         if experts is not None:
             inner = experts.intermediate_size
             experts = replace(
-                experts, intermediate_size=_length(topology.shard((inner,), 0, t, rank)[0])
+                experts, intermediate_size=_count(topology.shard((inner,), 0, t, rank)[0])
             )
         if experts is None or experts.layers:
-            width = _length(topology.shard((width,), 0, t, rank)[0])
+            width = _count(topology.shard((width,), 0, t, rank)[0])
         return replace(
             self,
-            vocab_size=_length(ids),
-            num_heads=_length(heads),
-            num_kv_heads=_length(kv),
+            vocab_size=_count(ids),
+            num_heads=_count(heads),
+            num_kv_heads=_count(kv),
             intermediate_size=width,
             experts=experts,
         )
@@ -192,5 +192,5 @@ class TransformerConfig:
         return replace(self, embed_dropout=rate, hidden_dropout=rate, attention_dropout=rate)
 
 
-def _length(part: slice) -> int:
+def _count(part: slice) -> int:
     return int(part.stop - part.start)

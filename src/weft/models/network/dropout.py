@@ -31,7 +31,7 @@ MLP_OUT = 1
 ADAPTERS = 2
 
 
-def site(layer: int | Tensor, place: int) -> int | Tensor:
+def compute_site(layer: int | Tensor, place: int) -> int | Tensor:
     """Return the number of a place with dropout, given its number in the layer; 0 is the embedding."""
     return 1 + layer * SITES_A_LAYER + place
 
@@ -43,7 +43,7 @@ class DropoutKeys:
     keys: Tensor
 
     @classmethod
-    def of(
+    def from_sequences(
         cls,
         seed: int,
         step: int,
@@ -52,7 +52,8 @@ class DropoutKeys:
     ) -> DropoutKeys:
         """Return the keys of sequences (id, index of the completion) at an optimizer step."""
         words = np.array(
-            [randomness.key(seed, PURPOSE, step, id, k) for id, k in sequences], dtype=np.uint32
+            [randomness.derive_key(seed, PURPOSE, step, id, k) for id, k in sequences],
+            dtype=np.uint32,
         )
         return cls(torch.from_numpy(words.view(np.int32)).to(device))
 
@@ -72,7 +73,7 @@ class TokenDropout:
     first_head: int = 0
 
     @classmethod
-    def spread(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
+    def from_lengths(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
         """Repeat each sequence's key for its tokens; `lengths` are the sequences' lengths."""
         keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
         return cls(keys, positions.to(torch.int32))
@@ -83,7 +84,7 @@ class TokenDropout:
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
         """Drop values as `drop` does, at a place of the layer."""
-        return self.drop(x, rate, site(self.layer, place), channel)
+        return self.drop(x, rate, compute_site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
         """Set entries of x [T, C] to 0 with probability `rate` and divide the others by 1 - rate.
@@ -99,7 +100,7 @@ class TokenDropout:
         )
         first, second = threefry(self.keys[:, :1], self.keys[:, 1:], self.positions[:, None], pairs)
         words = torch.stack([first, second], dim=-1).flatten(1)[:, channel % 2 :][:, : x.shape[1]]
-        return torch.where(_kept(words, rate), x / (1.0 - rate), 0.0)
+        return torch.where(_is_kept(words, rate), x / (1.0 - rate), 0.0)
 
     def drop_weights(
         self, weights: Tensor, rate: float, tokens: Tensor, position: int = 0
@@ -118,15 +119,15 @@ class TokenDropout:
         query = torch.arange(rows, device=weights.device, dtype=torch.int32)[:, None] + position
         first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
         words = torch.stack([first, second], dim=-1).flatten(-2)[..., :length]
-        return torch.where(_kept(words, rate), weights / (1.0 - rate), 0.0)
+        return torch.where(_is_kept(words, rate), weights / (1.0 - rate), 0.0)
 
 
-def in_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
+def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
     """Return the dropout for the places of a layer."""
     return None if how is None else replace(how, layer=layer)
 
 
-def _kept(words: Tensor, rate: float) -> Tensor:
+def _is_kept(words: Tensor, rate: float) -> Tensor:
     """Return whether the number in [0, 1) that each word encodes is at least `rate`.
 
     The number is the word's top 24 bits / 2^24.
@@ -135,7 +136,7 @@ def _kept(words: Tensor, rate: float) -> Tensor:
 
 
 def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return threefry-2x32-20 of int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
+    """Return threefry-2x32-20 of int32 tensors (broadcast), bit for bit `weft.randomness.compute_threefry`."""
     schedule = (key0, key1, key0 ^ key1 ^ randomness.PARITY)
     x = x + key0
     y = y + key1

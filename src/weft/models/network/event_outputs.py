@@ -22,21 +22,21 @@ from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network import token_outputs
 from weft.models.network.packed import Packed, RowGradient, TopIds
-from weft.models.network.split import VocabularySplit, own_ids
-from weft.models.network.support import Support
-from weft.models.network.token_outputs import Gradients, Projection
+from weft.models.network.split import VocabularySplit, to_local_ids
+from weft.models.network.support import SamplingSupport
+from weft.models.network.token_outputs import OutputProjection, ProjectionGradients
 
 OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")  # of `_GivenLogprobs`, in order
-LIKELIEST: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
+TOP_OUTPUTS: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
 
 
-def outputs(
+def compute_outputs(
     hidden: Tensor,
     x: Packed,
-    projection: Projection,
+    projection: OutputProjection,
     want: frozenset[Output],
     temperature: float,
-    support: Support | None,
+    support: SamplingSupport | None,
 ) -> dict[Output, Tensor]:
     """Return the outputs `want` for the rows of `x`, given their states `hidden` [N, H].
 
@@ -45,11 +45,11 @@ def outputs(
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
         given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
-    rest = want - given - LIKELIEST
+    rest = want - given - TOP_OUTPUTS
     known = None if given and rest else x.row_gradient  # needs all outputs at once
     made: dict[Output, Tensor] = {}
     if given:
-        made |= given_outputs(
+        made |= compute_given_outputs(
             hidden,
             x.labels,
             cast(Tensor, x.ids),
@@ -58,11 +58,11 @@ def outputs(
             labelled="logprobs" in given,
             gradient=known,
         )
-    if want & LIKELIEST:
-        top = top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
+    if want & TOP_OUTPUTS:
+        top = compute_top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
         made |= {name: value for name, value in top.items() if name in want}
     if rest:
-        made |= token_outputs.token_outputs(
+        made |= token_outputs.compute_token_outputs(
             hidden,
             x.labels,
             projection,
@@ -75,9 +75,9 @@ def outputs(
 
 
 @torch.no_grad()
-def top_outputs(
+def compute_top_outputs(
     hidden: Tensor,
-    projection: Projection,
+    projection: OutputProjection,
     top: TopIds,
     *,
     temperature: float = 1.0,
@@ -94,16 +94,16 @@ def top_outputs(
     kept = torch.promote_types(hidden.dtype, torch.float32)
     ids = hidden.new_empty(len(hidden), count, dtype=torch.int32)
     logprobs = hidden.new_empty(len(hidden), count + 1, dtype=kept)
-    for rows in token_outputs.chunks(len(hidden), chunk or projection.chunk_rows()):
-        logits, _ = _logits(hidden[rows], projection, temperature)
-        likeliest = _likeliest(logits, count, top.below, projection.split)
+    for rows in token_outputs.split_rows(len(hidden), chunk or projection.count_chunk_rows()):
+        logits, _ = _compute_logits(hidden[rows], projection, temperature)
+        likeliest = _find_likeliest(logits, count, top.below, projection.split)
         ids[rows] = likeliest
-        own = own_ids(likeliest, logits.shape[1], projection.split)
-        logprobs[rows] = _Events.of(logits, own, projection.split).logprobs
+        own = to_local_ids(likeliest, logits.shape[1], projection.split)
+        logprobs[rows] = _EventLogprobs.from_logits(logits, own, projection.split).logprobs
     return {"top_ids": ids, "top_logprobs": logprobs}
 
 
-def _likeliest(
+def _find_likeliest(
     logits: Tensor, count: int, below: int | None, split: VocabularySplit | None
 ) -> Tensor:
     """Return the most likely ids below `below`, int64 [R, count], of the whole vocabulary.
@@ -115,19 +115,19 @@ def _likeliest(
     if below is None:
         here = logits.shape[1]
     else:
-        here = min(max(below - split.first, 0), logits.shape[1])
+        here = min(max(below - split.first_id, 0), logits.shape[1])
     best = logits[:, :here].topk(min(count, here), dim=1)
     lacking = (0, count - best.values.shape[1])  # every rank must send equally many
-    values = split.every(nn.functional.pad(best.values, lacking, value=float("-inf")))
-    ids = split.every(nn.functional.pad(best.indices + split.first, lacking))
+    values = split.gather_candidates(nn.functional.pad(best.values, lacking, value=float("-inf")))
+    ids = split.gather_candidates(nn.functional.pad(best.indices + split.first_id, lacking))
     return ids.gather(1, values.topk(count, dim=1).indices)
 
 
-def given_outputs(
+def compute_given_outputs(
     hidden: Tensor,
     labels: Tensor,
     ids: Tensor,
-    projection: Projection,
+    projection: OutputProjection,
     *,
     temperature: float = 1.0,
     labelled: bool = False,
@@ -141,13 +141,13 @@ def given_outputs(
     are differentiable in `hidden` [N, H] and in the projection.
 
     Dtypes, `temperature`, `chunk` and `gradient` are those of
-    `weft.models.network.token_outputs.token_outputs`.
+    `weft.models.network.token_outputs.compute_token_outputs`.
     """
     known = gradient if torch.is_grad_enabled() else None
-    rows = chunk or projection.chunk_rows()
+    rows = chunk or projection.count_chunk_rows()
     split = projection.split
     sums = projection.gradient_sum
-    settings = _Settings(
+    settings = _EventSettings(
         labels, projection.softcap, temperature, rows, labelled, known, split, sums
     )
     given, logprobs = _GivenLogprobs.apply(
@@ -159,7 +159,7 @@ def given_outputs(
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _EventSettings:
     """Arguments of `_GivenLogprobs` other than tensors with gradients."""
 
     labels: Tensor
@@ -171,24 +171,26 @@ class _Settings:
     split: VocabularySplit | None
     gradient_sum: kernels.GradientSum | None
 
-    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        return Projection(weight, bias, self.softcap, self.split)
+    def build_projection(self, weight: Tensor, bias: Tensor | None) -> OutputProjection:
+        return OutputProjection(weight, bias, self.softcap, self.split)
 
 
-def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple[Tensor, Tensor]:
+def _compute_logits(
+    hidden: Tensor, projection: OutputProjection, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Return logits over the temperature [R, V], and logits before it, of this rank's vocabulary.
 
     The first can be written to. Both are the same tensor if there is no soft cap, since the second
     is then never read after the first is overwritten.
     """
-    capped = projection.own_logits(hidden)
+    capped = projection.compute_local_logits(hidden)
     if projection.softcap is not None:
         return capped / temperature, capped
     return capped if temperature == 1.0 else capped.div_(temperature), capped
 
 
 @dataclass(frozen=True)
-class _Events:
+class _EventLogprobs:
     """Log-probs of the events of some rows: one per given id, and one for all other ids."""
 
     logprobs: Tensor  # [R, K + 1]
@@ -196,15 +198,17 @@ class _Events:
     others: Tensor  # [R]: log-sum-exp of the logits of other ids
 
     @classmethod
-    def of(cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> _Events:
+    def from_logits(
+        cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None
+    ) -> _EventLogprobs:
         """Return the events of `ids` int64 [R, K]; overwrites `logits` [R, V] at the ids.
 
         Ids are numbers of columns, and below 0 if they are in another rank's part of the
         vocabulary. `logits` becomes minus infinity there.
         """
-        own = _at(logits, ids, split)
-        _put(logits, ids, torch.full_like(own, float("-inf")), split)
-        if ids.shape[1] == (logits.shape[1] if split is None else split.size):
+        own = _gather_logits(logits, ids, split)
+        _scatter_values(logits, ids, torch.full_like(own, float("-inf")), split)
+        if ids.shape[1] == (logits.shape[1] if split is None else split.vocab_size):
             others = logits.new_full((len(logits),), float("-inf"))
         else:
             others = kernels.statistics(logits).lse
@@ -213,7 +217,7 @@ class _Events:
         lse = each.logsumexp(dim=1)
         return cls(each - lse[:, None], lse, others)
 
-    def logits_gradient(
+    def compute_logits_gradient(
         self,
         logits: Tensor,
         ids: Tensor,
@@ -224,7 +228,7 @@ class _Events:
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
-        `logits` must be as `of` left them. The given gradients are those with respect to the
+        `logits` must be as `from_logits` left them. The given gradients are those with respect to the
         events' log-probs [R, K + 1] and to the label's [R]:
 
             by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere
@@ -239,14 +243,14 @@ class _Events:
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
         made = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
         # This also overwrites the NaN that results if there are no other ids.
-        _put(made, ids, grad_event[:, :-1], split)
+        _scatter_values(made, ids, grad_event[:, :-1], split)
         if grad_label is None:
             return made
         own = torch.where(labels >= 0, grad_label, torch.zeros_like(grad_label))
         return made.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None])
 
 
-def _at(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
+def _gather_logits(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
     """Return the logits of ids, [R, K], on every rank."""
     if split is None:
         return logits.gather(1, ids)
@@ -254,7 +258,7 @@ def _at(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
     return split.sum(torch.where(ids >= 0, own, torch.zeros_like(own)))
 
 
-def _put(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) -> None:
+def _scatter_values(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) -> None:
     """Write `values` [R, K] to x [R, V] at the ids that are in this rank's part of the vocabulary."""
     if split is None:
         x.scatter_(1, ids, values)
@@ -263,30 +267,30 @@ def _put(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) 
     x[row, ids[row, which]] = values[row, which]
 
 
-class _Chunk:
+class _EventChunk:
     """Logits and events of one chunk of rows."""
 
     def __init__(
         self,
         hidden: Tensor,
-        projection: Projection,
+        projection: OutputProjection,
         ids: Tensor,
         labels: Tensor,
         temperature: float,
     ) -> None:
-        logits, self._capped = _logits(hidden, projection, temperature)
+        logits, self._capped = _compute_logits(hidden, projection, temperature)
         self._projection = projection
         self._temperature = temperature
         split = projection.split
         self._ids, self._labels = (
-            own_ids(each, logits.shape[1], split) for each in (ids.long(), labels)
+            to_local_ids(each, logits.shape[1], split) for each in (ids.long(), labels)
         )
-        own = _at(logits, self._labels[:, None], split)[:, 0]
-        self.events = _Events.of(logits, self._ids, split)
+        own = _gather_logits(logits, self._labels[:, None], split)[:, 0]
+        self.events = _EventLogprobs.from_logits(logits, self._ids, split)
         self.logprobs = own - self.events.lse
         self._logits = logits
 
-    def add(self, total: Gradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
+    def add(self, total: ProjectionGradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
         """Add the gradients of these rows to `total`; can be called once.
 
         `given` are the gradients with respect to the outputs, for all rows.
@@ -294,17 +298,19 @@ class _Chunk:
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:
             grad_event = torch.zeros_like(self.events.logprobs)
-        made = self.events.logits_gradient(
+        made = self.events.compute_logits_gradient(
             self._logits, self._ids, grad_event, self._labels, grad_label, self._projection.split
         )
         scale = torch.full_like(self.logprobs, 1.0 / self._temperature)
         total.add(
-            rows, token_outputs.through_cap(made, self._capped, self._projection.softcap), scale
+            rows,
+            token_outputs.apply_cap_gradient(made, self._capped, self._projection.softcap),
+            scale,
         )
 
 
 class _GivenLogprobs(torch.autograd.Function):
-    """Autograd function of `given_outputs`."""
+    """Autograd function of `compute_given_outputs`."""
 
     @staticmethod
     def forward(
@@ -313,18 +319,20 @@ class _GivenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        settings: _Settings,
+        settings: _EventSettings,
     ) -> tuple[Tensor, Tensor]:
         kept = torch.promote_types(hidden.dtype, torch.float32)
         given = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=kept)
         logprobs = hidden.new_zeros(len(ids), dtype=kept)
-        projection = settings.projection(weight, bias)
+        projection = settings.build_projection(weight, bias)
         total = None
         found = dict[Output, Tensor]()
         if settings.gradient is not None and any(ctx.needs_input_grad):
-            total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
-        for rows in token_outputs.chunks(len(ids), settings.chunk):
-            chunk = _Chunk(
+            total = ProjectionGradients(
+                hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
+            )
+        for rows in token_outputs.split_rows(len(ids), settings.chunk):
+            chunk = _EventChunk(
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
             given[rows], logprobs[rows] = chunk.events.logprobs, chunk.logprobs
@@ -349,21 +357,23 @@ class _GivenLogprobs(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, ids = ctx.saved_tensors
-        settings: _Settings = ctx.settings
-        made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
+        settings: _EventSettings = ctx.settings
+        made: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # free the gradients, except those of the parameters
         if made is not None and all(
-            token_outputs.same(value, made[1].get(name))
+            token_outputs.is_same_gradient(value, made[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)
         ):
             return made[0].cast()
         known = {
             name: value for name, value in zip(OUTPUTS, gradients, strict=True) if value is not None
         }
-        total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
-        projection = settings.projection(weight, bias)
-        for rows in token_outputs.chunks(len(ids), settings.chunk):
-            chunk = _Chunk(
+        total = ProjectionGradients(
+            hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
+        )
+        projection = settings.build_projection(weight, bias)
+        for rows in token_outputs.split_rows(len(ids), settings.chunk):
+            chunk = _EventChunk(
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
             chunk.add(total, rows, known)

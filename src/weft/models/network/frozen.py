@@ -37,7 +37,7 @@ def train_embeddings(network: Transformer) -> None:
             module.requires_grad_(True)
 
 
-def frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
+def count_frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
     """Return the number of first blocks that are frozen: `first`, or all but `last`; None for none.
 
     Raises `ConfigError` if the network has fewer layers.

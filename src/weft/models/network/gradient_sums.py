@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from weft.kernels import GradientSum
 from weft.models.network.block import Block
 from weft.models.network.linear import Linear
-from weft.models.network.lora import adapters_of
+from weft.models.network.lora import list_adapters
 from weft.models.network.transformer import Transformer
 
 
@@ -35,7 +35,7 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
     for module in network.modules():
         if isinstance(module, Linear) and module not in compiled:
             module.gradient_sum = sums.get(module.weight)
-            for adapter in adapters_of(module):
+            for adapter in list_adapters(module):
                 adapter.gradient_sums = sums.get(adapter.lora_a), sums.get(adapter.lora_b)
-        elif isinstance(module, Transformer) and module.ends and module.kind == "lm":
+        elif isinstance(module, Transformer) and module.is_last_stage and module.kind == "lm":
             module.head.gradient_sum = sums.get(module.projection.weight)

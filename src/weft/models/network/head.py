@@ -14,8 +14,8 @@ from weft.models.network import event_outputs
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 from weft.models.network.split import VocabularySplit
-from weft.models.network.support import Support
-from weft.models.network.token_outputs import Projection
+from weft.models.network.support import SamplingSupport
+from weft.models.network.token_outputs import OutputProjection
 
 Pooling = Literal["last", "mean"]
 
@@ -43,11 +43,11 @@ class LMHead(nn.Module):
             None  # of the head's own matrix or the embedding's
         )
 
-    def projection(self, tied: Tensor | None) -> Projection:
+    def build_projection(self, tied: Tensor | None) -> OutputProjection:
         """Return the layer's parameters; `tied` is the embedding's matrix."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None, "a head without a matrix of its own reads the embedding's"
-        return Projection(weight, self.bias, self.softcap, self.split, self.gradient_sum)
+        return OutputProjection(weight, self.bias, self.softcap, self.split, self.gradient_sum)
 
     def forward(
         self,
@@ -56,10 +56,12 @@ class LMHead(nn.Module):
         want: frozenset[Output],
         tied: Tensor | None,
         temperature: float,
-        support: Support | None,
+        support: SamplingSupport | None,
     ) -> dict[Output, Tensor]:
         """Return the outputs `want` for the rows of `x`, given their states [N, width]."""
-        return event_outputs.outputs(states, x, self.projection(tied), want, temperature, support)
+        return event_outputs.compute_outputs(
+            states, x, self.build_projection(tied), want, temperature, support
+        )
 
 
 class ValueHead(nn.Module):
@@ -70,10 +72,10 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, width))
 
     def forward(self, states: Tensor) -> Tensor:
-        return row_values(states, self.weight)
+        return compute_row_values(states, self.weight)
 
 
-def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
+def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return one value per row, computed in float32 at least: [N, H] -> [N]; `weight` is [1, H].
 
     In bfloat16, two thousand rewards would have half as many distinct values. The result is a copy,
@@ -84,14 +86,14 @@ def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()
 
 
-def score_rows(x: Packed, padding: int | None) -> Tensor:
+def find_score_rows(x: Packed, padding: int | None) -> Tensor:
     """Return the token at which each sequence's score is read, int64 [S].
 
     This is the last token, or with `padding` the last one that is not the padding token, as
     `transformers` pools: a sequence that ends with one padding token is read one token earlier. A
     sequence of padding tokens only is read at its end.
     """
-    last = x.attention.last
+    last = x.attention.last_tokens
     if padding is None:
         return last
     places = torch.arange(len(x.tokens), device=last.device)
@@ -102,7 +104,7 @@ def score_rows(x: Packed, padding: int | None) -> Tensor:
     return torch.where(read >= first, read, last)
 
 
-def mean_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
+def average_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
     """Return the mean score of each sequence's tokens: [T] -> float32 [S].
 
     The head is linear, so this is the score of the tokens' mean state.

@@ -48,14 +48,14 @@ class Adapter(nn.Module):
         self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
         self.lora_b = nn.Parameter(weight.new_zeros(*lead, outputs, r))
 
-    def dropped(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
+    def apply_dropout(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
         """Return x after the adapter's own dropout; None if there is no dropout."""
         if dropout is None or self.rate == 0.0:
             return None
         return dropout.drop_at(x, self.rate, self.place, self.channel)
 
 
-def adapted(
+def apply_adapter(
     x: Tensor,
     dropped: Tensor | None,
     weight: Tensor,
@@ -65,14 +65,14 @@ def adapted(
     scale: float,
     sums: Sums = (None, None),
 ) -> Tensor:
-    """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
+    """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `apply_dropout` [T, in].
 
-    If `dropped` is None, y is x. W and bias are frozen.
+    If `apply_dropout` is None, y is x. W and bias are frozen.
     """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)
         return nn.functional.linear(x, weight, bias) + scale * nn.functional.linear(low, b)
-    y: Tensor = _Adapted.apply(x, dropped, weight, bias, a, b, (scale, sums))
+    y: Tensor = _AdaptedLinear.apply(x, dropped, weight, bias, a, b, (scale, sums))
     return y
 
 
@@ -102,50 +102,54 @@ class Linear(nn.Module):
     ) -> Tensor:
         bias = self.bias if self.reduce is None else None
         if len(self.adapters):
-            return self._reduced(self._adapted(x, bias, dropout), share)
+            return self._reduce_output(self._apply_adapters(x, bias, dropout), share)
         if self.narrow is not None and torch.compiler.is_compiling():
             made = self.narrow(x, self.weight)
-            return self._reduced(made if bias is None else made + bias, share)
+            return self._reduce_output(made if bias is None else made + bias, share)
         if self.is_quantized:
-            return self._reduced(quantized.linear(x, self.weight, bias), share)
-        return self._reduced(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
+            return self._reduce_output(quantized.linear(x, self.weight, bias), share)
+        return self._reduce_output(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
 
     @property
     def is_quantized(self) -> bool:
         """True if the matrix is quantized."""
         return isinstance(self.weight, Quantized)
 
-    def rows(self, part: str) -> slice:
+    def find_rows(self, part: str) -> slice:
         """Return the rows of the matrix that belong to a part."""
         names = list(self.parts)
         start = sum(self.parts[name] for name in names[: names.index(part)])
         return slice(start, start + self.parts[part])
 
-    def adapter(self, part: str) -> Adapter | None:
+    def find_adapter(self, part: str) -> Adapter | None:
         """Return the adapter of a part, or None."""
         found = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert found is None or isinstance(found, Adapter)
         return found
 
-    def _reduced(self, y: Tensor, share: RowShare | None) -> Tensor:
+    def _reduce_output(self, y: Tensor, share: RowShare | None) -> Tensor:
         if self.reduce is None:
             return y
         y = self.reduce(y) if share is None else share.scatter(y)
         return y if self.bias is None else y + self.bias
 
-    def _adapted(self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None) -> Tensor:
+    def _apply_adapters(
+        self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
+    ) -> Tensor:
         """Compute each part separately, so that its result does not depend on the others' adapters."""
         made = []
         for part in self.parts:
-            weight = self.weight[self.rows(part)]
-            own = None if bias is None else bias[self.rows(part)]
-            adapter = self.adapter(part)
+            weight = self.weight[self.find_rows(part)]
+            own = None if bias is None else bias[self.find_rows(part)]
+            adapter = self.find_adapter(part)
             if adapter is not None and adapter.active:
-                dropped = adapter.dropped(x, dropout)
+                dropped = adapter.apply_dropout(x, dropout)
                 a = adapter.lora_a
                 b = adapter.lora_b
                 made.append(
-                    adapted(x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums)
+                    apply_adapter(
+                        x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums
+                    )
                 )
             elif isinstance(weight, Quantized):
                 made.append(quantized.linear(x, weight, own))
@@ -184,11 +188,11 @@ class DownLinear(Linear):
         made = kernels.activated_linear(
             x, self.gated, self.weight, bias, self.activation, self.gradient_sum
         )
-        return self._reduced(made, share)
+        return self._reduce_output(made, share)
 
 
-class _Adapted(torch.autograd.Function):
-    """Autograd function of `adapted`; saves x or y [T, in], and A y [T, r]."""
+class _AdaptedLinear(torch.autograd.Function):
+    """Autograd function of `apply_adapter`; saves x or y [T, in], and A y [T, r]."""
 
     @staticmethod
     def forward(
@@ -204,7 +208,7 @@ class _Adapted(torch.autograd.Function):
         scale, ctx.sums = how
         source = x if y is None else y
         low = kernels.product(source, a).mul_(scale)
-        out = kernels.product(x, quantized.whole(weight), bias)
+        out = kernels.product(x, quantized.to_whole(weight), bias)
         kernels.add_product(out, low, b)
         ctx.save_for_backward(source, weight, a, b, low)
         ctx.scale = scale
@@ -222,18 +226,18 @@ class _Adapted(torch.autograd.Function):
         assert not needed[2] and not needed[3], "the base is frozen"
         grad_low = kernels.product(grad_out, b.T).mul_(ctx.scale)
         if needed[0]:
-            grad_x = kernels.product(grad_out, quantized.whole(weight).T)
+            grad_x = kernels.product(grad_out, quantized.to_whole(weight).T)
         else:
             grad_x = None
         grad_y = kernels.product(grad_low, a.T) if needed[1] else None
         if grad_x is not None and not ctx.apart:
             kernels.add_product(grad_x, grad_low, a.T)
         if needed[4]:
-            grad_a = kernels.weight_gradient(grad_low.T, source.T, ctx.sums[0])
+            grad_a = kernels.compute_weight_gradient(grad_low.T, source.T, ctx.sums[0])
         else:
             grad_a = None
         if needed[5]:
-            grad_b = kernels.weight_gradient(grad_out.T, low.T, ctx.sums[1])
+            grad_b = kernels.compute_weight_gradient(grad_out.T, low.T, ctx.sums[1])
         else:
             grad_b = None
         return grad_x, grad_y, None, None, grad_a, grad_b, None

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from weft import randomness
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError, find_nearest
 from weft.models.network.dropout import ADAPTERS
 from weft.models.network.linear import Adapter, Linear
 from weft.models.network.moe import ExpertStack
-from weft.models.network.parameters import canonical, numbered
-from weft.models.network.prefix import Prefix
+from weft.models.network.parameters import find_canonical_parameters, number_block
+from weft.models.network.prefix import PrefixKeysValues
 
 # the linear layers of a block, by their canonical names
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -52,21 +52,23 @@ def attach(
     network's results do not change. Raises `ConfigError` for a target that the network lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
-    for name, stored in canonical(network).items():
+    for name, stored in find_canonical_parameters(network).items():
         if is_adapter(name):
             with torch.no_grad():
-                stored.parameter.copy_(initial(name, tuple(stored.parameter.shape), seed))
+                stored.parameter.copy_(
+                    draw_initial_values(name, tuple(stored.parameter.shape), seed)
+                )
 
 
 def add(
     network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()
 ) -> None:
     """Attach adapters as `attach` does, without initial values."""
-    there = list(_layers(network))
+    there = list(_find_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:
         if target not in held:
-            near = nearest(target, held) or sorted(held)
+            near = find_nearest(target, held) or sorted(held)
             raise ConfigError(
                 f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}"
             )
@@ -74,11 +76,11 @@ def add(
     attach_ranks(network, dict.fromkeys(found, (r, alpha / r)), dropout)
 
 
-def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def draw_initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the initial values of the adapter parameter `name`, in float32."""
     if name.endswith(B):
         return torch.zeros(shape)
-    low, high = randomness.key(seed, "init", id=name)
+    low, high = randomness.derive_key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
     return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(
         shape[-1]
@@ -96,24 +98,24 @@ def attach_ranks(
     for name, parameter in network.named_parameters():
         if name == "score.weight":
             parameter.requires_grad_(True)
-    for name, (module, part) in _layers(network).items():
+    for name, (module, part) in _find_layers(network).items():
         if name not in ranks:
             continue
         rank, scale = ranks[name]
         place = ADAPTERS + TARGETS.index(name.rsplit(".", 1)[1])
         if isinstance(module, Linear):
             module.adapters[part] = Adapter(
-                module.weight[module.rows(part)], rank, scale, dropout, place
+                module.weight[module.find_rows(part)], rank, scale, dropout, place
             )
         else:
             module.adapter = Adapter(module.weight, rank, scale, dropout, place)
 
 
-def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
+def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
     """Return (module, its part) of each layer that can have an adapter, by canonical name."""
     found: dict[str, tuple[Linear | ExpertStack, str]] = {}
     for path, module in network.named_modules():
-        place = numbered(path, getattr(network, "held_layers", None))
+        place = number_block(path, getattr(network, "held_layers", None))
         if not place.startswith("blocks."):
             continue
         if isinstance(module, Linear):
@@ -126,28 +128,30 @@ def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
     return found
 
 
-def adapters(network: nn.Module) -> dict[str, Adapter]:
+def find_adapters(network: nn.Module) -> dict[str, Adapter]:
     """Return each layer's adapter by the layer's canonical name."""
     found = {}
-    for name, (module, part) in _layers(network).items():
+    for name, (module, part) in _find_layers(network).items():
         if isinstance(module, ExpertStack):
             adapter = module.adapter
         else:
-            adapter = module.adapter(part)
+            adapter = module.find_adapter(part)
         if adapter is not None:
             found[name] = adapter
     return found
 
 
-def adapters_of(layer: Linear) -> list[Adapter]:
+def list_adapters(layer: Linear) -> list[Adapter]:
     """Return the adapters in a layer."""
     return [adapter for adapter in layer.adapters.values() if isinstance(adapter, Adapter)]
 
 
 @contextmanager
-def adapters_off(network: nn.Module) -> Iterator[None]:
+def disable_adapters(network: nn.Module) -> Iterator[None]:
     """Disable all adapters and prefixes in the context: the network computes as its base does."""
-    held = [module for module in network.modules() if isinstance(module, Adapter | Prefix)]
+    held = [
+        module for module in network.modules() if isinstance(module, Adapter | PrefixKeysValues)
+    ]
     for adapter in held:
         adapter.active = False
     try:
@@ -157,9 +161,9 @@ def adapters_off(network: nn.Module) -> Iterator[None]:
             adapter.active = True
 
 
-def scales(network: nn.Module) -> dict[str, float]:
+def collect_scales(network: nn.Module) -> dict[str, float]:
     """Return each adapter's scale by layer name."""
-    return {name: adapter.scale for name, adapter in adapters(network).items()}
+    return {name: adapter.scale for name, adapter in find_adapters(network).items()}
 
 
 def is_adapter(name: str) -> bool:
@@ -178,11 +182,11 @@ def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
         weight = merged[f"{layer}.weight"]
         a = parameters[f"{layer}.{A}"]
         b = parameters[f"{layer}.{B}"]
-        merged[f"{layer}.weight"] = merged_weight(weight, a, b, scale)
+        merged[f"{layer}.weight"] = merge_weight(weight, a, b, scale)
     return merged
 
 
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return weight + scale B A in the weight's dtype.
 
     The sum is in the widest dtype of the three, at least float32.

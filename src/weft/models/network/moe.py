@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from weft import kernels
-from weft.kernels import Groups
+from weft.kernels import RowGroups
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
-from weft.models.network.linear import Adapter, Linear, adapted
+from weft.models.network.linear import Adapter, Linear, apply_adapter
 from weft.models.network.shared_rows import RowShare
 
-Compute = Callable[[Tensor, Groups, TokenDropout | None], Tensor]
+ExpertFunction = Callable[[Tensor, RowGroups, TokenDropout | None], Tensor]
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """Computation of experts that are distributed over several ranks."""
 
     def __call__(
-        self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
+        self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction
     ) -> Tensor:
         """Return the experts' outputs for x [rows, hidden], sorted by expert, of all experts.
 
@@ -43,7 +43,7 @@ class ExpertStack(nn.Module):
         self.weight = nn.Parameter(torch.empty(num, outputs, inputs))
         self.adapter: Adapter | None = None
 
-    def forward(self, x: Tensor, groups: Groups, dropout: TokenDropout | None = None) -> Tensor:
+    def forward(self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None = None) -> Tensor:
         """Return each row times its expert's matrix: x [rows, in], sorted by expert -> [rows, out].
 
         `groups` has the number of rows of each expert.
@@ -51,7 +51,7 @@ class ExpertStack(nn.Module):
         adapter = self.adapter
         if adapter is None or not adapter.active:
             return kernels.grouped_linear(x, self.weight, groups)
-        dropped = adapter.dropped(x, dropout)
+        dropped = adapter.apply_dropout(x, dropout)
         if kernels.serves_groups(x, self.weight, adapter.lora_a, adapter.lora_b):
             low = (
                 kernels.grouped_linear(x if dropped is None else dropped, adapter.lora_a, groups)
@@ -65,11 +65,13 @@ class ExpertStack(nn.Module):
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
         each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
         by_expert = [
-            adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)
+            apply_adapter(own, y, w, None, a, b, adapter.scale)
+            for own, y, w, a, b in each
+            if len(own)
         ]
         # Without rows, still use the parameters: all ranks of a sharded network must take part.
         if not by_expert:
-            return adapted(
+            return apply_adapter(
                 x,
                 dropped,
                 self.weight[0],
@@ -106,7 +108,7 @@ class MoE(nn.Module):
             }
         )
         self.reduce: Callable[[Tensor], Tensor] | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: ExpertExchange | None = None
 
     def forward(
         self,
@@ -131,14 +133,14 @@ class MoE(nn.Module):
         counts = chosen.new_zeros(logits.shape[1]).scatter_add_(
             0, chosen.flatten(), torch.ones_like(token)
         )
-        groups = Groups(counts)
+        groups = RowGroups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
         # Compute the experts, on other ranks too if these have some of them.
         if self.exchange is None:
-            outputs = self._computed(inputs, groups, keys)
+            outputs = self._compute_experts(inputs, groups, keys)
         else:
-            outputs = self.exchange(inputs, groups, keys, self._computed)
+            outputs = self.exchange(inputs, groups, keys, self._compute_experts)
         # Add up each token's weighted outputs.
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         y = torch.zeros_like(x).index_add(0, token, weighted)
@@ -146,7 +148,7 @@ class MoE(nn.Module):
             return y
         return self.reduce(y) if share is None else share.scatter(y)
 
-    def _computed(self, x: Tensor, groups: Groups, keys: TokenDropout | None) -> Tensor:
+    def _compute_experts(self, x: Tensor, groups: RowGroups, keys: TokenDropout | None) -> Tensor:
         """Return the local experts' outputs for rows sorted by expert, [rows, hidden]."""
         gate = self.experts["gate"](x, groups, keys)
         up = self.experts["up"](x, groups, keys)

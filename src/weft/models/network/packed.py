@@ -53,27 +53,27 @@ class Packed:
     # int [N, K]: more ids whose log-probs are wanted at each row; `TopIds`: the most likely ids
     ids: Tensor | TopIds | None = None
 
-    def at(self, rows: Tensor) -> Packed:
+    def select_rows(self, rows: Tensor) -> Packed:
         """Return the same pack with the outputs of only some of its rows, int64 [n]."""
         total = len(self.rows)
         gradient = self.row_gradient
 
-        def of_some(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+        def compute_selected(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
             assert gradient is not None
             return {
-                key: value[rows] for key, value in gradient(among_zeros(out, rows, total)).items()
+                key: value[rows] for key, value in gradient(scatter_rows(out, rows, total)).items()
             }
 
         return replace(
             self,
             rows=self.rows[rows],
             labels=self.labels[rows],
-            row_gradient=None if gradient is None else of_some,
+            row_gradient=None if gradient is None else compute_selected,
             ids=self.ids[rows] if isinstance(self.ids, Tensor) else self.ids,
         )
 
 
-def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
+def scatter_rows(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
     """Return outputs of `total` rows: `out` at `rows`, and 0 elsewhere."""
     return {
         key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)

@@ -26,23 +26,23 @@ class StoredParameter:
     @property
     def data(self) -> Tensor:
         """The parameter's values, as a view without a gradient."""
-        return self.of(self.parameter.detach())
+        return self.select_rows(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
         """The parameter's gradient, as a view."""
-        return None if self.parameter.grad is None else self.of(self.parameter.grad)
+        return None if self.parameter.grad is None else self.select_rows(self.parameter.grad)
 
     @property
     def requires_grad(self) -> bool:
         return self.parameter.requires_grad
 
-    def of(self, whole: Tensor) -> Tensor:
+    def select_rows(self, whole: Tensor) -> Tensor:
         """Return the same part of another tensor with the stored parameter's shape."""
         return whole if self.rows is None else whole[self.rows]
 
 
-def canonical(network: nn.Module) -> dict[str, StoredParameter]:
+def find_canonical_parameters(network: nn.Module) -> dict[str, StoredParameter]:
     """Return the location of every parameter by canonical name; a tied tensor has one name.
 
     Parameters of modules that are not weft's keep the names they have there.
@@ -50,7 +50,7 @@ def canonical(network: nn.Module) -> dict[str, StoredParameter]:
     found: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
     for path, module in network.named_modules():
-        for name, stored in _of_module(path, module):
+        for name, stored in _iterate_module(path, module):
             key = id(stored.parameter), 0 if stored.rows is None else stored.rows.start
             if key not in seen:
                 seen.add(key)
@@ -58,47 +58,49 @@ def canonical(network: nn.Module) -> dict[str, StoredParameter]:
     layers = getattr(network, "held_layers", None)
     if layers is None:
         return found
-    return {numbered(name, layers): stored for name, stored in found.items()}
+    return {number_block(name, layers): stored for name, stored in found.items()}
 
 
-def values(network: nn.Module) -> dict[str, Tensor]:
+def find_canonical_values(network: nn.Module) -> dict[str, Tensor]:
     """Return the values of every parameter by canonical name, as views without a gradient."""
-    return {name: stored.data for name, stored in canonical(network).items()}
+    return {name: stored.data for name, stored in find_canonical_parameters(network).items()}
 
 
-def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
+def _iterate_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
     if isinstance(module, Adapter):
         return  # its layer yields its parameters
     if isinstance(module, Linear):
         parent = path.rpartition(".")[0]
         for part in module.parts:
-            yield from _of_part(f"{parent}.{part}".lstrip("."), path, module, part)
+            yield from _iterate_part(f"{parent}.{part}".lstrip("."), path, module, part)
         return
     for own, parameter in module.named_parameters(recurse=False):
         name = f"{path}.{own}".lstrip(".")
         yield name, StoredParameter(name, parameter)
     adapter = getattr(module, "adapter", None)
     if isinstance(adapter, Adapter):
-        yield from _of_adapter(path, f"{path}.adapter", adapter)
+        yield from _iterate_adapter(path, f"{path}.adapter", adapter)
 
 
-def _of_part(
+def _iterate_part(
     name: str, path: str, module: Linear, part: str
 ) -> Iterator[tuple[str, StoredParameter]]:
-    rows = module.rows(part) if len(module.parts) > 1 else None
+    rows = module.find_rows(part) if len(module.parts) > 1 else None
     yield f"{name}.weight", StoredParameter(f"{path}.weight", module.weight, rows)
     if module.bias is not None:
         yield f"{name}.bias", StoredParameter(f"{path}.bias", module.bias, rows)
-    if (adapter := module.adapter(part)) is not None:
-        yield from _of_adapter(name, f"{path}.adapters.{part}", adapter)
+    if (adapter := module.find_adapter(part)) is not None:
+        yield from _iterate_adapter(name, f"{path}.adapters.{part}", adapter)
 
 
-def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, StoredParameter]]:
+def _iterate_adapter(
+    name: str, path: str, adapter: Adapter
+) -> Iterator[tuple[str, StoredParameter]]:
     for own in ("lora_a", "lora_b"):
         yield f"{name}.{own}", StoredParameter(f"{path}.{own}", getattr(adapter, own))
 
 
-def numbered(name: str, layers: Sequence[int] | None) -> str:
+def number_block(name: str, layers: Sequence[int] | None) -> str:
     """Return the name with the block's number in the whole network.
 
     `layers` are the numbers of the local blocks; None leaves the name unchanged.

@@ -7,8 +7,8 @@ theirs.
     with adapters_off(network): ...    # of `weft.models.network.lora`: without the prefix
 
 In a pack of whole sequences, the prefix is inserted into the heads of each layer for the time of
-the attention (`Ahead`). If keys and values are cached, a sequence begins with placeholder tokens,
-whose keys and values are replaced by the prefix's (`Cover`).
+the attention (`InsertedPrefix`). If keys and values are cached, a sequence begins with placeholder tokens,
+whose keys and values are replaced by the prefix's (`OverwrittenPrefix`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.models.attention.contexts import AttentionContext, Dense, Join, Prefixed
+from weft.models.attention.contexts import AttentionContext, Dense, PrefixContinuation, Prefixed
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
@@ -26,7 +26,7 @@ from weft.models.network.dropout import TokenDropout
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
 
 
-class Prefix(nn.Module):
+class PrefixKeysValues(nn.Module):
     """Prefix of one layer: keys `k` and values `v`, each [tokens, kv_heads x head_dim].
 
     Keys are used as they are, without rotation.
@@ -39,7 +39,7 @@ class Prefix(nn.Module):
         self.k = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
-    def beside(self, heads: Tensor) -> Tensor:
+    def build_heads(self, heads: Tensor) -> Tensor:
         """Return the prefix as `Attention.heads` would: [tokens, heads + 2 kv_heads, head_dim].
 
         The queries are zeros, whose results are not used.
@@ -49,7 +49,7 @@ class Prefix(nn.Module):
 
 
 @dataclass(frozen=True)
-class Ahead:
+class InsertedPrefix:
     """A pack with the prefix inserted before each of its sequences, for attention."""
 
     attention: AttentionContext
@@ -57,27 +57,27 @@ class Ahead:
     order: (
         Tensor  # int64 [all]: index of each token in (tokens of the pack, tokens of all prefixes)
     )
-    kept: Tensor  # int64 [T]: index of each of the pack's tokens in the result
+    pack_places: Tensor  # int64 [T]: index of each of the pack's tokens in the result
     owner: Tensor  # int64 [all]: a token of the pack in the same sequence
-    copies: int  # number of inserted prefixes
+    num_copies: int  # number of inserted prefixes
 
-    def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
+    def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
         """Insert the prefix's heads: [T, heads + 2 kv_heads, dim] -> [all, ...]."""
-        rows = prefix.beside(heads)
-        copies = rows.expand(self.copies, *rows.shape).flatten(0, 1)
+        rows = prefix.build_heads(heads)
+        copies = rows.expand(self.num_copies, *rows.shape).flatten(0, 1)
         return torch.cat([heads, copies]).index_select(0, self.order)
 
-    def out(self, mixed: Tensor) -> Tensor:
+    def remove_from(self, mixed: Tensor) -> Tensor:
         """Return attention of the pack's own tokens: [all, heads, dim] -> [T, ...]."""
-        return mixed.index_select(0, self.kept)
+        return mixed.index_select(0, self.pack_places)
 
-    def dropout(self, dropout: TokenDropout) -> TokenDropout:
+    def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
         """Return the dropout of every token; tokens of a prefix use that of their sequence."""
         return dropout.select(self.owner)
 
 
 @dataclass(frozen=True)
-class Cover:
+class OverwrittenPrefix:
     """New tokens of cached sequences, some of which are placeholders for the prefix's tokens.
 
     The new tokens `tokens`, int64 [n], are placeholders for the prefix's tokens `places`.
@@ -88,22 +88,22 @@ class Cover:
     tokens: Tensor
     places: Tensor
 
-    def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
+    def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
         """Replace the heads of placeholders: [T, heads + 2 kv_heads, dim]."""
-        return heads.index_copy(0, self.tokens, prefix.beside(heads)[self.places])
+        return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
 
-    def out(self, mixed: Tensor) -> Tensor:
+    def remove_from(self, mixed: Tensor) -> Tensor:
         """Return attention of the pack's own tokens, which are all tokens here."""
         return mixed
 
-    def dropout(self, dropout: TokenDropout) -> TokenDropout:
+    def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
         """Return the dropout unchanged: the placeholders are tokens of the pack."""
         return dropout
 
 
-def ahead(
+def insert_prefix(
     context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
-) -> Ahead:
+) -> InsertedPrefix:
     """Insert the prefix of `count` tokens before each sequence of a pack of `num_tokens`.
 
     A beginning that several sequences share gets one prefix.
@@ -114,7 +114,8 @@ def ahead(
     begins = torch.ones(dense.num_sequences, dtype=torch.int64, device=device)
     if isinstance(context, Prefixed):
         begins -= torch.tensor(
-            [_goes_on(context.joins, start) for start in dense.starts[:-1]], device=device
+            [_is_continuation(context.continuations, start) for start in dense.starts[:-1]],
+            device=device,
         ).long()
     before = begins.cumsum(0)  # prefixes up to each segment's first token
     # Find the new index of each token of the pack.
@@ -142,32 +143,32 @@ def ahead(
     bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
     wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):
-        wide = _joined(context, wide.dense, kept, count)
-    return Ahead(wide, _unrotated(rotation, order), order, kept, owner, copies)
+        wide = _build_prefixed(context, wide.dense, kept, count)
+    return InsertedPrefix(wide, _reorder_rotation(rotation, order), order, kept, owner, copies)
 
 
-def cover(
+def overwrite_prefix(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
-) -> Cover | None:
+) -> OverwrittenPrefix | None:
     """Find the new tokens that are placeholders for the `count` tokens of the prefix; None if none."""
     if isinstance(context, Paged):
-        if context.decodes:
+        if context.is_decode_step:
             return None
-    elif not begins_in_prefix(context, count):
+    elif not has_prefix_tokens(context, count):
         return None
     tokens = (positions < count).nonzero().flatten()
     if rotation is not None:
         cos, sin = rotation
         rotation = cos.index_fill(0, tokens, 1.0), sin.index_fill(0, tokens, 0.0)
-    return Cover(context, rotation, tokens, positions[tokens])
+    return OverwrittenPrefix(context, rotation, tokens, positions[tokens])
 
 
-def begins_in_prefix(context: Cached, count: int) -> bool:
+def has_prefix_tokens(context: Cached, count: int) -> bool:
     """Return True if a new token is a placeholder for one of the prefix's `count` tokens."""
     return bool((context.before + context.used < count).any())
 
 
-def train(network: nn.Module) -> None:
+def freeze_all_but_prefix(network: nn.Module) -> None:
     """Freeze everything but the prefix and a value or score head."""
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(is_prefix(name) or name == "score.weight")
@@ -178,28 +179,28 @@ def is_prefix(name: str) -> bool:
     return ".attention.prefix." in name
 
 
-def prefixes(network: nn.Module) -> list[Prefix]:
+def list_prefixes(network: nn.Module) -> list[PrefixKeysValues]:
     """Return the prefixes of the local layers; empty if the network has none."""
-    return [module for module in network.modules() if isinstance(module, Prefix)]
+    return [module for module in network.modules() if isinstance(module, PrefixKeysValues)]
 
 
-def _goes_on(joins: tuple[Join, ...], start: int) -> bool:
-    return any(join.rest[0] <= start < join.rest[1] for join in joins)
+def _is_continuation(joins: tuple[PrefixContinuation, ...], start: int) -> bool:
+    return any(join.continuation[0] <= start < join.continuation[1] for join in joins)
 
 
-def _joined(context: Prefixed, dense: Dense, kept: Tensor, count: int) -> Prefixed:
+def _build_prefixed(context: Prefixed, dense: Dense, kept: Tensor, count: int) -> Prefixed:
     places = kept.tolist()
     joins = tuple(
-        Join(
+        PrefixContinuation(
             (places[join.prefix[0]] - count, places[join.prefix[1] - 1] + 1),
-            (places[join.rest[0]], places[join.rest[1] - 1] + 1),
+            (places[join.continuation[0]], places[join.continuation[1] - 1] + 1),
         )
-        for join in context.joins
+        for join in context.continuations
     )
-    return Prefixed(dense, joins, kept[context.last])
+    return Prefixed(dense, joins, kept[context.last_tokens])
 
 
-def _unrotated(rotation: Rotation | None, order: Tensor) -> Rotation | None:
+def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | None:
     """Return the rotation in a new order; rows that it lacks (the prefix's) are not rotated."""
     if rotation is None:
         return None

@@ -50,7 +50,7 @@ class Quantized(Tensor):
         return cast(Quantized, made)
 
     @classmethod
-    def unfilled(
+    def build_empty(
         cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str
     ) -> Quantized:
         """Return a matrix without values, which are to be copied in later."""
@@ -67,27 +67,27 @@ class Quantized(Tensor):
         """Bytes of the rounded values and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
-    def on(self, device: torch.device | str) -> Quantized:
+    def to_device(self, device: torch.device | str) -> Quantized:
         """Return an empty matrix of the same form on another device."""
         rows, columns = self.shape
-        return Quantized.unfilled(rows, columns, self.kind, self.dtype, device)
+        return Quantized.build_empty(rows, columns, self.kind, self.dtype, device)
 
-    def rows(self, where: slice) -> Quantized:
+    def select_rows(self, where: slice) -> Quantized:
         """Return some rows as a view: values copied to it change this matrix."""
         return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
 
-    def whole(self) -> Tensor:
+    def to_whole(self) -> Tensor:
         """Return the dequantized matrix [out, in] in its dtype."""
         if self.kind == "8bit":
             return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
         shape = tuple(self.shape)
         scales = self.scales.reshape(-1)
-        made: Tensor = _library().dequantize_4bit(
+        made: Tensor = _import_library().dequantize_4bit(
             self.codes, scales, BLOCK, FORM, shape, self.dtype
         )
         return made
 
-    def hold(self, values: Tensor) -> None:
+    def store_rounded(self, values: Tensor) -> None:
         """Round these values and store them."""
         values = values.to(self.codes.device, torch.float32).expand(self.shape).contiguous()
         if self.kind == "8bit":
@@ -95,7 +95,7 @@ class Quantized(Tensor):
             self.scales.copy_(scales)
             self.codes.copy_((values / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_())
             return
-        codes, scales = _library().quantize_4bit(values, BLOCK, FORM, torch.uint8)
+        codes, scales = _import_library().quantize_4bit(values, BLOCK, FORM, torch.uint8)
         self.codes.copy_(codes.view(self.codes.shape))
         self.scales.copy_(scales.view(self.scales.shape))
 
@@ -114,43 +114,44 @@ class Quantized(Tensor):
         assert not (call._schema.is_mutable and isinstance(first, Quantized)), (
             f"{call} on a matrix held in few bits"
         )
-        plain = [whole(each) if isinstance(each, Tensor) else each for each in args]
+        plain = [to_whole(each) if isinstance(each, Tensor) else each for each in args]
         return call(
             *plain,
             **{
-                name: whole(v) if isinstance(v, Tensor) else v for name, v in (kwargs or {}).items()
+                name: to_whole(v) if isinstance(v, Tensor) else v
+                for name, v in (kwargs or {}).items()
             },
         )
 
 
-def _rows(
+def _slice_rows(
     held: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
     if dim == 0 and step == 1:
-        return held.rows(slice(start, end))
-    return held.whole()[(slice(None),) * dim + (slice(start, end, step),)]
+        return held.select_rows(slice(start, end))
+    return held.to_whole()[(slice(None),) * dim + (slice(start, end, step),)]
 
 
-def _same(held: Quantized, *_: Any, **__: Any) -> Quantized:
-    return held.rows(slice(None))
+def _build_alias(held: Quantized, *_: Any, **__: Any) -> Quantized:
+    return held.select_rows(slice(None))
 
 
-def _copied_in(held: Quantized, values: Tensor, non_blocking: bool = False) -> Quantized:
-    held.hold(whole(values))
+def _copy_in(held: Quantized, values: Tensor, non_blocking: bool = False) -> Quantized:
+    held.store_rounded(to_whole(values))
     return held
 
 
 OWN: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _same,
-    _aten.alias.default: _same,
-    _aten.slice.Tensor: _rows,
-    _aten.copy_.default: _copied_in,
+    _aten.detach.default: _build_alias,
+    _aten.alias.default: _build_alias,
+    _aten.slice.Tensor: _slice_rows,
+    _aten.copy_.default: _copy_in,
 }
 
 
-def whole(weight: Tensor) -> Tensor:
+def to_whole(weight: Tensor) -> Tensor:
     """Return a matrix in a form that can be multiplied: dequantized if it is `Quantized`."""
-    return weight.whole() if isinstance(weight, Quantized) else weight
+    return weight.to_whole() if isinstance(weight, Quantized) else weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,29 +160,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The backward pass keeps only the rounded form of W.
     """
     assert isinstance(weight, Quantized)
-    made: Tensor = _Linear.apply(x, weight, bias)
+    made: Tensor = _QuantizedLinear.apply(x, weight, bias)
     return made
 
 
-class _Linear(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     """Autograd function of `linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return kernels.product(x, weight.whole(), bias)
+        return kernels.product(x, weight.to_whole(), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[0]:
-            grad_x = kernels.product(gradients[0], ctx.weight.whole().T)
+            grad_x = kernels.product(gradients[0], ctx.weight.to_whole().T)
         else:
             grad_x = None
         return grad_x, None, None
 
 
-def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
+def quantize_matrices(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
     """Replace these layers' matrices `weight`, on the meta device, by quantized ones.
 
     Returns the number of their elements. In 4 bits, a matrix whose rows are not whole blocks is
@@ -195,13 +196,13 @@ def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
         if kind == "4bit" and columns % BLOCK:
             continue
         layer.weight = nn.Parameter(
-            Quantized.unfilled(rows, columns, kind, dtype, "meta"), requires_grad=False
+            Quantized.build_empty(rows, columns, kind, dtype, "meta"), requires_grad=False
         )
         count += rows * columns
     return count
 
 
-def give_memory(network: nn.Module, device: torch.device) -> None:
+def allocate_memory(network: nn.Module, device: torch.device) -> None:
     """Allocate a network like `network.to_empty(device)`, also if some matrices are quantized."""
     held = [
         module
@@ -209,17 +210,17 @@ def give_memory(network: nn.Module, device: torch.device) -> None:
         if isinstance(getattr(module, "weight", None), Quantized)
     ]
     made = [
-        (module, cast(Quantized, cast(Tensor, module.weight).detach()).on(device))
+        (module, cast(Quantized, cast(Tensor, module.weight).detach()).to_device(device))
         for module in held
     ]
     for module in held:
         module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-    network._apply(lambda tensor: _empty(tensor, device))
+    network._apply(lambda tensor: _allocate(tensor, device))
     for module, weight in made:
         module.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _empty(like: Tensor, device: torch.device) -> Tensor:
+def _allocate(like: Tensor, device: torch.device) -> Tensor:
     """Return memory for a tensor of the meta device.
 
     `torch.empty_like` would load sympy for such a tensor, which takes a third of a second.
@@ -229,13 +230,13 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(like, device=device)  # shards of FSDP2
 
 
-def num_bytes(network: nn.Module) -> tuple[int, int]:
+def count_bytes(network: nn.Module) -> tuple[int, int]:
     """Return (number of quantized elements, their bytes including scales)."""
     held = [weight for weight in network.parameters() if isinstance(weight, Quantized)]
     return sum(weight.numel() for weight in held), sum(weight.num_bytes for weight in held)
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     logging.getLogger(LIBRARY).setLevel(logging.ERROR)  # it warns of kernels that nobody asked for
     importlib.import_module(f"{LIBRARY}.functional")
     return torch.ops.bitsandbytes

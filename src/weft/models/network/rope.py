@@ -16,10 +16,10 @@ from torch import Tensor
 from weft.models.network.config import Rope
 
 # Schemes in which a position's angles depend on the length of its sequence.
-CHANGING = ("dynamic", "longrope")
+LENGTH_DEPENDENT_SCALINGS = ("dynamic", "longrope")
 
 
-def rotation(
+def compute_rotation(
     rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
@@ -28,7 +28,7 @@ def rotation(
     longrope) use each sequence's own length, so a pack gives the same results as separate
     sequences.
     """
-    frequencies, factor = _frequencies(rope, lengths)
+    frequencies, factor = _compute_frequencies(rope, lengths)
     angles = (positions[:, None].float() * frequencies)[:, None]
     cos = angles.cos()
     sin = angles.sin()
@@ -38,20 +38,20 @@ def rotation(
     return cos.to(dtype), sin.to(dtype)
 
 
-def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
+def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
     """Return (frequencies float32 [dim / 2] or [T, dim / 2], factor of cos and sin)."""
-    exponents, plain = _plain(rope.theta, rope.dim, lengths.device)
+    exponents, plain = _compute_plain_frequencies(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":
         return plain, 1.0
     if rope.scaling == "linear":
         return plain / values["factor"], 1.0
     if rope.scaling == "dynamic":
-        return _dynamic(rope, exponents, lengths), 1.0
+        return _scale_dynamic(rope, exponents, lengths), 1.0
     if rope.scaling == "llama3":
-        return _llama3(plain, values), 1.0
+        return _scale_llama3(plain, values), 1.0
     if rope.scaling == "yarn":
-        return _yarn(rope, plain), values["attention_factor"]
+        return _scale_yarn(rope, plain), values["attention_factor"]
     assert rope.scaling == "longrope", rope.scaling
     factors = torch.tensor([values["short_factor"], values["long_factor"]], device=lengths.device)
     long = (lengths > values["original"]).long()
@@ -59,7 +59,9 @@ def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
 
 
 @functools.lru_cache(maxsize=16)
-def _plain(theta: float, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _compute_plain_frequencies(
+    theta: float, dim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return (exponents, unscaled frequencies), each float32 [dim / 2].
 
     The result is cached, since every decode step needs it.
@@ -68,7 +70,7 @@ def _plain(theta: float, dim: int, device: torch.device) -> tuple[Tensor, Tensor
     return exponents, 1.0 / theta**exponents
 
 
-def _dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
+def _scale_dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
     """Return NTK-aware frequencies: beyond the trained length, the base grows (bloc97, 2023)."""
     factor = rope.values["factor"]
     original = rope.values["original"]
@@ -77,7 +79,7 @@ def _dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
     return 1.0 / base[:, None] ** exponents
 
 
-def _llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
+def _scale_llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
     """Return the frequencies of Llama 3.1.
 
     Low frequencies are divided by `factor`, high ones are unchanged, with a smooth transition
@@ -91,7 +93,7 @@ def _llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
     return (1 - smooth) * plain / factor + smooth * plain
 
 
-def _yarn(rope: Rope, plain: Tensor) -> Tensor:
+def _scale_yarn(rope: Rope, plain: Tensor) -> Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023), section 3.2.
 
     High frequencies are unchanged, low ones are divided by `factor`, with a linear transition
@@ -99,15 +101,15 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
     """
     values = rope.values
 
-    def dimension(turns: float) -> float:
+    def find_dimension(turns: float) -> float:
         return (
             rope.dim
             * math.log(values["original"] / (turns * 2 * math.pi))
             / (2 * math.log(rope.theta))
         )
 
-    low = dimension(values["beta_fast"])
-    high = dimension(values["beta_slow"])
+    low = find_dimension(values["beta_fast"])
+    high = find_dimension(values["beta_slow"])
     if values["truncate"]:
         low = math.floor(low)
         high = math.ceil(high)

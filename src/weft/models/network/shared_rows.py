@@ -13,7 +13,7 @@ class RowShare(Protocol):
     """Rows of a tensor that this rank has. Every rank must call each method."""
 
     @property
-    def own(self) -> Tensor:
+    def own_rows(self) -> Tensor:
         """int64 [n]: the rows of this rank."""
         ...
 
@@ -24,7 +24,7 @@ class RowShare(Protocol):
         """
         ...
 
-    def gather_alike(self, x: Tensor) -> Tensor:
+    def gather_replicated(self, x: Tensor) -> Tensor:
         """Return all rows, given this rank's [n, ...]; gradients are not summed.
 
         Used if all ranks compute the same result from the rows.
@@ -40,19 +40,19 @@ class RowShare(Protocol):
 class SharedRows:
     """Row shares of one pass.
 
-    `kept` int64 are the indices of this rank's tokens whose output is wanted.
+    `wanted_tokens` int64 are the indices of this rank's tokens whose output is wanted.
     """
 
-    tokens: RowShare  # of all tokens of the pack
-    wanted: RowShare  # of the rows whose output is wanted after the last block
-    kept: Tensor
+    token_share: RowShare  # of all tokens of the pack
+    wanted_share: RowShare  # of the rows whose output is wanted after the last block
+    wanted_tokens: Tensor
 
 
 class RowSharing(Protocol):
     """Factory of row shares: how the ranks share the rows of each pass."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        """Return the shares of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted.
+        """Return the shares of a pack of `token_share` [T] whose states at `rows` int64 [N] are wanted.
 
         With None, the states at all tokens are wanted.
         """
@@ -63,7 +63,9 @@ class RowSharing(Protocol):
         ...
 
 
-def entered(x: Tensor, share: RowShare | None, enter: Callable[[Tensor], Tensor] | None) -> Tensor:
+def gather_inputs(
+    x: Tensor, share: RowShare | None, enter: Callable[[Tensor], Tensor] | None
+) -> Tensor:
     """Return the states that a split layer reads: all rows, with gradients summed over the ranks.
 
     `share` gathers the rows; without it, all rows are already here and `enter` sums the gradients.

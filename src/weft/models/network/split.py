@@ -15,17 +15,17 @@ class VocabularySplit(Protocol):
     """
 
     @property
-    def first(self) -> int:
+    def first_id(self) -> int:
         """Id of this rank's first row of the output matrix."""
         ...
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """Number of ids of the whole vocabulary."""
         ...
 
     @property
-    def widest(self) -> int:
+    def max_ids(self) -> int:
         """Largest number of ids of a rank."""
         ...
 
@@ -39,14 +39,14 @@ class VocabularySplit(Protocol):
         """Return the values of all ids, without a gradient: [R, ids of this rank] -> [R, all ids]."""
         ...
 
-    def every(self, own: Tensor) -> Tensor:
+    def gather_candidates(self, own: Tensor) -> Tensor:
         """Return the values of all ranks in order, without a gradient: [R, K] -> [R, ranks * K]."""
         ...
 
 
-def own_ids(ids: Tensor, size: int, split: VocabularySplit | None) -> Tensor:
-    """Return ids relative to this rank's part of the vocabulary, of `size` ids; -1 for other ids."""
+def to_local_ids(ids: Tensor, size: int, split: VocabularySplit | None) -> Tensor:
+    """Return ids relative to this rank's part of the vocabulary, of `vocab_size` ids; -1 for other ids."""
     if split is None:
         return ids
-    local = ids - split.first
+    local = ids - split.first_id
     return torch.where((local >= 0) & (local < size), local, torch.full_like(local, -1))

@@ -14,7 +14,7 @@ from weft import kernels
 
 
 @dataclass(frozen=True)
-class Support:
+class SamplingSupport:
     """Ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalized over them.
 
     A row without ids is normalized over the whole vocabulary. A row's label always counts as kept.
@@ -22,15 +22,15 @@ class Support:
 
     ids: Tensor  # int64 [sum of counts]
     counts: Tensor  # int64 [N]
-    known: npt.NDArray[np.int64] | None = None  # the counts, on the host
+    known_counts: npt.NDArray[np.int64] | None = None  # the counts, on the host
 
     @cached_property
     def host_counts(self) -> npt.NDArray[np.int64]:
         """The counts on the host; waits for the device if they are not known there."""
-        if self.known is None:
+        if self.known_counts is None:
             counts: npt.NDArray[np.int64] = self.counts.cpu().numpy()
         else:
-            counts = self.known
+            counts = self.known_counts
         return counts
 
     @cached_property
@@ -38,19 +38,19 @@ class Support:
         """[N], on the host: index after each row's last id."""
         return np.cumsum(self.host_counts)
 
-    def select(self, rows: npt.NDArray[np.int64]) -> Support:
+    def select(self, rows: npt.NDArray[np.int64]) -> SamplingSupport:
         """Return the support of some rows, in rising order."""
         chosen = np.zeros(len(self.host_counts), np.bool_)
         chosen[rows] = True
         kept = np.flatnonzero(np.repeat(chosen, self.host_counts))
         device = self.ids.device
-        return Support(
+        return SamplingSupport(
             self.ids[kernels.put(kept, device)],
             self.counts[kernels.put(rows, device)],
             self.host_counts[rows],
         )
 
-    def outside(self, rows: slice, labels: Tensor, ids: slice) -> Tensor:
+    def find_outside(self, rows: slice, labels: Tensor, ids: slice) -> Tensor:
         """Return a mask [R, ids] of the ids that were not kept.
 
         `rows` are consecutive rows and `ids` a span of ids; `labels` [R] count as kept.

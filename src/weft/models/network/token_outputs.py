@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network.packed import RowGradient
-from weft.models.network.split import VocabularySplit, own_ids
-from weft.models.network.support import Support
+from weft.models.network.split import VocabularySplit, to_local_ids
+from weft.models.network.support import SamplingSupport
 
 # Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
 # float32; an accelerator needs more rows to run at full speed.
@@ -29,7 +29,7 @@ LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, too costly f
 
 
 @dataclass(frozen=True)
-class Projection:
+class OutputProjection:
     """Output layer: logits = cap(hidden weight^T + bias) with cap(x) = softcap tanh(x / softcap)."""
 
     weight: Tensor  # [V, H]
@@ -42,35 +42,35 @@ class Projection:
     @property
     def vocab_size(self) -> int:
         """Number of ids of the whole vocabulary."""
-        return self.weight.shape[0] if self.split is None else self.split.size
+        return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
-    def chunk_rows(self) -> int:
+    def count_chunk_rows(self) -> int:
         """Return the number of rows whose logits are computed at once; equal on all ranks."""
-        return chunk_rows(
-            self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device
+        return count_chunk_rows(
+            self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
 
-    def logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, V] of the whole vocabulary, before any temperature.
 
-        All R rows are computed at once. `wide` is the result of `kernels.kept_wide` for the weight.
+        All R rows are computed at once. `wide` is the result of `kernels.prepare_wide` for the weight.
         """
-        own = self.own_logits(hidden, wide)
+        own = self.compute_local_logits(hidden, wide)
         return own if self.split is None else self.split.gather(own)
 
-    def own_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `logits` does, of the local part of the vocabulary."""
-        return _cap(_project(hidden, self.weight, self.bias, wide), self.softcap)
+    def compute_local_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
+        """Return logits as `compute_logits` does, of the local part of the vocabulary."""
+        return _apply_softcap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
-def token_outputs(
+def compute_token_outputs(
     hidden: Tensor,
     labels: Tensor,
-    projection: Projection,
+    projection: OutputProjection,
     want: frozenset[Output],
     *,
     temperature: float = 1.0,
-    support: Support | None = None,
+    support: SamplingSupport | None = None,
     chunk: int | None = None,
     gradient: RowGradient | None = None,
 ) -> dict[Output, Tensor]:
@@ -81,14 +81,14 @@ def token_outputs(
     and the projection; top1 (1 if the label is the most likely id) is not.
 
     `chunk` is the number of rows computed at once, by default as many as keep the logits small.
-    `gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
+    `compute_gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
     backward pass then need not compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
-    rows = chunk or projection.chunk_rows()
+    rows = chunk or projection.count_chunk_rows()
     wanted = ("entropy" in want, "top1" in want)
     sums = projection.gradient_sum
-    settings = _Settings(
+    settings = _TokenOutputSettings(
         projection.softcap, temperature, rows, *wanted, support, known, projection.split, sums
     )
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
@@ -96,13 +96,13 @@ def token_outputs(
     return {name: value for name, value in zip(names, values, strict=True) if name in want}
 
 
-def chunk_rows(vocab_size: int, device: torch.device) -> int:
+def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
     """Return the number of rows whose logits are computed at once."""
     return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _TokenOutputSettings:
     """Arguments of `_TokenOutputs` other than tensors with gradients."""
 
     softcap: float | None
@@ -110,13 +110,13 @@ class _Settings:
     chunk: int
     entropy: bool
     top1: bool
-    support: Support | None
+    support: SamplingSupport | None
     gradient: RowGradient | None
     split: VocabularySplit | None
     gradient_sum: kernels.GradientSum | None
 
 
-class Gradients:
+class ProjectionGradients:
     """Gradients of a projection's inputs, summed over chunks of rows.
 
     The weight's gradient goes to its `gradient_sum` if there is one.
@@ -131,13 +131,13 @@ class Gradients:
         gradient_sum: kernels.GradientSum | None = None,
     ) -> None:
         self._gradient_sum = gradient_sum
-        self._kept = torch.promote_types(weight.dtype, torch.float32)
+        self._sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         self._inputs = (hidden, weight, bias)
         self._needed = needed
         self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
         self._grad_weight: Tensor | None = None
         if bias is not None and needed[2]:
-            self._grad_bias: Tensor | None = torch.zeros_like(bias, dtype=self._kept)
+            self._grad_bias: Tensor | None = torch.zeros_like(bias, dtype=self._sum_dtype)
         else:
             self._grad_bias = None
 
@@ -158,15 +158,15 @@ class Gradients:
             self._grad_bias += scale @ grad_logits
 
     def _add_weight(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        if self._grad_weight is None and (hidden.dtype == self._kept or not hidden.is_cpu):
+        if self._grad_weight is None and (hidden.dtype == self._sum_dtype or not hidden.is_cpu):
             # The first product can be the sum itself: no zeros need to be written and read.
             self._grad_weight = kernels.wide_product(grad_logits.T, hidden.T)
         else:
-            kernels.add_product(self._weight_so_far(), grad_logits.T, hidden.T)
+            kernels.add_product(self._get_weight_gradient(), grad_logits.T, hidden.T)
 
-    def _weight_so_far(self) -> Tensor:
+    def _get_weight_gradient(self) -> Tensor:
         if self._grad_weight is None:
-            self._grad_weight = torch.zeros_like(self._inputs[1], dtype=self._kept)
+            self._grad_weight = torch.zeros_like(self._inputs[1], dtype=self._sum_dtype)
         return self._grad_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -174,9 +174,9 @@ class Gradients:
         _, weight, bias = self._inputs
         grad_weight = None
         if self._needed[1] and self._gradient_sum is not None:
-            self._gradient_sum.take(self._weight_so_far())
+            self._gradient_sum.take(self._get_weight_gradient())
         elif self._needed[1]:
-            grad_weight = self._weight_so_far().to(weight.dtype)
+            grad_weight = self._get_weight_gradient().to(weight.dtype)
         if self._grad_bias is None or bias is None:
             grad_bias = None
         else:
@@ -185,16 +185,20 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class _Softmax:
+class _RowSoftmax:
     """Logits over the temperature of some rows, with the statistics of their softmax or log-probs."""
 
     logits: Tensor
     capped: Tensor
-    found: kernels.Statistics | None
+    statistics: kernels.SoftmaxStatistics | None
     logp: Tensor | None
 
-    def gradient(
-        self, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, settings: _Settings
+    def compute_gradient(
+        self,
+        labels: Tensor,
+        grad_logprob: Tensor,
+        grad_entropy: Tensor | None,
+        settings: _TokenOutputSettings,
     ) -> tuple[Tensor, Tensor]:
         """Return (gradient with respect to the logits before the temperature [R, V], factors [R]).
 
@@ -203,34 +207,34 @@ class _Softmax:
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         # Weft's kernel computes the gradient from the statistics.
-        if self.found is not None:
+        if self.statistics is not None:
             if settings.softcap is not None and self.logits is self.capped:
                 made = self.capped.clone()
             else:
                 made = self.logits
-            kernels.to_gradients(made, self.found, labels, grad_logprob, grad_entropy)
-            return through_cap(made, self.capped, settings.softcap), whole
+            kernels.to_gradients(made, self.statistics, labels, grad_logprob, grad_entropy)
+            return apply_cap_gradient(made, self.capped, settings.softcap), whole
         # Torch computes it from the log-probs.
         assert self.logp is not None
         if grad_entropy is None:
             p = self.logp.exp_()
             p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
-            return through_cap(
+            return apply_cap_gradient(
                 p, self.capped, settings.softcap
             ), -grad_logprob / settings.temperature
         p = self.logp.exp()
-        finite = _finite(self.logp, settings)
+        finite = _replace_infinite(self.logp, settings)
         made = p * -grad_logprob[:, None]
         made.scatter_add_(1, labels[:, None], grad_logprob[:, None])
         made -= grad_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
-        return through_cap(made, self.capped, settings.softcap), whole
+        return apply_cap_gradient(made, self.capped, settings.softcap), whole
 
 
 @dataclass(frozen=True)
-class _Known:
+class _ChunkResults:
     """Results of one chunk of rows; `entropy` and `best` [R] are None if they are not wanted."""
 
-    softmax: _Softmax
+    softmax: _RowSoftmax
     labels: Tensor  # relative to this rank's part of the vocabulary; below 0 if not in it
     logprobs: Tensor
     lse: Tensor | None = None
@@ -238,35 +242,46 @@ class _Known:
     best: Tensor | None = None  # the most likely id of the whole vocabulary
 
 
-def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> _Known:
-    """Compute the results of `logits` over the temperature [R, V] and `labels` [R]."""
+def _compute_results(
+    logits: Tensor, capped: Tensor, labels: Tensor, settings: _TokenOutputSettings
+) -> _ChunkResults:
+    """Compute the results of `compute_logits` over the temperature [R, V] and `labels` [R]."""
     if settings.split is not None:
-        return _known_of_part(logits, capped, labels, settings, settings.split)
+        return _compute_split_results(logits, capped, labels, settings, settings.split)
     if kernels.serves(logits):
         found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
         own = logits.gather(1, labels[:, None])[:, 0] - found.lse
-        return _Known(
-            _Softmax(logits, capped, found, None), labels, own, found.lse, found.entropy, found.best
+        return _ChunkResults(
+            _RowSoftmax(logits, capped, found, None),
+            labels,
+            own,
+            found.lse,
+            found.entropy,
+            found.best,
         )
     logp = torch.log_softmax(logits, dim=-1)
     own = logp.gather(1, labels[:, None])[:, 0]
     if settings.entropy:
-        entropy = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings))
+        entropy = -torch.linalg.vecdot(logp.exp(), _replace_infinite(logp, settings))
     else:
         entropy = None
     best = logp.argmax(-1) if settings.top1 else None
-    return _Known(_Softmax(logits, capped, None, logp), labels, own, None, entropy, best)
+    return _ChunkResults(_RowSoftmax(logits, capped, None, logp), labels, own, None, entropy, best)
 
 
-def _known_of_part(
-    logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings, split: VocabularySplit
-) -> _Known:
-    """Compute the results as `_known` does, from logits of one part of the vocabulary.
+def _compute_split_results(
+    logits: Tensor,
+    capped: Tensor,
+    labels: Tensor,
+    settings: _TokenOutputSettings,
+    split: VocabularySplit,
+) -> _ChunkResults:
+    """Compute the results as `_compute_results` does, from logits of one part of the vocabulary.
 
     With lse_r and H_r of each rank's part, the log of the sum over all ids is lse = logsumexp of
     lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
     """
-    labels = own_ids(labels, logits.shape[1], split)
+    labels = to_local_ids(labels, logits.shape[1], split)
     found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
     lse = split.logsumexp(found.lse)
     own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
@@ -278,13 +293,17 @@ def _known_of_part(
         mean = torch.where(share > 0, share * (found.lse - found.entropy), torch.zeros_like(share))
         entropy = lse - split.sum(mean)
     if found.best is not None:
-        best = split.argmax(logits.gather(1, found.best[:, None])[:, 0], found.best + split.first)
-    whole = kernels.Statistics(lse, entropy, None)
-    return _Known(_Softmax(logits, capped, whole, None), labels, logprobs, lse, entropy, best)
+        best = split.argmax(
+            logits.gather(1, found.best[:, None])[:, 0], found.best + split.first_id
+        )
+    whole = kernels.SoftmaxStatistics(lse, entropy, None)
+    return _ChunkResults(
+        _RowSoftmax(logits, capped, whole, None), labels, logprobs, lse, entropy, best
+    )
 
 
 class _TokenOutputs(torch.autograd.Function):
-    """Autograd function of `token_outputs`."""
+    """Autograd function of `compute_token_outputs`."""
 
     @staticmethod
     def forward(
@@ -293,7 +312,7 @@ class _TokenOutputs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        settings: _Settings,
+        settings: _TokenOutputSettings,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kept = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_zeros(len(labels), dtype=kept)
@@ -306,12 +325,14 @@ class _TokenOutputs(torch.autograd.Function):
         given: dict[Output, Tensor] = {}
         total = None
         if settings.gradient is not None and any(ctx.needs_input_grad):
-            total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
+            total = ProjectionGradients(
+                hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
+            )
         # Compute the outputs chunk by chunk, and the gradients too if their function is known.
-        for rows in chunks(len(labels), settings.chunk):
-            capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
-            known = _known(
-                _tempered(capped, rows, labels, settings), capped, labels[rows], settings
+        for rows in split_rows(len(labels), settings.chunk):
+            capped = _apply_softcap(_project(hidden[rows], weight, bias), settings.softcap)
+            known = _compute_results(
+                _apply_temperature(capped, rows, labels, settings), capped, labels[rows], settings
             )
             logprobs[rows] = known.logprobs
             if known.lse is not None:
@@ -323,7 +344,12 @@ class _TokenOutputs(torch.autograd.Function):
             if settings.gradient is not None and total is not None:
                 for name, value in settings.gradient(outputs).items():
                     given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
-                total.add(rows, *known.softmax.gradient(known.labels, *_of(given, rows), settings))
+                total.add(
+                    rows,
+                    *known.softmax.compute_gradient(
+                        known.labels, *_select_gradients(given, rows), settings
+                    ),
+                )
             del capped, known  # free them before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
         ctx.settings = settings
@@ -338,68 +364,76 @@ class _TokenOutputs(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
-        settings: _Settings = ctx.settings
-        made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
+        settings: _TokenOutputSettings = ctx.settings
+        made: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # free the gradients, except those of the parameters
         # Use the gradients of the forward pass if they are for these gradients of the outputs.
         if (
             made is not None
-            and same(gradients[0], made[1].get("logprobs"))
-            and same(gradients[1], made[1].get("entropy"))
+            and is_same_gradient(gradients[0], made[1].get("logprobs"))
+            and is_same_gradient(gradients[1], made[1].get("entropy"))
         ):
             return made[0].cast()
         # Else compute the logits again.
-        total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
+        total = ProjectionGradients(
+            hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
+        )
         known: dict[Output, Tensor] = {
             "logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]
         }
         if gradients[1] is not None:
             known["entropy"] = gradients[1]
-        for rows in chunks(len(labels), settings.chunk):
-            capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
-            softmax, at = _again(
-                _tempered(capped, rows, labels, settings),
+        for rows in split_rows(len(labels), settings.chunk):
+            capped = _apply_softcap(_project(hidden[rows], weight, bias), settings.softcap)
+            softmax, at = _recompute_softmax(
+                _apply_temperature(capped, rows, labels, settings),
                 capped,
                 labels[rows],
                 settings,
                 lse[rows],
                 entropies[rows] if "entropy" in known else None,
             )
-            total.add(rows, *softmax.gradient(at, *_of(known, rows), settings))
+            total.add(
+                rows, *softmax.compute_gradient(at, *_select_gradients(known, rows), settings)
+            )
             del capped, softmax  # free them before the next chunk is computed
         return total.cast()
 
 
-def _again(
+def _recompute_softmax(
     logits: Tensor,
     capped: Tensor,
     labels: Tensor,
-    settings: _Settings,
+    settings: _TokenOutputSettings,
     lse: Tensor,
     entropy: Tensor | None,
-) -> tuple[_Softmax, Tensor]:
-    """Return (softmax of rows with known statistics, their labels in the form of `_Known`)."""
+) -> tuple[_RowSoftmax, Tensor]:
+    """Return (softmax of rows with known statistics, their labels in the form of `_ChunkResults`)."""
     if settings.split is not None:
-        labels = own_ids(labels, logits.shape[1], settings.split)
+        labels = to_local_ids(labels, logits.shape[1], settings.split)
     if settings.split is not None or kernels.serves(logits):
-        return _Softmax(logits, capped, kernels.Statistics(lse, entropy, None), None), labels
-    return _Softmax(logits, capped, None, torch.log_softmax(logits, dim=-1)), labels
+        return _RowSoftmax(
+            logits, capped, kernels.SoftmaxStatistics(lse, entropy, None), None
+        ), labels
+    return _RowSoftmax(logits, capped, None, torch.log_softmax(logits, dim=-1)), labels
 
 
-def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor | None]:
+def _select_gradients(
+    gradients: Mapping[Output, Tensor], rows: slice
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of the log-probs and of the entropy of some rows."""
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
 
 
-def through_cap(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
+def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
     """Return the gradient with respect to logits before the soft cap; overwrites `grad_logits`."""
     if softcap is None:
         return grad_logits
     return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
 
 
-def same(one: Tensor | None, other: Tensor | None) -> bool:
+def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether two gradients are equal; on an accelerator, True without a comparison.
 
     A comparison there would wait for the device.
@@ -409,7 +443,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return one.device.type != "cpu" or torch.equal(one, other)
 
 
-def chunks(total: int, size: int) -> list[slice]:
+def split_rows(total: int, size: int) -> list[slice]:
     """Return the rows 0 to `total` as slices of at most `size` rows."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
@@ -424,18 +458,20 @@ def _project(
     return kernels.wide_product(hidden, weight, bias, wide)
 
 
-def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+def _apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _finite(logp: Tensor, settings: _Settings) -> Tensor:
+def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:
     """Return logp with 0 for ids outside their row's support, so that p log p is 0 there."""
     if settings.support is None:
         return logp
     return logp.masked_fill(logp == float("-inf"), 0.0)
 
 
-def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
+def _apply_temperature(
+    logits: Tensor, rows: slice, labels: Tensor, settings: _TokenOutputSettings
+) -> Tensor:
     """Return logits over the temperature; ids outside a row's support are minus infinity."""
     if settings.temperature != 1.0:  # in place where nobody asks for those before it
         if settings.softcap is None:
@@ -444,6 +480,6 @@ def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) 
             logits = logits / settings.temperature
     if settings.support is None:
         return logits
-    first = 0 if settings.split is None else settings.split.first
+    first = 0 if settings.split is None else settings.split.first_id
     ids = slice(first, first + logits.shape[1])
-    return logits.masked_fill(settings.support.outside(rows, labels[rows], ids), float("-inf"))
+    return logits.masked_fill(settings.support.find_outside(rows, labels[rows], ids), float("-inf"))

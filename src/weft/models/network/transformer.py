@@ -48,11 +48,11 @@ from weft.models.network import dropout, prefix, rope
 from weft.models.network.block import Block, BlockContext, Norm
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
-from weft.models.network.head import LMHead, Pooling, ValueHead, mean_scores, score_rows
+from weft.models.network.head import LMHead, Pooling, ValueHead, average_scores, find_score_rows
 from weft.models.network.packed import Packed
-from weft.models.network.shared_rows import RowShare, RowSharing, SharedRows, entered
-from weft.models.network.support import Support
-from weft.models.network.token_outputs import Projection
+from weft.models.network.shared_rows import RowShare, RowSharing, SharedRows, gather_inputs
+from weft.models.network.support import SamplingSupport
+from weft.models.network.token_outputs import OutputProjection
 
 Head = Literal["lm", "value", "score"]
 OUTPUTS: dict[str, frozenset[Output]] = {
@@ -116,26 +116,26 @@ class Transformer(nn.Module):
         # Create the modules of this stage.
         width = config.embed_dim or config.hidden_size
         hidden = config.hidden_size
-        self.begins = self.held_layers[0] == 0
-        self.ends = self.held_layers[-1] == config.num_layers - 1
-        if self.begins or (self.ends and head == "lm" and config.tied):
+        self.is_first_stage = self.held_layers[0] == 0
+        self.is_last_stage = self.held_layers[-1] == config.num_layers - 1
+        if self.is_first_stage or (self.is_last_stage and head == "lm" and config.tied):
             self.embed = Embedding(config.vocab_size, width)
-        if self.begins and config.learned_positions is not None:
+        if self.is_first_stage and config.learned_positions is not None:
             self.positions = nn.Embedding(config.learned_positions, hidden)
-        if width != hidden and self.begins:
+        if width != hidden and self.is_first_stage:
             self.embed_in = nn.Linear(width, hidden, bias=False)
-        if width != hidden and self.ends:
+        if width != hidden and self.is_last_stage:
             self.embed_out = nn.Linear(hidden, width, bias=False)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in self.held_layers)
-        if self.ends and config.final_norm:
+        if self.is_last_stage and config.final_norm:
             self.norm = Norm(config)
-        if self.ends and head != "lm":
+        if self.is_last_stage and head != "lm":
             self.score = ValueHead(width)
-        elif self.ends:
+        elif self.is_last_stage:
             self.head = LMHead(config)
 
     @classmethod
-    def empty(
+    def build_empty(
         cls,
         config: TransformerConfig,
         head: Head = "lm",
@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         x: Packed,
         want: frozenset[Output],
         temperature: float = 1.0,
-        support: Support | None = None,
+        support: SamplingSupport | None = None,
         states: Tensor | None = None,
     ) -> dict[Output, Tensor] | Tensor:
         """Return the outputs `want`, or the states [T, hidden] if this is not the last stage.
@@ -196,26 +196,28 @@ class Transformer(nn.Module):
         # Choose the rows whose states are needed.
         mean = self.kind == "score" and self.pooling == "mean"
         rows: Tensor | None = None
-        if self.ends and not mean:
-            rows = score_rows(x, self.padding) if self.kind == "score" else x.rows
+        if self.is_last_stage and not mean:
+            rows = find_score_rows(x, self.padding) if self.kind == "score" else x.rows
         shared = None if self.sharing is None else self.sharing(x.tokens, rows)
-        found = self.hidden(x, rows, states, shared)
-        if not self.ends:
+        found = self.compute_hidden(x, rows, states, shared)
+        if not self.is_last_stage:
             return found
         # Apply the head.
         if self.kind == "lm":
-            found = entered(found, None if shared is None else shared.wanted, self.enter)
+            found = gather_inputs(
+                found, None if shared is None else shared.wanted_share, self.enter
+            )
             outputs: dict[Output, Tensor] = self.head(
-                found, x, want, self._tied, temperature, support
+                found, x, want, self._tied_matrix, temperature, support
             )
             return outputs
         values: Tensor = self.score(found)
-        values = values if shared is None else shared.wanted.gather_alike(values)
+        values = values if shared is None else shared.wanted_share.gather_replicated(values)
         if mean:
-            return {"scores": mean_scores(values, x.attention)}
+            return {"scores": average_scores(values, x.attention)}
         return {"scores" if self.kind == "score" else "values": values}
 
-    def hidden(
+    def compute_hidden(
         self,
         x: Packed,
         rows: Tensor | None = None,
@@ -227,24 +229,24 @@ class Transformer(nn.Module):
         If this is not the last stage, these are the outputs of its last block. If ranks share the
         rows (`shared`), only this rank's are returned.
         """
-        assert self.begins != (states is not None), (
+        assert self.is_first_stage != (states is not None), (
             "states are given if and only if there is no embedding"
         )
         keys = None
         count = self.prefix_tokens
         if x.dropout is not None:
-            keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
+            keys = TokenDropout.from_lengths(x.dropout, x.attention.dense.lengths, x.positions)
         if count and not isinstance(x.attention, Cached | Paged):
             x = replace(x, positions=x.positions + count)
         if states is None:
-            states = self._embedded(x, keys, shared)
+            states = self._embed(x, keys, shared)
         at = BlockContext(
-            x.attention, self._rotation(x, states.dtype), keys, x.aux_loss, shared=shared
+            x.attention, self._compute_rotation(x, states.dtype), keys, x.aux_loss, shared=shared
         )
         if count:
-            at = replace(at, prefix=_prefix_of(x, at, count))
-        states = self._through(states, at, rows)
-        if not self.ends:
+            at = replace(at, prefix=_place_prefix(x, at, count))
+        states = self._run_blocks(states, at, rows)
+        if not self.is_last_stage:
             return states
         if self.config.final_norm:
             states = self.norm(states)
@@ -255,21 +257,21 @@ class Transformer(nn.Module):
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, V] before any temperature, given states [R, width].
 
-        `wide` is the result of `kernels.kept_wide` for `output_matrix`.
+        `wide` is the result of `kernels.prepare_wide` for `output_matrix`.
         """
-        return self.projection.logits(hidden_rows, wide)
+        return self.projection.compute_logits(hidden_rows, wide)
 
     @property
     def output_matrix(self) -> Tensor | None:
         """Matrix that maps states to logits; None if another rank has it."""
-        return self.projection.weight if self.ends and self.kind == "lm" else None
+        return self.projection.weight if self.is_last_stage and self.kind == "lm" else None
 
     @property
-    def projection(self) -> Projection:
+    def projection(self) -> OutputProjection:
         """Output layer of a network with an lm head."""
-        return self.head.projection(self._tied)
+        return self.head.build_projection(self._tied_matrix)
 
-    def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
+    def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
         """Return whether a prefix of several sequences can be computed once.
 
         `longest` is the largest number of tokens of any of them; `on` is a device, by default that
@@ -281,7 +283,9 @@ class Transformer(nn.Module):
         device = on or next(self.parameters()).device
         longest += self.prefix_tokens
         whole = all(window is None or window >= longest for window in config.windows)
-        by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
+        by_length = (
+            config.rope is not None and config.rope.scaling in rope.LENGTH_DEPENDENT_SCALINGS
+        )
         mean = self.kind == "score" and self.pooling == "mean"
         if device.type == "cpu":
             attends = config.attention_softcap is None
@@ -296,23 +300,23 @@ class Transformer(nn.Module):
         return self.config.prefix_tokens if own is not None and own.active else 0
 
     @property
-    def reads_pages(self) -> bool:
+    def can_read_pages(self) -> bool:
         """True: keys and values can be stored in pages (`weft.models.kv.pages`)."""
         return True
 
     @property
-    def _tied(self) -> Tensor | None:
+    def _tied_matrix(self) -> Tensor | None:
         return self.embed.weight if self.config.tied else None
 
-    def _embedded(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
+    def _embed(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
         """Return the embeddings of tokens and positions, [T, hidden], or this rank's rows of them."""
         config = self.config
-        share = None if shared is None else shared.tokens
+        share = None if shared is None else shared.token_share
         positions = x.positions
         states: Tensor = self.embed(x.tokens, share)
         if share is not None:
-            positions = positions[share.own]
-            keys = None if keys is None else keys.select(share.own)
+            positions = positions[share.own_rows]
+            keys = None if keys is None else keys.select(share.own_rows)
         if config.embed_scale is not None:
             states = states * torch.full(
                 (), config.embed_scale, dtype=states.dtype, device=states.device
@@ -325,7 +329,7 @@ class Transformer(nn.Module):
             return states
         return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
-    def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
+    def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
         """Return the outputs [T, hidden] of the last local block, or [N, hidden] of `rows`."""
         # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
@@ -344,25 +348,27 @@ class Transformer(nn.Module):
         applied = len(self.blocks) > 0 and last.rows is rows
         if rows is None or applied:
             return states
-        return replace(at, rows=rows).stream(states)
+        return replace(at, rows=rows).select_residual(states)
 
-    def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def _compute_rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
         if settings is None:
             return None
         # Only schemes that depend on the length need it; to compute it, the host waits for a GPU.
-        changing = settings.scaling in rope.CHANGING
+        changing = settings.scaling in rope.LENGTH_DEPENDENT_SCALINGS
         lengths = x.attention.token_lengths if changing else x.positions
         if changing and not isinstance(x.attention, Cached | Paged):
             lengths = lengths + self.prefix_tokens
-        return rope.rotation(settings, x.positions, lengths, dtype)
+        return rope.compute_rotation(settings, x.positions, lengths, dtype)
 
 
-def _prefix_of(x: Packed, at: BlockContext, count: int) -> prefix.Ahead | prefix.Cover | None:
+def _place_prefix(
+    x: Packed, at: BlockContext, count: int
+) -> prefix.InsertedPrefix | prefix.OverwrittenPrefix | None:
     """Return the places of the prefix's `count` tokens in a pass; None if the pass has none."""
     if isinstance(x.attention, Cached | Paged):
-        return prefix.cover(x.attention, at.rotation, x.positions, count)
+        return prefix.overwrite_prefix(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
         "ranks that share the tokens of a pack have no prefix"
     )
-    return prefix.ahead(x.attention, at.rotation, len(x.tokens), count)
+    return prefix.insert_prefix(x.attention, at.rotation, len(x.tokens), count)

@@ -7,21 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
-from weft.data.messages import normalise
-from weft.data.named.example import Example, Use, alternating, conversation
-from weft.data.named.fields import fill, pick
-from weft.data.rows import MESSAGE_KEYS, BadRow, Row, need
+from weft.data.messages import normalize_messages
+from weft.data.named.example import Example, ReaderContext, make_alternating_messages, make_example
+from weft.data.named.fields import fill_template, pick_value
+from weft.data.rows import MESSAGE_KEYS, BadRow, Row, require_key
 from weft.registry import register_reader
 
 MAX_CHARS = 32 * 1024
 REFERENCE = re.compile(r"\[\s?\d+\s?\]")
-GO_ON = ("...", "Please continue", "Go on")  # replacements of an empty turn of the user
+CONTINUE_TEXTS = ("...", "Please continue", "Go on")  # replacements of an empty turn of the user
 
 
 @register_reader("messages")
 def messages(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     column: str | None = None,
     lang: str | None = None,
@@ -32,24 +32,28 @@ def messages(
     The messages (`role`/`content` or `from`/`value`) are under the usual keys or in `column`.
     """
     for index, row in enumerate(rows):
-        turns = normalise(pick(column or need(row, MESSAGE_KEYS, "chat"), row, use.random(index)))
+        turns = normalize_messages(
+            pick_value(
+                column or require_key(row, MESSAGE_KEYS, "chat"), row, use.make_random(index)
+            )
+        )
         last = max(
             (number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"),
             default=0,
         )
         if last < 2:
             use.skip("no turn of the assistant")
-        elif not filter_words or use.clean(*(turn["content"] for turn in turns[:last])):
+        elif not filter_words or use.accept_texts(*(turn["content"] for turn in turns[:last])):
             use.note_columns(row, "system", "tools")
             use.cut["turns after the last reply"] += last < len(turns)
             turns = turns[:last]
-            yield conversation([{**turn, **({"lang": lang} if lang else {})} for turn in turns])
+            yield make_example([{**turn, **({"lang": lang} if lang else {})} for turn in turns])
 
 
 @register_reader("sharegpt")
 def sharegpt(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     column: str = "conversations",
     max_chars: int = MAX_CHARS,
@@ -61,19 +65,21 @@ def sharegpt(
     are left out if the bot begins, if they end with the user, or if the bot says nothing.
     """
     for index, row in enumerate(rows):
-        turns = _joined(_said(row[column], use.random(index)))
+        turns = _join_turns(_read_turns(row[column], use.make_random(index)))
         if turns is None or not turns or turns[0][0] != "human":
             use.skip("begun by the bot, or with an empty turn of the bot")
         elif len(turns) % 2:
             use.skip("no reply to the last turn")
         else:
             use.note_columns(row, "system", "tools")
-            yield conversation(
-                alternating(use.shorten([text for _, text in turns], max_chars), lang=lang)
+            yield make_example(
+                make_alternating_messages(
+                    use.truncate_turns([text for _, text in turns], max_chars), lang=lang
+                )
             )
 
 
-def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
+def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
     """Iterate over (speaker, text) of the turns; stop with None at an empty turn of the bot."""
     for turn in turns:
         speaker = turn["from"]
@@ -82,12 +88,12 @@ def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | No
             yield None
             return
         text = REFERENCE.sub(
-            "", (text or random.choice(GO_ON)).replace(r"\_", "_").replace(r"\*", "*")
+            "", (text or random.choice(CONTINUE_TEXTS)).replace(r"\_", "_").replace(r"\*", "*")
         )
         yield speaker, text.strip()
 
 
-def _joined(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
+def _join_turns(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
     """Join consecutive turns of one speaker with newlines; return None if a turn is None."""
     found: list[tuple[str, str]] = []
     for turn in turns:
@@ -101,8 +107,8 @@ def _joined(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | 
 
 
 @register_reader("gpt4all")
-def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Make examples of rows `{prompt, response}` and `{conversation: [{User, Bot}]}`.
+def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
+    """Make examples of rows `{prompt, response}` and `{make_example: [{User, Bot}]}`.
 
     Each entry of a conversation has one of the two keys.
     """
@@ -120,16 +126,20 @@ def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
                 for who in ("User", "Bot")
                 if line.get(who)
             ]
-            turns = _joined(said) or []
+            turns = _join_turns(said) or []
         if len(turns) < 2 or turns[0][0] != "User":
             use.skip("begun by the bot, or no reply")
-        elif use.clean(*(text for _, text in turns)):
+        elif use.accept_texts(*(text for _, text in turns)):
             use.cut["turns after the last reply"] += len(turns) % 2
-            yield conversation(alternating([text for _, text in turns][: len(turns) // 2 * 2]))
+            yield make_example(
+                make_alternating_messages([text for _, text in turns][: len(turns) // 2 * 2])
+            )
 
 
 @register_reader("soda")
-def soda(rows: Iterable[Row], use: Use, *, input_max_length: int = MAX_CHARS) -> Iterator[Example]:
+def soda(
+    rows: Iterable[Row], use: ReaderContext, *, input_max_length: int = MAX_CHARS
+) -> Iterator[Example]:
     """Make examples of dialogues of two people, the second of whom is the assistant.
 
     The narrative is put before the first turn.
@@ -144,13 +154,13 @@ def soda(rows: Iterable[Row], use: Use, *, input_max_length: int = MAX_CHARS) ->
             use.skip("not two speakers in turn")
             continue
         lines[0] = f"{row['narrative']} You are {speakers[1]}. {lines[0]}"
-        yield conversation(alternating(use.shorten(lines, input_max_length)))
+        yield make_example(make_alternating_messages(use.truncate_turns(lines, input_max_length)))
 
 
 @register_reader("marked")
 def marked(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     column: str = "text",
     user: str = "User:",
@@ -169,7 +179,8 @@ def marked(
     for row in rows:
         pieces = marks.split(str(row[column] or ""))
         turns = (
-            _joined(zip(pieces[1::2], (piece.strip() for piece in pieces[2::2]), strict=True)) or []
+            _join_turns(zip(pieces[1::2], (piece.strip() for piece in pieces[2::2]), strict=True))
+            or []
         )
         if (
             len(turns) < 2
@@ -181,14 +192,14 @@ def marked(
         else:
             found.append([text for _, text in turns])
     if min_length is not None or max_count is not None:
-        use.random("order").shuffle(found)
+        use.make_random("order").shuffle(found)
     yield from (
-        conversation(alternating(turns, lang=lang))
-        for turns in _merged(found, min_length)[:max_count]
+        make_example(make_alternating_messages(turns, lang=lang))
+        for turns in _merge_dialogues(found, min_length)[:max_count]
     )
 
 
-def _merged(dialogues: list[list[str]], least: int | None) -> list[list[str]]:
+def _merge_dialogues(dialogues: list[list[str]], least: int | None) -> list[list[str]]:
     if least is None:
         return dialogues
     merged: list[list[str]] = []
@@ -203,7 +214,7 @@ def _merged(dialogues: list[list[str]], least: int | None) -> list[list[str]]:
 @register_reader("rounds")
 def rounds(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     column: str,
     human: str,
@@ -224,15 +235,17 @@ def rounds(
         if not turns or not all(turn.strip() for turn in turns):
             use.skip("an empty turn")
             continue
-        yield conversation(
-            alternating(turns, fill(system, row, use.random(index)) if system else None)
+        yield make_example(
+            make_alternating_messages(
+                turns, fill_template(system, row, use.make_random(index)) if system else None
+            )
         )
 
 
 @register_reader("by_system")
 def by_system(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     system: str = "instruction",
     prompt: str = "input",
@@ -256,16 +269,16 @@ def by_system(
         said = open_ones.setdefault(str(row[system] or ""), [])
         said += turns
         if len(str(row[system] or "")) + sum(map(len, said)) >= max_char_len:
-            yield _of_system(str(row[system] or ""), said)
+            yield _build_example(str(row[system] or ""), said)
             del open_ones[str(row[system] or "")]
-    yield from (_of_system(head, said) for head, said in open_ones.items())
+    yield from (_build_example(head, said) for head, said in open_ones.items())
 
 
-def _of_system(head: str, turns: list[str]) -> Example:
-    return conversation(alternating(turns, head))
+def _build_example(head: str, turns: list[str]) -> Example:
+    return make_example(make_alternating_messages(turns, head))
 
 
-def checked(value: Any, column: str) -> Sequence[Any]:
+def check_list(value: Any, column: str) -> Sequence[Any]:
     """Return a value that must be a list. Raises `BadRow` naming the column otherwise."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{column!r} must be a list")

@@ -12,15 +12,22 @@ from random import Random
 from typing import Any, TypedDict, Unpack
 
 from weft.data.messages import Message
-from weft.data.named.example import Example, Use, alternating, assistant, conversation, user
-from weft.data.named.fields import fill, pick
-from weft.data.rows import BadRow, Row, plain
+from weft.data.named.example import (
+    Example,
+    ReaderContext,
+    make_alternating_messages,
+    make_assistant_message,
+    make_example,
+    make_user_message,
+)
+from weft.data.named.fields import fill_template, pick_value
+from weft.data.rows import BadRow, Row, to_json_value
 from weft.errors import ConfigError
 from weft.registry import register_reader
 
 REFERENCE = re.compile(r"\[\d+(?:,\s*\d+)*?\]|\[citation needed\]|\[[a-zA-Z]\]")
 SUMMARIES = ("TL;DR:", "Summarize this", "Give me the summary")
-WORDS = 512  # maximum number of words of a text to summarize
+MAX_WORDS = 512  # maximum number of words of a text to summarize
 
 
 class PairOptions(TypedDict, total=False):
@@ -51,7 +58,7 @@ class PairOptions(TypedDict, total=False):
 @register_reader("question_answer")
 def question_answer(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     fill_min_length: int | None = None,
     **options: Unpack[PairOptions],
@@ -61,20 +68,24 @@ def question_answer(
     `fill_min_length` joins them, in a shuffled order, into conversations of more than that number
     of characters.
     """
-    pairs = Pairs(use, options)
+    pairs = PairReader(use, options)
     found = (
         each
         for index, row in enumerate(rows)
-        if (each := pairs.read(row, use.random(index))) is not None
+        if (each := pairs.read(row, use.make_random(index))) is not None
     )
-    yield from found if fill_min_length is None else _filled(list(found), int(fill_min_length), use)
+    yield from (
+        found
+        if fill_min_length is None
+        else _fill_conversations(list(found), int(fill_min_length), use)
+    )
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairReader:
     """Conversion of rows to questions with answers, with these options."""
 
-    use: Use
+    use: ReaderContext
     options: PairOptions
 
     def __post_init__(self) -> None:
@@ -87,13 +98,13 @@ class Pairs:
         options = self.options
         # Fill in the question and the answer.
         question = self._with_input(
-            fill(options.get("prompt", "INSTRUCTION"), row, random), row, random
+            fill_template(options.get("prompt", "INSTRUCTION"), row, random), row, random
         )
-        answer = "" if options.get("prompt_only") else self._answer(row, random)
+        answer = "" if options.get("prompt_only") else self._build_answer(row, random)
         if not question.strip() or not (answer.strip() or options.get("prompt_only")):
             self.use.skip("an empty question or answer")
             return None
-        if options.get("filter_words") and not self.use.clean(question, answer):
+        if options.get("filter_words") and not self.use.accept_texts(question, answer):
             return None
         # Add language, context and system message.
         if "lang_column" in options:
@@ -101,66 +112,73 @@ class Pairs:
         else:
             lang = options.get("lang")
         if "context" in options:
-            context = REFERENCE.sub("", fill(options["context"], row, random)).strip()
+            context = REFERENCE.sub("", fill_template(options["context"], row, random)).strip()
         else:
             context = ""
         tag = {"context": context} if options.get("context_as") == "tag" else {}
         asked = f"{question}\n\n{context}" if context and not tag else question
-        turns = alternating(
+        turns = make_alternating_messages(
             [asked],
-            fill(options["system"], row, random) if "system" in options else None,
+            fill_template(options["system"], row, random) if "system" in options else None,
             lang=lang,
         )
-        columns = {name: plain(pick(path, row, random)) for name, path in self._kept().items()}
+        columns = {
+            name: to_json_value(pick_value(path, row, random))
+            for name, path in self._list_kept_columns().items()
+        }
         return Example(
-            turns, [assistant(answer, lang=lang, **tag)] if answer.strip() else [], columns=columns
+            turns,
+            [make_assistant_message(answer, lang=lang, **tag)] if answer.strip() else [],
+            columns=columns,
         )
 
-    def _answer(self, row: Row, random: Random) -> str:
-        answer = fill(self.options.get("answer", "RESPONSE"), row, random) or self.options.get(
-            "otherwise", ""
-        )
+    def _build_answer(self, row: Row, random: Random) -> str:
+        answer = fill_template(
+            self.options.get("answer", "RESPONSE"), row, random
+        ) or self.options.get("otherwise", "")
         if "cut" in self.options:
             return answer.split(self.options["cut"], 1)[0]
         return answer
 
     def _with_input(self, question: str, row: Row, random: Random) -> str:
         options = self.options
-        more = fill(options["input"], row, random) if "input" in options else ""
+        more = fill_template(options["input"], row, random) if "input" in options else ""
         low = more.lower()
         none = any(each in low for each in options.get("no_input", []))
         if not more or none or (options.get("input_once") and low in question.lower()):
             return question
         return question + random.choice(options.get("join", ["\n"])) + more
 
-    def _kept(self) -> dict[str, str]:
+    def _list_kept_columns(self) -> dict[str, str]:
         keep = self.options.get("keep", {})
         if isinstance(keep, dict):
             return dict(keep)
         return {name: name for name in keep}
 
 
-def _filled(examples: list[Example], least: int, use: Use) -> Iterator[Example]:
+def _fill_conversations(
+    examples: list[Example], least: int, use: ReaderContext
+) -> Iterator[Example]:
     """Join examples to conversations of more than `least` characters; the last can be shorter."""
-    use.random("order").shuffle(examples)
+    use.make_random("order").shuffle(examples)
     messages: list[Message] = []
     for example in examples:
         messages += [*example.context, *example.replies[:1]]
         if sum(len(message["content"]) for message in messages) > least:
-            yield conversation(messages)
+            yield make_example(messages)
             messages = []
     if messages:
-        yield conversation(messages)
+        yield make_example(messages)
 
 
 @register_reader("summary")
 def summary(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     text: str,
     summary: str,
-    max_words: int = WORDS,
+    max_words: int = MAX_WORDS,
     prompts: Sequence[str] = SUMMARIES,
 ) -> Iterator[Example]:
     """Make examples that ask for a summary of a text.
@@ -168,19 +186,22 @@ def summary(
     The question is the first `max_words` words of the text, then one of `prompts` at random.
     """
     for index, row in enumerate(rows):
-        random = use.random(index)
-        words = fill(text, row, random).replace("\n\n", "\n").split(" ")[:max_words]
-        answer = fill(summary, row, random)
+        random = use.make_random(index)
+        words = fill_template(text, row, random).replace("\n\n", "\n").split(" ")[:max_words]
+        answer = fill_template(summary, row, random)
         if not "".join(words).strip() or not answer.strip():
             use.skip("an empty text or summary")
             continue
-        yield Example([user(" ".join(words) + random.choice(prompts))], [assistant(answer)])
+        yield Example(
+            [make_user_message(" ".join(words) + random.choice(prompts))],
+            [make_assistant_message(answer)],
+        )
 
 
 @register_reader("each")
 def each(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     prompt: str,
     answers: str,
@@ -194,10 +215,10 @@ def each(
     index.
     """
     for index, row in enumerate(rows):
-        random = use.random(index)
-        question = fill(prompt, row, random)
-        found = pick(answers, row, random) or []
-        beside = (pick(labels, row, random) or []) if labels else [""] * len(found)
+        random = use.make_random(index)
+        question = fill_template(prompt, row, random)
+        found = pick_value(answers, row, random) or []
+        beside = (pick_value(labels, row, random) or []) if labels else [""] * len(found)
         if isinstance(found, str) or len(found) != len(beside):
             raise BadRow(f"{answers!r} and {labels!r} must be lists of one length")
         for said, label in zip(found, beside, strict=True):
@@ -208,6 +229,8 @@ def each(
                 asked = form[0].format(question, label)
                 answer = form[1].format(said, label)
             if asked.strip() and answer.strip():
-                yield Example([user(asked)], [assistant(answer)], group=question)
+                yield Example(
+                    [make_user_message(asked)], [make_assistant_message(answer)], group=question
+                )
             else:
                 use.skip("an empty question or answer")

@@ -8,11 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from weft.data import dialogue
-from weft.data.messages import REASONING, Message, normalise
-from weft.data.named.example import Example, Use, alternating, assistant, user
-from weft.data.named.fields import fill, pick
-from weft.data.named.readers.dialogues import checked
-from weft.data.rows import Row, number
+from weft.data.messages import REASONING, Message, normalize_messages
+from weft.data.named.example import (
+    Example,
+    ReaderContext,
+    make_alternating_messages,
+    make_assistant_message,
+    make_user_message,
+)
+from weft.data.named.fields import fill_template, pick_value
+from weft.data.named.readers.dialogues import check_list
+from weft.data.rows import Row, read_number
 from weft.registry import register_reader
 
 REFERENCE = re.compile(r"\[\d+(?:,\s*\d+)*?\]")
@@ -37,7 +43,7 @@ SUMMARIZE = (
 @register_reader("pairs")
 def pairs(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     prompt: str | None = None,
     chosen: str = "chosen",
@@ -50,29 +56,35 @@ def pairs(
     turn.
     """
     for index, row in enumerate(rows):
-        random = use.random(index)
-        better = pick(chosen, row, random)
-        worse = pick(rejected, row, random)
+        random = use.make_random(index)
+        better = pick_value(chosen, row, random)
+        worse = pick_value(rejected, row, random)
         if isinstance(better, str):
-            asked = alternating(
-                [fill(prompt or "prompt", row, random)],
-                fill(system, row, random) if system else None,
+            asked = make_alternating_messages(
+                [fill_template(prompt or "prompt", row, random)],
+                fill_template(system, row, random) if system else None,
             )
-            replies = [assistant(better), assistant(fill(rejected, row, random))]
+            replies = [
+                make_assistant_message(better),
+                make_assistant_message(fill_template(rejected, row, random)),
+            ]
         else:
-            talks = [normalise(better), normalise(worse)]
+            talks = [normalize_messages(better), normalize_messages(worse)]
             asked = talks[0][:-1]
             replies = [talk[-1] for talk in talks]
             if not asked and prompt:
-                asked = [user(fill(prompt, row, random))]
+                asked = [make_user_message(fill_template(prompt, row, random))]
             if talks[1][:-1] not in ([], talks[0][:-1]):
                 use.skip("conversations that differ before the last turn")
                 continue
-        yield from _compared(asked, replies, use)
+        yield from _build_comparison(asked, replies, use)
 
 
-def _compared(
-    context: Sequence[Message], replies: Sequence[Message], use: Use, group: str | None = None
+def _build_comparison(
+    context: Sequence[Message],
+    replies: Sequence[Message],
+    use: ReaderContext,
+    group: str | None = None,
 ) -> Iterator[Example]:
     """Yield an example of replies, best first; skip the row if they are empty or equal."""
     kept = [reply for reply in replies if reply["content"].strip()]
@@ -83,35 +95,35 @@ def _compared(
     else:
         use.cut["tool calls of a reply"] += any("tool_calls" in reply for reply in kept)
         use.cut["thoughts of a reply"] += any(REASONING in reply for reply in kept)
-        yield Example(context, kept, group=group or _opening(context))
+        yield Example(context, kept, group=group or _find_opening(context))
 
 
-def _opening(context: Sequence[Message]) -> str:
+def _find_opening(context: Sequence[Message]) -> str:
     """Return the first user message; a system message is not used, as many rows share it."""
     return str(next(message["content"] for message in context if message["role"] == "user"))
 
 
 @register_reader("hh")
-def hh(rows: Iterable[Row], use: Use) -> Iterator[Example]:
+def hh(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
     """Make examples of Anthropic's dialogues, one chosen and one rejected.
 
     They have the `\\n\\nHuman:`/`\\n\\nAssistant:` form, equally many turns, and differ in the
     last.
     """
     for row in rows:
-        talks = [_turns(str(row[key])) for key in ("chosen", "rejected")]
+        talks = [_split_turns(str(row[key])) for key in ("chosen", "rejected")]
         if not all(talk and talk[-1]["role"] == "assistant" for talk in talks) or len(
             talks[0]
         ) != len(talks[1]):
             use.skip("dialogues of different length, or without a reply")
         else:
-            yield from _compared(talks[0][:-1], [talk[-1] for talk in talks], use)
+            yield from _build_comparison(talks[0][:-1], [talk[-1] for talk in talks], use)
 
 
-def _turns(text: str) -> list[Message]:
+def _split_turns(text: str) -> list[Message]:
     """Split a dialogue into messages; consecutive turns of one speaker are joined."""
     joined: list[Message] = []
-    for message in dialogue.messages(text):
+    for message in dialogue.split_messages(text):
         if joined and joined[-1]["role"] == message["role"]:
             joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n{message['content']}"}
         else:
@@ -131,7 +143,7 @@ class ScoreOptions(TypedDict, total=False):
 @register_reader("scored")
 def scored(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     prompt: str,
     answers: Sequence[Sequence[str]],
@@ -145,17 +157,17 @@ def scored(
     """
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
-        random = use.random(index)
-        question = fill(prompt, row, random)
+        random = use.make_random(index)
+        question = fill_template(prompt, row, random)
         said = {}
         for answer, *scores in answers:
-            text = fill(answer, row, random)
+            text = fill_template(answer, row, random)
             text = text if options.get("references", True) else REFERENCE.sub("", text)
-            said[text] = sum(number(pick(score, row, random), score) for score in scores)
+            said[text] = sum(read_number(pick_value(score, row, random), score) for score in scores)
         if "" in said or len(said) < len(answers):
             use.skip("answers that are empty or alike")
             continue
-        key = fill(group, row, random) if group else question
+        key = fill_template(group, row, random) if group else question
         found.setdefault(key, (question, {}))[1].update(said)
     for key, (question, replies) in found.items():
         best: list[str] = []
@@ -163,16 +175,18 @@ def scored(
             if not best or replies[best[-1]] - replies[text] >= options.get("least_gap", 0.0):
                 best.append(text)
         made = [
-            assistant(text, lang=options.get("lang"))
+            make_assistant_message(text, lang=options.get("lang"))
             for text in best[: options.get("max_answers", 5)]
         ]
-        yield from _compared([user(question, lang=options.get("lang"))], made, use, key)
+        yield from _build_comparison(
+            [make_user_message(question, lang=options.get("lang"))], made, use, key
+        )
 
 
 @register_reader("comparisons")
 def comparisons(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     grouped: bool = True,
     max_answers: int = 5,
@@ -200,25 +214,29 @@ def comparisons(
         if grouped:
             wins.setdefault(post, Counter()).update({texts[choice]: 1, texts[1 - choice]: 0})
         else:
-            yield from _summaries(post, [texts[choice], texts[1 - choice]], use, index)
+            yield from _build_summaries(post, [texts[choice], texts[1 - choice]], use, index)
     for index, (post, counts) in enumerate(wins.items()):
-        yield from _summaries(
+        yield from _build_summaries(
             post, [text for text, _ in counts.most_common(max_answers)], use, index
         )
 
 
-def _summaries(post: str, texts: Sequence[str], use: Use, index: int) -> Iterator[Example]:
+def _build_summaries(
+    post: str, texts: Sequence[str], use: ReaderContext, index: int
+) -> Iterator[Example]:
     if post.strip():
-        asked = use.random(index).choice(SUMMARIZE).format(post)
+        asked = use.make_random(index).choice(SUMMARIZE).format(post)
     else:
         asked = ""
-    yield from _compared([user(asked)], [assistant(text) for text in texts], use, post)
+    yield from _build_comparison(
+        [make_user_message(asked)], [make_assistant_message(text) for text in texts], use, post
+    )
 
 
 @register_reader("ranked_list")
 def ranked_list(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     prompt: str = "prompt",
     answers: str = "answers",
@@ -231,8 +249,8 @@ def ranked_list(
     The prompt is a question, or a dialogue in the `\\n\\nHuman:` form.
     """
     for index, row in enumerate(rows):
-        asked = fill(prompt, row, use.random(index))
-        turns = _turns(asked) if dialogue.HUMAN in asked else [user(asked)]
+        asked = fill_template(prompt, row, use.make_random(index))
+        turns = _split_turns(asked) if dialogue.HUMAN in asked else [make_user_message(asked)]
         asked_last = max(
             (number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"),
             default=0,
@@ -240,17 +258,19 @@ def ranked_list(
         use.cut["replies in the prompt after the last question"] += asked_last < len(turns)
         turns = turns[:asked_last]
         entries = sorted(
-            checked(row[answers], answers), key=lambda entry: number(entry[rank], rank)
+            check_list(row[answers], answers), key=lambda entry: read_number(entry[rank], rank)
         )
-        yield from _compared(
-            turns, [assistant(str(entry[text])) for entry in entries[:max_answers]], use
+        yield from _build_comparison(
+            turns,
+            [make_assistant_message(str(entry[text])) for entry in entries[:max_answers]],
+            use,
         )
 
 
 @register_reader("endings")
 def endings(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     text: str = "ctx",
     endings: str = "endings",
@@ -261,36 +281,40 @@ def endings(
     The texts are plain, without a dialogue.
     """
     for index, row in enumerate(rows):
-        choices = list(checked(row[endings], endings))
+        choices = list(check_list(row[endings], endings))
         right = row[label]
         if right in ("", None):
             use.skip("no right ending is known")
             continue
         best = choices.pop(int(right))
-        wrong = use.random(index).choice(choices)
+        wrong = use.make_random(index).choice(choices)
         yield Example(
-            text=str(row[text]), replies=[assistant(best), assistant(wrong)], group=str(row[text])
+            text=str(row[text]),
+            replies=[make_assistant_message(best), make_assistant_message(wrong)],
+            group=str(row[text]),
         )
 
 
 @register_reader("augmented")
-def augmented(rows: Iterable[Row], use: Use) -> Iterator[Example]:
+def augmented(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
     """Make examples of Open-Assistant's ranked replies with bad ones made by a model.
 
     In training, a random one of the bad replies is ranked last. Rows are
     `{prefixes, responses, augmented, split}`; `split` is "train" for training rows.
     """
     for index, row in enumerate(rows):
-        if _for_training(row) != use.training:
+        if _is_for_training(row) != use.training:
             continue
-        replies = list(checked(row["responses"], "responses"))
-        bad = checked(row.get("augmented") or [], "augmented")
+        replies = list(check_list(row["responses"], "responses"))
+        bad = check_list(row.get("augmented") or [], "augmented")
         if bad and use.training:
-            replies.append(use.random(index).choice(bad))
-        yield from _compared(
-            alternating(list(row["prefixes"])), [assistant(reply) for reply in replies], use
+            replies.append(use.make_random(index).choice(bad))
+        yield from _build_comparison(
+            make_alternating_messages(list(row["prefixes"])),
+            [make_assistant_message(reply) for reply in replies],
+            use,
         )
 
 
-def _for_training(row: Mapping[str, Any]) -> bool:
+def _is_for_training(row: Mapping[str, Any]) -> bool:
     return row.get("split", "train") == "train"

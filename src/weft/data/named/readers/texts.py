@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft.data.named.example import Example, Use
+from weft.data.named.example import Example, ReaderContext
 from weft.data.rows import Row
 from weft.registry import register_reader
 
@@ -13,7 +13,7 @@ CHUNK = 64 * 1024
 
 @register_reader("plain_text")
 def plain_text(
-    rows: Iterable[Row], use: Use, *, column: str = "text", max_chunk_size: int = CHUNK
+    rows: Iterable[Row], use: ReaderContext, *, column: str = "text", max_chunk_size: int = CHUNK
 ) -> Iterator[Example]:
     """Make examples of a text column, cut into pieces of at most `max_chunk_size` characters.
 

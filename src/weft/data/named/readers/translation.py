@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from random import Random
 
-from weft.data.named.example import Example, Use, alternating, conversation
+from weft.data.named.example import Example, ReaderContext, make_alternating_messages, make_example
 from weft.data.rows import Row
 from weft.registry import register_reader
 
@@ -75,21 +75,21 @@ PROMPTS = {
 }
 # Language codes of divemt's subjects, for languages with prompts.
 ISO = {"tur": "tr", "ita": "it", "nld": "nl", "ara": "ar"}
-NEAR = 20  # number of consecutive pairs that are combined and stay in one split
-MOST = 100_000  # maximum number of pairs of a dataset
+RUN_LENGTH = 20  # number of consecutive pairs that are combined and stay in one split
+MAX_PAIRS = 100_000  # maximum number of pairs of a dataset
 
-Asked = tuple[str, str]
+PromptAndReply = tuple[str, str]
 
 
 @register_reader("translation")
 def translation(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     source: str,
     target: str,
     mix_probability: float = 0.2,
-    maximum_size: int = MOST,
+    maximum_size: int = MAX_PAIRS,
 ) -> Iterator[Example]:
     """Make examples of rows `{translation: {de: .., en: ..}}`.
 
@@ -98,11 +98,13 @@ def translation(
     pairs = (
         (row["translation"][source], row["translation"][target], source, target) for row in rows
     )
-    yield from _examples(list(islice(pairs, maximum_size)), use, mix_probability)
+    yield from _build_examples(list(islice(pairs, maximum_size)), use, mix_probability)
 
 
 @register_reader("divemt")
-def divemt(rows: Iterable[Row], use: Use, *, mix_probability: float = 0.2) -> Iterator[Example]:
+def divemt(
+    rows: Iterable[Row], use: ReaderContext, *, mix_probability: float = 0.2
+) -> Iterator[Example]:
     """Make examples of rows `{src_text, tgt_text, subject_id: tur_t1}`, from English.
 
     Languages without prompts are left out.
@@ -114,23 +116,29 @@ def divemt(rows: Iterable[Row], use: Use, *, mix_probability: float = 0.2) -> It
             use.skip("languages without prompts")
         else:
             found.append((row["src_text"], row["tgt_text"], "en", language))
-    yield from _examples(found, use, mix_probability)
+    yield from _build_examples(found, use, mix_probability)
 
 
-def _examples(pairs: list[tuple[str, str, str, str]], use: Use, mix: float) -> Iterator[Example]:
-    asked = [_asked(pair, use.random(index)) for index, pair in enumerate(pairs)]
+def _build_examples(
+    pairs: list[tuple[str, str, str, str]], use: ReaderContext, mix: float
+) -> Iterator[Example]:
+    asked = [_build_prompt(pair, use.make_random(index)) for index, pair in enumerate(pairs)]
     for index, pair in enumerate(asked):
-        random = use.random("before", index)
-        first = index // NEAR * NEAR
-        others = [each for each in range(first, min(first + NEAR, len(asked))) if each != index]
+        random = use.make_random("before", index)
+        first = index // RUN_LENGTH * RUN_LENGTH
+        others = [
+            each for each in range(first, min(first + RUN_LENGTH, len(asked))) if each != index
+        ]
         if others and random.random() < mix:
             before: tuple[str, ...] = asked[random.choice(others)]
         else:
             before = ()
-        yield conversation(alternating([*before, *pair]), group=str(index // NEAR))
+        yield make_example(
+            make_alternating_messages([*before, *pair]), group=str(index // RUN_LENGTH)
+        )
 
 
-def _asked(pair: tuple[str, str, str, str], random: Random) -> Asked:
+def _build_prompt(pair: tuple[str, str, str, str], random: Random) -> PromptAndReply:
     one, other, source, target = pair
     if random.random() > 0.5:
         return random.choice(PROMPTS[target]).format(one), other

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from weft.data import message_trees
-from weft.data.named.example import Example, Use, conversation
+from weft.data.named.example import Example, ReaderContext, make_example
 from weft.data.rows import Row
 from weft.errors import ConfigError
 from weft.registry import register_reader
 
 # States of trees whose first message is an accepted prompt; the first state: with released replies.
-WAITING = ("ready_for_export", "prompt_lottery_waiting")
+PROMPT_TREE_STATES = ("ready_for_export", "prompt_lottery_waiting")
 
 
 @register_reader("trees")
 def trees(
     rows: Iterable[Row],
-    use: Use,
+    use: ReaderContext,
     *,
     lang: str | list[str] = "",
     top_k: int | None = None,
@@ -35,30 +35,32 @@ def trees(
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
     langs = lang.split(",") if isinstance(lang, str) else lang
-    wanted = message_trees.Wanted(
+    wanted = message_trees.TreeFilter(
         langs=tuple(each.strip() for each in langs if each.strip()),
-        states=WAITING if use.mode == "rl" else WAITING[:1],
+        states=PROMPT_TREE_STATES if use.mode == "rl" else PROMPT_TREE_STATES[:1],
         top_k=None if use.mode == "rl" else top_k,
         least=least or {},
         most=most or {},
     )
     for tree in message_trees.read_trees(rows):
-        if not wanted.tree(tree):
+        if not wanted.accepts_tree(tree):
             use.skip("other languages, or not released and reviewed")
         else:
-            yield from _examples(tree, wanted, use.mode)
+            yield from _build_examples(tree, wanted, use.mode)
 
 
-def _examples(tree: Row, wanted: message_trees.Wanted, mode: str) -> Iterator[Example]:
+def _build_examples(tree: Row, wanted: message_trees.TreeFilter, mode: str) -> Iterator[Example]:
     group = str(tree["message_tree_id"])
     if mode == "sft":
-        for path in message_trees.threads(tree, wanted):
-            yield conversation(message_trees.messages(path), id=path[-1]["message_id"], group=group)
+        for path in message_trees.iterate_threads(tree, wanted):
+            yield make_example(
+                message_trees.to_messages(path), id=path[-1]["message_id"], group=group
+            )
     elif mode == "rm":
-        for path, replies in message_trees.rankings(tree, wanted):
-            context = message_trees.messages(path)
-            said = message_trees.messages(replies)
+        for path, replies in message_trees.iterate_rankings(tree, wanted):
+            context = message_trees.to_messages(path)
+            said = message_trees.to_messages(replies)
             yield Example(context, said, id=path[-1]["message_id"], group=group)
     else:
-        for path in message_trees.prompts(tree, wanted):
-            yield Example(message_trees.messages(path), id=path[-1]["message_id"], group=group)
+        for path in message_trees.iterate_prompts(tree, wanted):
+            yield Example(message_trees.to_messages(path), id=path[-1]["message_id"], group=group)

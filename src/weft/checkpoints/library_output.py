@@ -1,0 +1,38 @@
+"""Hide output of libraries while a `transformers` model is imported, loaded or run.
+
+It is output that users cannot act on.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
+
+
+@contextmanager
+def hide_library_output() -> Iterator[None]:
+    """Hide progress bars, warnings of future changes, and log records below an error.
+
+    Models of `transformers` should be imported inside as well, because they import torchao.
+    """
+    from transformers.utils import logging as bars
+
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    shown = bars.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,607 @@
+"""Tokenization during training, by processes that work ahead, or on demand.
+
+The order of batches and the number of steps depend on the ids of all samples, so the ids are
+determined before training. With a form of one sample per row (`SingleSampleEncoder`), every row has a sample
+unless it is left out for its length. Before training, weft
+
+- reads every row, with its id and its shape (its columns, and the kinds of their values);
+- encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
+  rows of a shape if its first row is bad;
+- encodes the rows that may be too long, if such rows are left out or are errors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from os import cpu_count
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.columns import read_renamed_rows
+from weft.data.lengths import LengthLimits
+from weft.data.mixture import Index
+from weft.data.rows import BadRow, Row, is_tree, read_id
+from weft.data.sample import SequenceSample
+from weft.data.sources import UnreadableRow, find_files
+from weft.data.table import TokenizationReport, TokenTable, cast_to_edge_dtypes
+from weft.data.template_omissions import merge_omissions
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import (
+    CHUNK,
+    Chunk,
+    EncodingJob,
+    Outcome,
+    Problem,
+    RowEncoder,
+    RowSource,
+    are_large,
+    ask_process,
+    assign_ids,
+    build_no_rows_error,
+    encode_in_processes,
+    encode_rows,
+    end_process,
+    find_cache_file,
+    format_reports,
+    make_job,
+    send_bytes,
+    start_process,
+    tokenize,
+    write_cache,
+)
+from weft.errors import DataError
+
+# A row of each shape is tokenized before training. Above this number of shapes, further rows are
+# distinguished by their top-level columns only.
+MAX_SHAPES = 1000
+NUM_ADDED_TOKENS = 2  # maximum number of tokens added to those of a sample's text: BOS and EOS
+VALUE_KEYS = ("role", "from")  # keys whose texts are part of a row's shape
+# Maximum seconds that the end of a run waits for a table to be written to the cache.
+FINISH_SECONDS = 20.0
+# States of a sample.
+WAITING = 0
+UNDER_WAY = 1
+DONE = 2
+
+# (samples with the numbers of their rows in the chunk, problems of other rows)
+Packed = tuple[TokenTable, list[Problem]]
+
+
+@runtime_checkable
+class SingleSampleEncoder(Protocol):
+    """Form whose rows, except message trees, make one sample of at most one completion.
+
+    The first token of the completion is trained, so if long samples are truncated, a trained token
+    always remains and the sample is never left out.
+    """
+
+    def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
+        """Return the text that is tokenized, with BOS and EOS. Raises the errors of `encode`."""
+        ...
+
+
+def tokenize_in_background(
+    form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer, source: RowSource
+) -> TokenTable | BackgroundTokenTable:
+    """Return the samples of a source: a `BackgroundTokenTable` that is not started yet, or a whole table.
+
+    Calls `tokenize` for a whole table if it is in the cache, if the files are small, if the form
+    makes several samples from a row, or if `num_workers` is 0.
+
+    Raises `DataError` with a report on the bad rows that are found.
+    """
+    files = find_files(source.path, source.split)
+    if (
+        source.num_workers == 0
+        or source.most is not None
+        or not isinstance(form, SingleSampleEncoder)
+        or not are_large(files)
+    ):
+        return tokenize(form, lengths, tokenizer, source)
+    form.check(tokenizer)
+    kept = find_cache_file(form, lengths, tokenizer, source, files)
+    job = make_job(form, lengths, tokenizer)
+    rows = None if kept.is_file() else _read_all_rows(job, source)
+    if rows is None:
+        return tokenize(form, lengths, tokenizer, source)
+    return _build_background_table(job, rows, source, kept)
+
+
+def pack_outcome(outcome: Outcome) -> Packed:
+    """Return the outcome of a chunk with its samples as a table, which is a tenth of the size."""
+    samples, report, problems = outcome
+    numbers = [index for index, _, _ in samples]
+    return TokenTable.from_rows(
+        [str(index) for index in numbers], [each for _, _, each in samples], numbers, report
+    ), problems
+
+
+# -- before training begins
+
+
+@dataclass
+class _SourceRows:
+    """All rows of a source, by number.
+
+    `shapes[row]` is the number of the row's shape; `eager_rows` are rows to tokenize before training.
+    """
+
+    places: list[str] = field(default_factory=list)
+    pickled: list[bytes] = field(default_factory=list)
+    own_ids: list[str | None] = field(default_factory=list)
+    shapes: list[int] = field(default_factory=list)
+    eager_rows: set[int] = field(default_factory=set)
+
+    def build_chunk(self, rows: Iterable[int]) -> Chunk:
+        return [(self.places[row], self.pickled[row]) for row in rows]
+
+
+def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
+    """Read all rows, and choose those to tokenize before training.
+
+    Returns None if a row makes several samples, or if there are too many shapes of rows to tokenize
+    one row of each.
+    """
+    rows = _SourceRows()
+    known = dict[Any, int]()
+    limits = [
+        limit for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len) if limit is not None
+    ]
+    if job.lengths.overlong == "truncate":
+        most = None
+    else:
+        most = min(limits, default=None)
+    for number, (place, row) in enumerate(
+        read_renamed_rows(source.path, source.split, source.columns)
+    ):
+        # Choose rows with a bad id, and rows that may be too long.
+        own: str | None = None
+        if not isinstance(row, UnreadableRow):
+            if is_tree(row):
+                return None
+            try:
+                own = read_id(row, job.form.id_key)
+            except BadRow:
+                rows.eager_rows.add(number)
+            if most is not None and _can_exceed(job, row, most):
+                rows.eager_rows.add(number)
+        # Choose the first row of each shape.
+        shape = _compute_shape(row, job.form.id_key, deep=len(known) < MAX_SHAPES)
+        if shape not in known:
+            if len(known) == 2 * MAX_SHAPES:
+                return None
+            rows.eager_rows.add(number)
+        rows.shapes.append(known.setdefault(shape, len(known)))
+        rows.places.append(str(place))
+        rows.pickled.append(pickle.dumps(row))
+        rows.own_ids.append(own)
+    return rows
+
+
+def _compute_shape(row: Row | UnreadableRow, id_key: str, *, deep: bool) -> Any:
+    """Return the columns of a row, except its id, with the kinds of (`deep`: nested) values."""
+    if isinstance(row, UnreadableRow):
+        return None
+    kind = _compute_kind if deep else _compute_top_level_kind
+    return tuple([(name, kind(value)) for name, value in row.items() if name != id_key])
+
+
+def _compute_kind(value: Any, key: str = "") -> Any:
+    if isinstance(value, str):
+        if key in VALUE_KEYS:
+            return value
+        return str if value and not value.isspace() else ""
+    if isinstance(value, dict):
+        return tuple([(name, _compute_kind(each, name)) for name, each in value.items()])
+    if isinstance(value, list):
+        return (list, *[_compute_kind(each) for each in value])
+    return type(value)
+
+
+def _compute_top_level_kind(value: Any) -> Any:
+    if value or isinstance(value, bool | int | float):
+        return type(value)
+    return (type(value), "empty")
+
+
+def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
+    """Return whether the sample of a row can have more than `most` tokens; True for bad rows."""
+    try:
+        text = job.form.render_text(row, job.tokenizer)
+        bound = job.tokenizer.bound_tokens(text)
+        if bound is None or bound + NUM_ADDED_TOKENS > most:
+            bound = len(job.tokenizer.encode(text))
+    except (BadRow, DataError):
+        return True
+    return bound + NUM_ADDED_TOKENS > most
+
+
+def _build_background_table(
+    job: EncodingJob, rows: _SourceRows, source: RowSource, kept: Path
+) -> BackgroundTokenTable:
+    """Return the table, with the chosen rows tokenized so that its ids are known.
+
+    Raises `DataError` with reports on all bad rows found.
+    """
+    outcomes: list[tuple[list[int], Outcome]] = []
+    problems: list[Problem] = []
+
+    def encode(numbers: Sequence[int]) -> None:
+        for chunk, outcome in _encode_eagerly(job, rows, numbers, source):
+            outcomes.append((chunk, outcome))
+            problems.extend((chunk[index], wrong, long) for index, wrong, long in outcome[2])
+
+    # Encode the chosen rows; if some are bad, encode all rows of their shapes to report on them too.
+    tried = sorted(rows.eager_rows)
+    encode(tried)
+    bad = {rows.shapes[row] for row, _, long in problems if long is None}
+    if bad:
+        encode(
+            [
+                row
+                for row, shape in enumerate(rows.shapes)
+                if shape in bad and row not in rows.eager_rows
+            ]
+        )
+    # Assign ids to the rows that are not left out.
+    used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
+    left = [row for row in range(len(rows.places)) if row in used or row not in rows.eager_rows]
+    ids, taken = assign_ids([(row, rows.own_ids[row]) for row in left], rows.places)
+    if problems or taken:
+        raise DataError(format_reports(rows.places, [*problems, *taken]))
+    if not left:
+        raise build_no_rows_error(source, len(rows.places))
+    # Encode the first row of each shape: together they have all columns of metadata, so that all
+    # batches get the same columns.
+    firsts = {rows.shapes[row]: row for row in reversed(left)}.values()
+    encode(sorted(row for row in firsts if row not in used))
+    samples = sorted(
+        ((chunk[i], each) for chunk, outcome in outcomes for i, _, each in outcome[0]),
+        key=lambda s: s[0],
+    )
+    columns = tuple(dict.fromkeys(name for _, sample in samples for name in sample.metadata))
+    table = BackgroundTokenTable(
+        job, rows.places, rows.pickled, tuple(ids), np.asarray(left, dtype=np.int32), columns, kept
+    )
+    for chunk, outcome in outcomes:
+        table.add_samples(chunk, pack_outcome(outcome))
+    return table
+
+
+def _encode_eagerly(
+    job: EncodingJob, rows: _SourceRows, numbers: Sequence[int], source: RowSource
+) -> list[tuple[list[int], Outcome]]:
+    """Return (numbers, outcome) of chunks of these rows; training waits for them."""
+    chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
+    if len(numbers) <= MAX_SHAPES:
+        return [(chunk, encode_rows(job, rows.build_chunk(chunk))) for chunk in chunks]
+    workers = min(source.num_workers or cpu_count() or 1, len(chunks))
+    what = f"tokenizing {source.name or Path(source.path).name}, rows that may be too long"
+    with source.progress(what, len(numbers)) as advance:
+        found = encode_in_processes(
+            job, [rows.build_chunk(chunk) for chunk in chunks], workers, advance
+        )
+    return list(zip(chunks, found, strict=True))
+
+
+# -- during training
+
+
+class BackgroundTokenTable:
+    """Table of samples like a `TokenTable`, most of which are made during training.
+
+    `ids` and `rows` are known. `take` makes samples that are missing. From `start` to `close`,
+    processes make the others, beginning with those that training needs next (`prioritize`). The
+    complete table is cached on disk, as by `tokenize`. An error in a process is raised by the next
+    call of `take`: `DataError` for a bad row, `RunError` if a process died.
+    """
+
+    def __init__(
+        self,
+        job: EncodingJob,
+        places: Sequence[str],
+        pickled: list[bytes],
+        ids: tuple[str, ...],
+        rows: npt.NDArray[np.int32],
+        columns: tuple[str, ...],
+        kept: Path,
+    ) -> None:
+        self.ids = ids
+        self.rows = rows
+        # Called with the length of the longest sequence whenever it grows.
+        self.check_longest: Callable[[int], None] | None = None
+        self._job = job
+        self._places = places
+        self._pickled = pickled
+        self._columns = columns
+        self._cache_file = kept
+        self._bytes = np.asarray([len(pickled[row]) for row in rows.tolist()], dtype=np.int64)
+        self._state = np.zeros(len(ids), dtype=np.int8)
+        # Chunk of each finished sample, and its index in the chunk.
+        self._chunk_of, self._place_of = np.full((2, len(ids)), -1, dtype=np.int64)
+        self._samples: list[SequenceSample] = []  # by chunk
+        self._reports: list[TokenizationReport] = []
+        # Samples in the order in which the processes encode them.
+        self._queue: Index = np.arange(len(ids), dtype=np.int64)
+        self._next = 0  # index of the next sample in the queue
+        self._longest = self._checked = 0
+        self._complete_table: TokenTable | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition(threading.RLock())
+
+    # -- samples
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.take([index])
+
+    def take(self, indices: Sequence[int]) -> SequenceSample:
+        """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
+        with self._changed:
+            missing = [index for index in indices if self._state[index] == WAITING]
+            self._state[missing] = UNDER_WAY
+        self._encode_here(missing)
+        with self._changed:
+            # A process is encoding these; encode them here too instead of waiting.
+            others = [index for index in indices if self._state[index] == UNDER_WAY]
+        extra = self._encode(others)[0].sample if others else None
+        self._raise_failure()
+        with self._changed:
+            if self._complete_table is not None:
+                return self._complete_table.take(indices)
+            found = self._gather(indices, others, extra)
+        return cast_to_edge_dtypes(replace(found, ids=tuple(self.ids[index] for index in indices)))
+
+    def _gather(
+        self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
+    ) -> SequenceSample:
+        """Return the samples from the chunks, and `others` from `extra`."""
+        apart = {index: place for place, index in enumerate(others)}
+        # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for at, index in enumerate(indices):
+            chunk, place = (
+                (-1, apart[index])
+                if index in apart
+                else (int(self._chunk_of[index]), self._place_of[index])
+            )
+            wanted.setdefault(chunk, []).append((at, int(place)))
+        parts = []
+        order = list[int]()
+        for chunk, found in wanted.items():
+            sample = self._samples[chunk] if chunk >= 0 else extra
+            assert sample is not None, "`extra` has the samples outside the chunks"
+            part = sample.at([place for _, place in found])
+            parts.append(replace(part, ids=tuple(str(at) for at, _ in found)))
+            order += [at for at, _ in found]
+        return SequenceSample.gather(parts).at(np.argsort(order).tolist())
+
+    def build_table(self) -> TokenTable:
+        """Return the table of all samples, once all are made.
+
+        Samples that no process is working on are made here.
+        """
+        while (samples := self._take_chunk()).size:
+            self._encode_here(samples.tolist())
+        with self._changed:
+            while self._complete_table is None and self._failure is None:
+                self._changed.wait()
+        self._raise_failure()
+        assert self._complete_table is not None, "all samples are there"
+        return self._complete_table
+
+    def build_report(self) -> TokenizationReport | None:
+        """Return the report on all rows, with places; None while samples are missing."""
+        if self._complete_table is None:
+            return None
+        report = self._complete_table.report
+        return replace(
+            report, cut=tuple(replace(cut, place=self._places[cut.row]) for cut in report.cut)
+        )
+
+    def compute_max_seqlen(self) -> int:
+        """Return the length of the longest sequence among the samples made so far."""
+        return self._longest
+
+    def count_tokens(self) -> npt.NDArray[np.int64]:
+        return self.build_table().count_tokens()
+
+    def compute_seqlens(self) -> npt.NDArray[np.int64]:
+        return self.build_table().compute_seqlens()
+
+    def estimate_tokens(self) -> npt.NDArray[Any]:
+        """Return the estimated number of tokens of each sample.
+
+        The estimate is the size of the row in bytes, times the tokens per byte so far.
+        """
+        with self._changed:
+            tokens = sum(int(sample.token_costs().sum()) for sample in self._samples)
+            of_bytes = int(self._bytes[self._state == DONE].sum())
+        return self._bytes * (tokens / max(1, of_bytes))
+
+    # -- processes
+
+    def start(self, workers: int) -> None:
+        """Start `workers` processes that make all samples."""
+        job = pickle.dumps(replace(self._job, packed=True))
+        for number in range(min(workers, -(-len(self) // CHUNK))):
+            thread = threading.Thread(
+                target=self._run_process, args=(job,), name=f"weft-tokenizing-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def prioritize(self, order: Index) -> None:
+        """Tokenize these samples next, in this order, and then all others."""
+        others = np.ones(len(self), dtype=np.bool_)
+        others[order] = False
+        with self._changed:
+            self._queue = np.concatenate([order, np.flatnonzero(others)])
+            self._next = 0
+
+    def close(self) -> None:
+        """End the processes. A complete table is written to disk first."""
+        with self._changed:
+            self._closed = not (self._state == DONE).all()
+            processes = list(self._processes) if self._closed else []
+        for process in processes:
+            process.kill()  # its thread then ends too
+        for thread in self._threads:
+            thread.join(FINISH_SECONDS)
+
+    def _run_process(self, job: bytes) -> None:
+        """Start a process and have it encode samples until none is left; runs in a thread."""
+        process = None
+        try:
+            with self._changed:
+                if self._closed:
+                    return
+                process = start_process()
+                self._processes.append(process)
+            send_bytes(process, job)
+            while (samples := self._take_chunk()).size:
+                rows = self.rows[samples].tolist()
+                self.add_samples(
+                    rows, ask_process(process, [("", self._pickled[row]) for row in rows])
+                )
+        except BaseException as error:  # raised by the next call of `take`
+            self._fail(error)
+        finally:
+            if process is not None:
+                end_process(process)
+
+    def _take_chunk(self) -> Index:
+        """Return the samples of the next chunk, in the order of their rows.
+
+        Returns an empty array at the end, and after `close`.
+        """
+        found: list[int] = []
+        with self._changed:
+            while (
+                self._next < len(self._queue)
+                and len(found) < CHUNK
+                and not self._closed
+                and self._failure is None
+            ):
+                sample = int(self._queue[self._next])
+                self._next += 1
+                if self._state[sample] == WAITING:
+                    self._state[sample] = UNDER_WAY
+                    found.append(sample)
+        return np.asarray(sorted(found), dtype=np.int64)
+
+    def _encode_here(self, samples: Sequence[int]) -> None:
+        """Encode these samples in this process; no other process encodes them."""
+        if samples:
+            ordered = sorted(set(samples))
+            self.add_samples(self.rows[ordered].tolist(), self._encode(ordered))
+
+    def _encode(self, samples: Sequence[int]) -> Packed:
+        rows = self.rows[list(samples)].tolist()
+        table, problems = pack_outcome(
+            encode_rows(self._job, [("", self._pickled[row]) for row in rows])
+        )
+        return replace(table, sample=self._with_columns(table.sample)), problems
+
+    def _with_columns(self, sample: SequenceSample) -> SequenceSample:
+        """Return the samples with all metadata columns of the table."""
+        nothing = (None,) * sample.num_ids
+        assert set(sample.metadata) <= set(self._columns), "columns depend only on the row's shape"
+        return replace(
+            sample, metadata={name: sample.metadata.get(name, nothing) for name in self._columns}
+        )
+
+    def add_samples(self, rows: Sequence[int], packed: Packed) -> None:
+        """Add the samples of a chunk of rows."""
+        table, problems = packed
+        if problems:
+            found = [(rows[index], wrong, long) for index, wrong, long in problems]
+            self._fail(DataError(format_reports(self._places, found)))
+            return
+        samples = np.searchsorted(self.rows, [rows[index] for index in table.rows.tolist()])
+        cut = tuple(replace(cut, row=rows[cut.row]) for cut in table.report.cut)
+        with self._changed:
+            if len(samples) < len(rows):
+                expected = int(np.isin(self.rows, rows).sum())
+            else:
+                expected = len(rows)
+            assert len(samples) == expected, "a row of the table has no sample"
+            self._chunk_of[samples], self._place_of[samples] = (
+                len(self._samples),
+                np.arange(len(samples)),
+            )
+            self._state[samples] = DONE
+            self._samples.append(self._with_columns(table.sample))
+            self._reports.append(replace(table.report, cut=cut))
+            self._longest = max(self._longest, table.compute_max_seqlen())
+            last = bool((self._state == DONE).all())
+        for row in rows:
+            self._pickled[row] = b""
+        if last:
+            self._begin_finish()
+
+    def _begin_finish(self) -> None:
+        """Start a thread that joins all chunks, so that batches need not wait for it."""
+        thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _finish(self) -> None:
+        try:
+            table = self._join()
+            with self._changed:
+                self._complete_table = table
+                self._samples.clear()
+                self._changed.notify_all()
+            write_cache(self._cache_file, table)
+        except BaseException as error:
+            self._fail(error)
+
+    def _join(self) -> TokenTable:
+        """Join all chunks to the table that `tokenize` would return for the same rows."""
+        keys = self._samples[self._chunk_of[0]].keys
+        held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
+        starts = np.zeros(len(self._samples), dtype=np.int64)
+        starts[held] = np.cumsum([0, *(self._samples[number].num_ids for number in held[:-1])])
+        apart = [
+            replace(
+                self._samples[number],
+                ids=tuple(f"{number}/{id}" for id in self._samples[number].ids),
+            )
+            for number in held
+        ]
+        order = starts[self._chunk_of] + self._place_of
+        sample = SequenceSample.gather(apart, keys).at(order.tolist())
+        cuts = sorted(
+            (cut for report in self._reports for cut in report.cut), key=lambda cut: cut.row
+        )
+        report = replace(
+            sum((replace(report, cut=()) for report in self._reports), TokenizationReport()),
+            cut=merge_omissions(cuts),
+        )
+        return TokenTable(replace(sample, ids=self.ids), self.rows, report)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if not self._closed and self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.check_longest is not None and self._longest > self._checked:
+            self.check_longest(self._longest)
+            self._checked = self._longest

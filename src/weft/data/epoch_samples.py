@@ -1,0 +1,77 @@
+"""Samples that differ by epoch.
+
+Rows are encoded again with random draws that depend only on seed, epoch and id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+from weft.data.columns import read_renamed_rows
+from weft.data.lengths import EncodedSample, fit_to_limits
+from weft.data.mixture import make_generator
+from weft.data.rows import Row
+from weft.data.sample import SequenceSample
+from weft.data.sources import UnreadableRow
+from weft.data.table import TokenizationReport, TokenTable
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import EncodingJob, RowSource
+from weft.data.window import RandomWindow
+
+
+@runtime_checkable
+class PartEncoder(Protocol):
+    """Form whose rows can make several samples, each of which can be encoded alone."""
+
+    def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample: ...
+
+
+@dataclass(frozen=True)
+class EpochSamples:
+    """Samples of `table`, encoded again for each epoch with its random draws.
+
+    The table has the samples without draws: with every tag, and truncated at the end. No sample has
+    more tokens than that in any epoch.
+    """
+
+    job: EncodingJob
+    source: RowSource
+    table: TokenTable
+    seed: int
+    window: RandomWindow | None
+
+    def take(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
+        """Return these samples as one `SequenceSample`; `name` is the name of their source."""
+        encoded = [self._encode(index, epoch, name) for index in indices]
+        ids = [self.table.sample.ids[index] for index in indices]
+        return TokenTable.from_rows(ids, encoded, [0] * len(ids), TokenizationReport()).take(
+            range(len(ids))
+        )
+
+    def _encode(self, index: int, epoch: int, name: str) -> EncodedSample:
+        id = self.table.sample.ids[index]
+        row = self._source_rows[int(self.table.rows[index])]
+        draw = make_generator(self.seed, f"sample|{name}|{id}", epoch)
+        encoded = self._encode_sample(row, id, self.job.tokenizer.with_draw(draw))
+        if self.window is not None:
+            encoded = self.window.apply(encoded, draw)
+        kept, _ = fit_to_limits(encoded, self.job.lengths, self.job.tokenizer.bos_id)
+        return self.table.get_encoded(index) if kept is None else kept
+
+    def _encode_sample(self, row: Row, id: str, tokenizer: Tokenizer) -> EncodedSample:
+        form = self.job.form
+        if isinstance(form, PartEncoder):
+            return form.encode_part(row, tokenizer, id)
+        found: list[EncodedSample] = form.encode(row, tokenizer)
+        return next(one for one in found if not one.part or id.endswith(f"/{one.part}"))
+
+    @cached_property
+    def _source_rows(self) -> list[Row]:
+        source = self.source
+        rows: list[Any] = [
+            row for _, row in read_renamed_rows(source.path, source.split, source.columns)
+        ]
+        return [{} if isinstance(row, UnreadableRow) else row for row in rows]

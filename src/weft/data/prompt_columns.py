@@ -1,0 +1,159 @@
+"""Read the prompt of a row, as text or as messages, in the same way for every dataset type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.data import dialogue
+from weft.data.messages import Message, normalize_messages
+from weft.data.rows import (
+    MESSAGE_KEYS,
+    PROMPT_KEYS,
+    BadRow,
+    Row,
+    describe_kind,
+    find_first_key,
+    read_text,
+    require_key,
+)
+from weft.errors import DataError
+
+SYSTEM = "system"
+INPUT = "input"
+HISTORY = "history"
+
+
+def list_prompt_keys(key: str | None) -> tuple[str, ...]:
+    """Return the columns that can contain the prompt: `key` if set, else the default ones."""
+    return (key,) if key else PROMPT_KEYS
+
+
+def require_prompt_key(row: Row, key: str | None, form: str) -> str:
+    """Return the name of the column that contains the prompt, as text or as messages.
+
+    Raises `BadRow` if the row has none.
+    """
+    return (
+        find_first_key(row, list_prompt_keys(key))
+        or find_first_key(row, MESSAGE_KEYS)
+        or require_key(row, list_prompt_keys(key), form)
+    )
+
+
+def read_prompt_text(row: Row, key: str) -> str:
+    """Return the prompt of a row as plain text.
+
+    An `instruction` (followed by its `input` on the next line) or a `question` ends with a newline;
+    a `system` column comes first, on its own line.
+    """
+    prompt = _read_question(row, key)
+    system = _read_system(row)
+    above = f"{system}\n" if system else ""
+    if key in ("instruction", "question"):
+        return f"{above}{prompt}\n"
+    return above + prompt
+
+
+def read_conversation(row: Row, key: str) -> list[Message]:
+    """Return the prompt of a row as messages, without trailing assistant messages.
+
+    A text becomes a user message, preceded by the turns of a `history` column (pairs of a message
+    and its reply); a text in the `\\n\\nHuman:` format is split into its turns. A `system` column
+    becomes the first message unless there is a system message already. Raises `BadRow` if no
+    message is left to reply to.
+    """
+    value = row[key]
+    if isinstance(value, str):
+        if dialogue.HUMAN in value:
+            messages = normalize_messages(dialogue.split_messages(value))
+        else:
+            if not value.strip():
+                raise BadRow(f"{key!r} is empty")
+            messages = [*_read_history(row), {"role": "user", "content": _read_question(row, key)}]
+    else:
+        messages = read_messages(row, key, "user")
+    messages = prepend_system(row, messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise BadRow(f"{key!r} has no turn that a reply could follow")
+    return messages
+
+
+def read_messages(row: Row, key: str, role: str) -> list[Message]:
+    """Return the messages in a column: a text (sent by `role`), one message, or a list.
+
+    Raises `BadRow` naming the column.
+    """
+    value = row[key]
+    if isinstance(value, str):
+        return normalize_messages([{"role": role, "content": value}])
+    if not isinstance(value, Mapping | list | tuple):
+        raise BadRow(
+            f"{key!r} must be text or a list of messages {{role, content}}, not {describe_kind(value)}"
+        )
+    return _normalise_column([value] if isinstance(value, Mapping) else value, key)
+
+
+def read_message_list(row: Row, key: str) -> list[Message]:
+    """Return the list of messages in a column. Raises `BadRow` naming the column."""
+    if not isinstance(row[key], list | tuple):
+        raise BadRow(
+            f"{key!r} must be a list of messages {{role, content}}, not {describe_kind(row[key])}"
+        )
+    return _normalise_column(row[key], key)
+
+
+def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
+    """Normalise messages; errors name the column unless it is `messages`."""
+    try:
+        return normalize_messages(messages)
+    except DataError as error:
+        raise BadRow(str(error) if key == MESSAGE_KEYS[0] else f"{key!r}: {error}") from error
+
+
+def prepend_system(row: Row, messages: Sequence[Message]) -> list[Message]:
+    """Prepend the row's `system` column unless the messages begin with a system message."""
+    if messages and messages[0]["role"] in ("system", "developer"):
+        return list(messages)
+    system = _read_system(row)
+    if system:
+        return [{"role": "system", "content": system}, *messages]
+    return list(messages)
+
+
+def _read_question(row: Row, key: str) -> str:
+    """Return the prompt column; an instruction's `input` is appended on the next line."""
+    prompt = read_text(row, key, may_be_empty=True)
+    if key == "instruction" and row.get(INPUT) is not None:
+        more = read_text(row, INPUT, may_be_empty=True)
+        return f"{prompt}\n{more}" if more else prompt
+    return prompt
+
+
+def _read_system(row: Row) -> str:
+    if row.get(SYSTEM) is None:
+        return ""
+    return read_text(row, SYSTEM, may_be_empty=True)
+
+
+def _read_history(row: Row) -> list[Message]:
+    """Return the messages of the `history` column: pairs of a user message and its reply."""
+    pairs = row.get(HISTORY) or []
+    if not isinstance(pairs, Sequence) or isinstance(pairs, str):
+        raise BadRow(
+            f"{HISTORY!r} must be a list of [message, reply] pairs, not {describe_kind(pairs)}"
+        )
+    made: list[Message] = []
+    for number, pair in enumerate(pairs, 1):
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not all(isinstance(said, str) for said in pair)
+        ):
+            raise BadRow(
+                f"{HISTORY!r}, entry {number}, must be a pair of texts: a message and its reply"
+            )
+        made += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return made

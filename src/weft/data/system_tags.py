@@ -1,0 +1,96 @@
+"""Additions to a conversation before rendering: a fixed system text, and tags before replies.
+
+A tag is a system message with the known facts about a reply (Open-Assistant's system tags).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.data.messages import CONTEXT, FACTS, Message
+from weft.errors import DataError
+
+FRACTION_FACTS = ("quality", "humor", "creativity")  # labels with a value from 0 to 1
+WORD = re.compile(r"\w+")
+WORDS_PER_LENGTH_UNIT = 5  # words per unit of the tag `length`
+
+
+@dataclass(frozen=True)
+class ConversationAdditions:
+    """Options for the additions to a conversation.
+
+    `prefix` is a system text put before the conversation's own system message. `tags`: insert
+    before each reply a system message with the reply's language, labels and context, and its length
+    if `length` is set. If a random generator is given, each line is dropped with probability
+    `dropout`. Without `label_masking` every token is trained.
+    """
+
+    prefix: str | None = None
+    tags: bool = False
+    length: bool = False
+    dropout: float = 0.0
+    label_masking: bool = True
+
+    def apply(self, messages: Sequence[Message], draw: np.random.Generator | None) -> list[Message]:
+        """Return the messages with the additions; without `draw` all tags, in a fixed order."""
+        made = list(messages)
+        if self.tags:
+            made = [each for message in made for each in (*self._build_tag(message, draw), message)]
+        return made if self.prefix is None else prepend_prefix(made, self.prefix)
+
+    def _build_tag(self, message: Message, draw: np.random.Generator | None) -> list[Message]:
+        if message["role"] != "assistant":
+            return []
+        text = format_tag(message, draw, self.dropout, length=self.length)
+        return [{"role": "system", "content": text}] if text else []
+
+
+def prepend_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
+    """Prepend the system text `prefix`, joined to an existing system message by a blank line."""
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{prefix}\n\n{messages[0]['content']}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": prefix}, *messages]
+
+
+def format_tag(
+    message: Mapping[str, Any], draw: np.random.Generator | None, dropout: float, *, length: bool
+) -> str:
+    """Return the lines `name: value` about a reply; "" if none is left.
+
+    Language and labels are in random order, followed by the context, which can have several lines.
+    Raises `DataError` for a label that is not a number from 0 to 1.
+    """
+    lines = [
+        f"{name}: {_format_value(name, message[name])}"
+        for name in FACTS
+        if message.get(name) is not None
+    ]
+    if length:
+        lines.append(
+            f"length: {len(WORD.findall(message['content'])) // WORDS_PER_LENGTH_UNIT + 1}"
+        )
+    lines = [line for line in lines if not line.endswith(": ")]
+    if draw is not None:
+        lines = [lines[place] for place in draw.permutation(len(lines))]
+    context = message.get(CONTEXT)
+    if isinstance(context, str) and context.strip():
+        lines.append(f"{CONTEXT}: {context}")
+    if draw is not None:
+        lines = [line for line in lines if draw.random() >= dropout]
+    return "\n".join(lines)
+
+
+def _format_value(name: str, value: Any) -> str:
+    if name not in FRACTION_FACTS:
+        return str(value).strip()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise DataError(
+            f"a reply has {name}={value!r}; dataset.system_tags needs a number from 0 to 1 there"
+        )
+    return f"{value:0.1f}"

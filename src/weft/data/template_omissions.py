@@ -1,0 +1,187 @@
+"""Parts of the assistant's trained turns that a chat template omits, and how to keep them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.data.messages import REASONING, Message
+from weft.data.rendered import END_OF_THOUGHT, has_text, iterate_arguments, remove_whitespace
+from weft.data.turns import TemplateFunctions
+from weft.errors import DataError
+from weft.reading import shorten
+
+TAGS = re.compile(r"</?think>")
+MARK = "weft-looks-for-this-part"  # probe text that a template either writes or omits
+VERBATIM_TEMPLATE = "chatml"  # weft's template that writes content unchanged
+
+
+@dataclass(frozen=True)
+class TemplateOmission:
+    """Part of trained turns that a chat template omits.
+
+    `turns` is the number of turns without it. The first of them is message `message` (counted from
+    1) of row `row` (from 0), at `place` in its file; `example` is the text omitted there.
+    `template` is the name of the tokenizer, `keep` advice to the user on keeping the part.
+    """
+
+    part: str
+    keep: str
+    template: str
+    message: int
+    example: str
+    row: int = 0
+    turns: int = 1
+    place: str = ""
+
+    def __str__(self) -> str:
+        turns = f"{self.turns:,} trained turn{'' if self.turns == 1 else 's'}"
+        return (
+            f"the chat template of {self.template} leaves {self.part} out of {turns}, so it is "
+            f"not learned; first in "
+            f"{self.place}, message {self.message}: {self.example!r}; to keep it, {self.keep}"
+        )
+
+
+def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission, ...]:
+    """Merge cuts with the same part, advice and template; keep the place of the first turn."""
+    found: dict[tuple[str, str, str], TemplateOmission] = {}
+    for cut in cuts:
+        key = cut.part, cut.keep, cut.template
+        first = found.get(key)
+        found[key] = cut if first is None else replace(first, turns=first.turns + cut.turns)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class TrainedTurn:
+    """Trained turn: message `index` of a conversation, rendered as the text `written`."""
+
+    template: TemplateFunctions
+    messages: Sequence[Message]
+    tools: Any
+    index: int
+    written: str
+
+    @property
+    def message(self) -> Message:
+        return self.messages[self.index]
+
+    def find_omissions(self, lost: Set[str]) -> Iterator[TemplateOmission]:
+        """Iterate over the parts of the turn that are missing from `written`.
+
+        `lost` are fields that the template never writes.
+        """
+        message = self.message
+        # Reasoning in a separate field.
+        if message.get(REASONING) and (
+            REASONING in lost or not has_text(self.written, message[REASONING])
+        ):
+            yield self._build_omission(
+                REASONING,
+                self._advise_on_reasoning(),
+                find_missing_words(self.written, message[REASONING]),
+            )
+        # The content, or the reasoning at its beginning.
+        if "content" in lost:
+            yield self._build_omission(
+                "content",
+                self._advise_other_template(),
+                find_missing_words(self.written, message["content"]),
+            )
+        else:
+            thoughts = TAGS.split(message["content"].rpartition(END_OF_THOUGHT)[0])
+            cut = [thought for thought in thoughts if not has_text(self.written, thought)]
+            if cut:
+                yield self._build_omission(
+                    f"what precedes {END_OF_THOUGHT} in content",
+                    self._advise_on_content(),
+                    find_missing_words(self.written, cut[0]),
+                )
+        # Arguments of tool calls.
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            for path, value in iterate_arguments(call, number):
+                if path in lost or not _has_argument(self.written, value):
+                    named = re.sub(r"\[\d+\]", "[]", path)
+                    yield self._build_omission(
+                        named, self._advise_other_template(), shorten(str(value))
+                    )
+
+    def _build_omission(self, part: str, keep: str, example: str) -> TemplateOmission:
+        return TemplateOmission(part, keep, self.template.name, self.index + 1, example)
+
+    def _advise_on_reasoning(self) -> str:
+        """Return advice on keeping reasoning that is given in a separate field."""
+        own = {key: value for key, value in self.message.items() if key != REASONING}
+        inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
+        if self._is_written_when_last({**self.message, REASONING: MARK}):
+            return "let the row end with that turn"
+        if self._is_written(inside):
+            return f"write it into content, between <think> and {END_OF_THOUGHT}"
+        return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE}, with <think>...{END_OF_THOUGHT} in content)"
+
+    def _advise_on_content(self) -> str:
+        """Return advice on keeping reasoning at the beginning of the content."""
+        _, _, said = self.message["content"].rpartition(END_OF_THOUGHT)
+        apart = {**self.message, "content": said.strip(), REASONING: MARK}
+        inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{said.strip()}"}
+        if self._is_written_when_last(inside):
+            return "let the row end with that turn"
+        if self._is_written(apart):
+            return f"give the thoughts as {REASONING}"
+        return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE})"
+
+    def _advise_other_template(self) -> str:
+        return f"set {self.template.option}.chat_template to a template that writes it"
+
+    def _is_written_when_last(self, message: Message) -> bool:
+        """Return whether the template writes the mark when the following messages are removed.
+
+        Returns False if no messages follow.
+        """
+        return self.index < len(self.messages) - 1 and self._is_mark_rendered(
+            [*self.messages[: self.index], message]
+        )
+
+    def _is_written(self, message: Message) -> bool:
+        return self._is_mark_rendered(
+            [*self.messages[: self.index], message, *self.messages[self.index + 1 :]]
+        )
+
+    def _is_mark_rendered(self, messages: Sequence[Message]) -> bool:
+        try:
+            return MARK in self.template.render(messages, self.tools, False)
+        except DataError:
+            return False
+
+
+def find_missing_words(text: str, content: str) -> str:
+    """Return the words of `content` missing from `text`, shortened.
+
+    The longest beginning and the longest end of the content found in the text are removed.
+    """
+    words = content.split()
+    packed = remove_whitespace(text)
+    before = _find_largest(len(words), lambda count: "".join(words[:count]) in packed)
+    after = _find_largest(len(words), lambda count: "".join(words[len(words) - count :]) in packed)
+    return shorten(" ".join(words[before : len(words) - after] or words))
+
+
+def _find_largest(count: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to `count` for which a monotone predicate is true."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def _has_argument(text: str, value: Any) -> bool:
+    """Return whether a text contains an argument of a call, in JSON or Python notation."""
+    if isinstance(value, str):
+        return has_text(text, value)
+    return any(form in text for form in (json.dumps(value), str(value)))

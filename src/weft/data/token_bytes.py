@@ -1,0 +1,86 @@
+"""Bytes of single tokens, independent of their position in a text.
+
+Decoding a token alone does not give them: with sentencepiece, decoding drops the leading space of
+the first word; a token with a part of a character decodes to U+FFFD.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from tokenizers import pre_tokenizers
+
+from weft.data.tokenizer import Tokenizer
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BLANK = "▁"
+
+
+class TokenBytes:
+    """Bytes of the tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {id: token.content for id, token in tokenizer.hf.added_tokens_decoder.items()}
+        if tokenizer.hf.is_fast:
+            backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+        else:
+            backend = None
+        if backend is not None:
+            decoders = list(_iterate_decoders(json.loads(backend.to_str()).get("decoder")))
+        else:
+            decoders = []
+        kinds = {str(each.get("type")) for each in decoders}
+        self._byte_level = "ByteLevel" in kinds
+        self._blanks = "Metaspace" in kinds or any(
+            each.get("type") == "Replace"
+            and each.get("content") == " "
+            and BLANK in str(each.get("pattern"))
+            for each in decoders
+        )
+        self._cached_bytes: dict[int, bytes] = {}
+
+    def get_bytes(self, id: int) -> bytes:
+        """Return the bytes of a token, including a leading space."""
+        if id not in self._cached_bytes:
+            self._cached_bytes[id] = self._compute_bytes(id)
+        return self._cached_bytes[id]
+
+    def _compute_bytes(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode(errors="replace")
+        piece = self._tokenizer.hf.convert_ids_to_tokens(id)
+        if isinstance(piece, str) and self._byte_level:
+            known = _map_characters_to_bytes()
+            return b"".join(known.get(sign, sign.encode(errors="replace")) for sign in piece)
+        if isinstance(piece, str) and self._blanks:
+            byte = BYTE.fullmatch(piece)
+            if byte:
+                return bytes([int(byte[1], 16)])
+            return piece.replace(BLANK, " ").encode(errors="replace")
+        return self._tokenizer.decode([id]).encode(errors="replace")
+
+
+def _iterate_decoders(described: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over the steps of a decoder described as in `tokenizer.json`."""
+    if isinstance(described, dict):
+        yield described
+        for each in described.get("decoders", []):
+            yield from _iterate_decoders(each)
+
+
+@cache
+def _map_characters_to_bytes() -> dict[str, bytes]:
+    """Return the byte of each character in byte-level vocabularies.
+
+    Visible Latin-1 characters represent themselves; the other bytes are numbered from U+0100 on.
+    """
+    plain = [n for n in range(256) if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256]
+    others = [n for n in range(256) if n not in plain]
+    return {chr(n): bytes([n]) for n in plain} | {
+        chr(256 + at): bytes([n]) for at, n in enumerate(others)
+    }

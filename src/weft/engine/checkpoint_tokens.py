@@ -1,0 +1,113 @@
+"""Special tokens and generation settings in checkpoints: end of text, padding, sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer_files import read_model_values
+from weft.engine.spec import ModelSpec
+
+
+def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
+    """Return the special tokens under the keys of config.json and generation_config.json.
+
+    `eos_token_id` is every token that ends a completion, a list if there are several, so that other
+    programs stop where weft does. Tokens that the model lacks are left out, except for a reward
+    model, for which they are None.
+    """
+    stops = tokenizer.list_stop_ids()
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    ids["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
+    if head == "score":
+        unknown = []
+    else:
+        unknown = [key for key, id in ids.items() if id is None]
+    return {key: id for key, id in ids.items() if key not in unknown}
+
+
+def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the model's own generation_config.json; saving adds the special tokens."""
+    return dict(read_model_values(str(spec.path), "generation_config.json"))
+
+
+def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
+    """Return the padding token before which a reward model's score is read, or None.
+
+    It is set for a reward model trained with `transformers` whose padding token (EOS) also ends
+    texts: its score was read one token before the end, and still is. weft's own checkpoints have a
+    padding token that ends no text (`choose_padding`), so nothing is skipped.
+    """
+    if spec.head != "score" or spec.path is None or spec.init_from_scratch:
+        return None
+    raw = read_model_values(spec.path, "config.json")
+    pad = raw.get("pad_token_id")
+    names = raw.get("architectures") or []
+    trained = any("SequenceClassification" in str(name) for name in names)
+    return pad if trained and pad in tokenizer.list_stop_ids() else None
+
+
+def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
+    """Return the tokenizer for a role's checkpoints; a reward model's padding ends no text.
+
+    `transformers` reads a score at the last token that is not padding. If the padding token also
+    ends texts (usually EOS), it reads one token early. Another special token that ends no text then
+    becomes the padding token of the checkpoint. If the vocabulary has none, the checkpoint has no
+    padding token, and `transformers` scores one sequence at a time.
+    """
+    stops = set(tokenizer.list_stop_ids())
+    free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
+    if (
+        spec.head != "score"
+        or pooling != "last"
+        or free
+        or find_skipped_padding(tokenizer, spec) is not None
+    ):
+        return tokenizer
+    hf = tokenizer.hf
+    special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
+    ending_nothing = [token for token, id in special.items() if id not in stops]
+    named = [token for token in ending_nothing if "pad" in token.lower()]
+    usual = [token for token in (hf.unk_token, hf.bos_token) if token in ending_nothing]
+    template = (
+        tokenizer.chat_template or ""
+    )  # tokens in the template occur in every text, so they come last
+    best = sorted((*named, *usual, *ending_nothing), key=template.__contains__)
+    return tokenizer.with_padding(next(iter(best), None))
+
+
+def list_padding_notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...]:
+    """Return notes on the padding token in a trained role's checkpoints."""
+    if spec.head == "score" and spec.trained and pooling == "mean":
+        return (
+            "pooling=mean: scores are read from the mean over all tokens, which transformers "
+            "cannot say; its classes would "
+            "read the last token of this checkpoint, so score with weft (rew.path), or train with "
+            "pooling=last",
+        )
+    if (skipped := find_skipped_padding(tokenizer, spec)) is not None:
+        return (
+            f"this reward model pads with token {skipped}, which ends texts too: its scores are "
+            f"read one token before the end, "
+            "as transformers reads them",
+        )
+    saved = choose_padding(tokenizer, spec, pooling) if spec.trained else tokenizer
+    if saved is tokenizer:
+        return ()
+    if tokenizer.pad_id is None:
+        own = "none"
+    else:
+        own = f"{tokenizer.hf.pad_token!r}, which ends texts too"
+    if saved.pad_id is not None:
+        return (
+            f"checkpoints have the padding token {saved.hf.pad_token!r} (the tokenizer's own: "
+            f"{own}), so that transformers "
+            "scores them as weft does",
+        )
+    return (
+        f"checkpoints have no padding token (the tokenizer's own: {own}): every special token of "
+        f"the vocabulary ends texts, so "
+        "transformers scores them one sequence at a time; for batches add a token to the "
+        "vocabulary and name it in "
+        "model.tokenizer.pad_token",
+    )

@@ -1,0 +1,175 @@
+"""Communication between the ranks of one layout during a call of the engine.
+
+The engine, its step and its optimizer are written for one rank; all communication goes through a
+`Collectives`. On one device it returns the rank's own values. Layouts of several devices have another
+implementation of this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from weft.algorithms.base import Output
+from weft.data.sample import SequenceSample
+from weft.engine.rows import PackLayout, SampleRows
+from weft.parallel.microbatch import Microbatch, connect_outputs
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+Outputs = dict[Output, Tensor]
+
+
+@dataclass(frozen=True)
+class PreparedPass:
+    """A micro-batch prepared for the network.
+
+    `part` is None for a filler, whose outputs have weight 0. `spread` puts the outputs of the
+    computed rows among zeros. `rows` is the loss's input, if there is a loss.
+    """
+
+    part: SequenceSample | None
+    layout: PackLayout
+    given: Microbatch
+    spread: Callable[[Outputs], Outputs]
+    rows: SampleRows | None = None
+
+
+class MicrobatchProcessor(Protocol[T_co]):
+    """Processing of every micro-batch of a call, on one rank."""
+
+    def prepare(self, part: SequenceSample) -> PreparedPass: ...
+    def build_filler(self) -> PreparedPass:
+        """Return a pass of one token, for a rank with fewer micro-batches than others."""
+        ...
+
+    def finish(self, prepared: PreparedPass, out: Outputs) -> T_co:
+        """Return the result of a micro-batch's outputs; in training, the loss to backpropagate."""
+        ...
+
+    def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
+        """Return the loss that the layers of a pipeline stage other than the last add."""
+        ...
+
+
+class Collectives(Protocol):
+    """Communication between ranks; every rank calls each method, in the same order."""
+
+    def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
+        """Return sums over the data-parallel ranks, in float64.
+
+        Called before the first forward pass of a minibatch.
+        """
+        ...
+
+    def run(
+        self,
+        network: nn.Module,
+        parts: Sequence[SequenceSample],
+        work: MicrobatchProcessor[T],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        """Run `work` on every micro-batch, with a backward pass if `trains`.
+
+        Returns the results of `work.finish`, on ranks that have the outputs.
+        """
+        ...
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum partial gradients over ranks in place, after all micro-batches.
+
+        A parameter without a gradient here gets one if another rank has one.
+        """
+        ...
+
+    def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return the L2 norm over the gradients of all ranks, as a scalar.
+
+        Each element is counted once. `gradients` are by canonical name.
+        """
+        ...
+
+    def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
+        """Return small plain values of every data-parallel rank, in rank order.
+
+        With `stages`, the values of every pipeline stage are included.
+        """
+        ...
+
+    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Return whole tensors by name on the rank that writes them, and None on the others."""
+        ...
+
+    def select_saved_names(self, names: Iterable[str]) -> list[str]:
+        """Return the names that this rank writes to a recovery point; each tensor is written once."""
+        ...
+
+    def name_file(self, stem: str) -> str:
+        """Return the name of this rank's file."""
+        ...
+
+
+def run_microbatch(
+    network: nn.Module,
+    prepared: PreparedPass,
+    work: MicrobatchProcessor[T],
+    *,
+    trains: bool,
+    always: bool = False,
+) -> T:
+    """Run one micro-batch through a network that isn't split over a pipeline.
+
+    With `always`, a backward pass runs even if the loss has no gradient, because other ranks may
+    wait for this rank's gradients.
+    """
+    given = prepared.given
+    out: Outputs = network(given.x, given.want, given.temperature, given.support)
+    value = work.finish(prepared, prepared.spread(out))
+    if trains and isinstance(value, Tensor):
+        if value.requires_grad or not always:
+            loss: Tensor = value
+        else:
+            loss = connect_outputs(value, out.values())
+        if loss.requires_grad:
+            loss.backward()
+    return value
+
+
+class LocalCollectives:
+    """Implement `Collectives` for a layout of one device, without communication."""
+
+    def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
+        return dict(own)
+
+    def run(
+        self,
+        network: nn.Module,
+        parts: Sequence[SequenceSample],
+        work: MicrobatchProcessor[T],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        return [run_microbatch(network, work.prepare(part), work, trains=trains) for part in parts]
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do nothing: the gradients are complete."""
+
+    def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(list(gradients.values()))
+
+    def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
+        return [own]
+
+    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        return own
+
+    def select_saved_names(self, names: Iterable[str]) -> list[str]:
+        return list(names)
+
+    def name_file(self, stem: str) -> str:
+        return f"{stem}.safetensors"

@@ -1,0 +1,152 @@
+"""Several generators on one network with interleaved steps.
+
+While the tokens of one generator are in transit, the passes of the others are computed.
+
+    with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator: ...
+
+This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+
+from weft.engine.base import Partial, Request, TokenEvent
+from weft.engine.generation.decoder import Decoder
+from weft.engine.generation.generate import BatchGenerator, open_generator
+from weft.engine.generation.scheduler import GenerationBudget
+from weft.engine.generation.settings import TokenAgreement
+from weft.engine.spec import GenerationSpec
+
+
+@contextmanager
+def open_interleaved(
+    network: Decoder,
+    spec: GenerationSpec,
+    count: int,
+    *,
+    device: torch.device,
+    version: int,
+    eos_ids: Iterable[int],
+    budget: GenerationBudget,
+    settle: TokenAgreement,
+) -> Iterator[InterleavedGenerator]:
+    """Open `count` generators that share the budget, as `open_generator` opens one.
+
+    In a pipeline there are at most as many as ranks.
+    """
+    ends = frozenset(eos_ids)
+    share = replace(
+        budget,
+        max_sequences=max(1, budget.max_sequences // count),
+        max_tokens=max(1, budget.max_tokens // count),
+    )
+    with ExitStack() as stack:
+        yield InterleavedGenerator(
+            [
+                stack.enter_context(
+                    open_generator(
+                        network,
+                        spec,
+                        device=device,
+                        version=version,
+                        eos_ids=ends,
+                        budget=share,
+                        settle=settle,
+                    )
+                )
+                for _ in range(count)
+            ]
+        )
+
+
+class InterleavedGenerator:
+    """Generator that interleaves the steps of several; implements `weft.engine.base.Generator`.
+
+    All completions of an id go to one generator, which computes their prompt once.
+    """
+
+    def __init__(self, generators: Sequence[BatchGenerator]) -> None:
+        self._generators = list(generators)
+        self._started: list[int] = []  # generators with a step in progress, oldest first
+        self._events: list[TokenEvent] = []  # of steps finished ahead of their turn
+        self._generator_by_id: dict[str, int] = {}
+        self._num_unfinished: Counter[str] = Counter()  # unfinished completions of an id
+
+    @property
+    def idle(self) -> bool:
+        return not self._events and all(generator.idle for generator in self._generators)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Submit requests as `BatchGenerator.submit` does.
+
+        A new id goes to the least busy generator.
+        """
+        loads = Counter(dict.fromkeys(range(len(self._generators)), 0))
+        for id, left in self._num_unfinished.items():
+            loads[self._generator_by_id[id]] += left
+        for request in requests:
+            home = self._generator_by_id.setdefault(
+                request.id, min(loads, key=lambda number: (loads[number], number))
+            )
+            self._generators[home].submit([request])
+            self._num_unfinished[request.id] += 1
+            loads[home] += 1
+
+    def step(self) -> list[TokenEvent]:
+        """Sample one token of each sequence in the generator whose step started first.
+
+        The steps of all other generators have started by then.
+        """
+        if self._events:
+            events = self._events
+            self._events = []
+            return events
+        for number, generator in enumerate(self._generators):
+            if number not in self._started and not generator.idle:
+                generator.begin()
+                self._started.append(number)
+        return self._finish() if self._started else []
+
+    def abort(self, ids: Iterable[str]) -> list[Partial]:
+        """Abort requests as `BatchGenerator.abort` does.
+
+        Steps in progress are finished first. Their tokens are part of the result, and their events
+        are returned by later steps.
+        """
+        self._finish_all()
+        wanted = list(ids)
+        partials = [
+            partial for generator in self._generators for partial in generator.abort(wanted)
+        ]
+        for partial in partials:
+            self._forget(partial.id)
+        return partials
+
+    def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
+        """Record new weights as `BatchGenerator.weights_changed` does."""
+        self._finish_all()
+        for generator in self._generators:
+            generator.weights_changed(version, keep_kv=keep_kv)
+
+    def _finish_all(self) -> None:
+        while self._started:
+            self._events += self._finish()
+
+    def _finish(self) -> list[TokenEvent]:
+        events = self._generators[self._started.pop(0)].finish()
+        for event in events:
+            if event.finish is not None:
+                self._forget(event.id)
+        return events
+
+    def _forget(self, id: str) -> None:
+        """Count down the unfinished completions of an id."""
+        self._num_unfinished[id] -= 1
+        if not self._num_unfinished[id]:
+            del self._num_unfinished[id], self._generator_by_id[id]

@@ -1,0 +1,289 @@
+"""Implementation of `weft.engine.collectives.Collectives` for several devices, with collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from weft.data.sample import SequenceSample
+from weft.engine.collectives import MicrobatchProcessor, Outputs, PreparedPass, run_microbatch
+from weft.models.network.parameters import StoredParameter
+from weft.parallel import shard, tensor
+from weft.parallel.mesh import RankMesh
+from weft.parallel.pipeline import Pipeline, sum_tied_gradients
+from weft.parallel.shard import LocalShards
+from weft.topology import Slice, is_expert_weight
+
+T = TypeVar("T")
+BUCKET = 2**23  # gradient elements in one all-reduce
+Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice on that rank
+
+
+@dataclass(frozen=True)
+class MeshCollectives:
+    """Implement `Collectives` for one rank of `mesh`.
+
+    `holdings` are the slices of parameters on each rank, `stored` returns this rank's parameters.
+    `config` is that of the whole network, or None if the network isn't split. `shards` is set if
+    FSDP2 shards the network.
+    """
+
+    mesh: RankMesh
+    network: nn.Module
+    holdings: Holdings
+    shapes: Mapping[str, tuple[int, ...]]
+    stored: Callable[[], Mapping[str, StoredParameter]]
+    config: Any = None
+    shards: LocalShards | None = None
+    pipeline: Pipeline | None = None
+    tied: bool = False  # the embedding is also the output matrix
+    shares_rows: bool = False  # tensor ranks share the rows between attention and MLP
+    # reduce sharded gradients after the last micro-batch only, not after each
+    sums_once: bool = False
+
+    # -- a training step
+
+    def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
+        names = sorted(own)
+        total = self._sum_over_ranks([own[name] for name in names], "data")
+        return dict(zip(names, total, strict=True))
+
+    def run(
+        self,
+        network: nn.Module,
+        parts: Sequence[SequenceSample],
+        work: MicrobatchProcessor[T],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        in_step = self.shards is not None or self.mesh.layout.expert > 1
+        count = self._find_max(len(parts)) if in_step else len(parts)
+        prepared = (
+            work.prepare(parts[n]) if n < len(parts) else work.build_filler() for n in range(count)
+        )
+        if self.pipeline is not None:
+            return self._run_stages(self.pipeline, list(prepared), work, trains=trains)
+        done = []
+        for number, each in enumerate(prepared):
+            if self.shards is not None and trains:
+                shard.sync_gradients(network, not self.sums_once or number == count - 1)
+            done.append(
+                run_microbatch(network, each, work, trains=trains, always=self.shards is not None)
+            )
+        return done
+
+    def _run_stages(
+        self,
+        pipeline: Pipeline,
+        prepared: list[PreparedPass],
+        work: MicrobatchProcessor[T],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        """Run the micro-batches through the stages of a pipeline."""
+        if not prepared:
+            return []
+        given = [each.given for each in prepared]
+        done: list[T] = []
+
+        def compute_loss(number: int, out: Outputs) -> Tensor:
+            done.append(work.finish(prepared[number], prepared[number].spread(out)))
+            assert isinstance(done[-1], Tensor)
+            return done[-1]
+
+        if trains:
+            last = pipeline.placement.num_stages - 1
+            pipeline.train(
+                given,
+                compute_loss,
+                lambda stage, n: None if stage == last else work.compute_stage_loss(prepared[n]),
+            )
+            return done
+        outputs = pipeline.share_outputs(pipeline.forward(given))
+        return [
+            work.finish(each, each.spread(out)) for each, out in zip(prepared, outputs, strict=True)
+        ]
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        axes: tuple[str, ...] = ("data", "context")
+        if self.shards is not None:
+            self.shards.take_gradients()
+            axes = ("context",)
+        if self.mesh.count_ranks(*axes) > 1:
+            apart = self._find_separate_experts()
+            self._sum_gradients(
+                [p for p in parameters if id(p) not in apart], self.mesh.get_group(*axes)
+            )
+            if apart and (same := self.mesh.expert_copies_group) is not None:
+                self._sum_gradients([p for p in parameters if id(p) in apart], same)
+        two_copies = (
+            self.tied and self.pipeline is not None and self.pipeline.placement.last_rank > 0
+        )
+        if two_copies and self.mesh.ends_group is not None:
+            if "embed.weight" in self.holdings[self.mesh.rank]:
+                copies = [self.stored()["embed.weight"].parameter]
+            else:
+                copies = []
+            sum_tied_gradients(
+                [copy for copy in copies if copy.requires_grad], self.mesh.ends_group, self._device
+            )
+        if self.mesh.count_ranks("tensor") > 1:
+            group = self.mesh.get_group("tensor")
+            tensor.sum_gradients(
+                self.stored(), self.config, group, self._device, shares_rows=self.shares_rows
+            )
+
+    def _find_separate_experts(self) -> set[int]:
+        """Return ids of expert parameters whose gradients need separate data-parallel sums.
+
+        They exist if ranks have different experts and FSDP2 doesn't already sum their gradients.
+        """
+        if self.mesh.layout.expert == 1 or self.shards is not None:
+            return set()
+        return {
+            id(part.parameter) for name, part in self.stored().items() if is_expert_weight(name)
+        }
+
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+        self._agree(parameters, group)
+        for bucket in _group_buckets(
+            [cast(Tensor, p.grad) for p in parameters if p.grad is not None]
+        ):
+            # offloaded gradients are in host memory
+            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
+            dist.all_reduce(flat, group=group)
+            tensor.put_back(flat, bucket)
+
+    def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        own = 0.0
+        dtype = torch.float32
+        if gradients:
+            values = list(gradients.values())
+            norms = torch.stack(torch._foreach_norm(values, 2, torch.float64))
+            copies = torch.tensor(
+                [self._count_holders(name) for name in gradients], dtype=torch.float64
+            )
+            own = float((norms.cpu().square() / copies).sum())
+            dtype = torch.promote_types(values[0].dtype, torch.float32)
+        (total,) = self._sum_over_ranks([own])
+        return torch.tensor(total, dtype=torch.float64, device=self._device).sqrt().to(dtype)
+
+    def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
+        axes = ("data", "pipeline") if stages else ("data",)
+        if self.mesh.count_ranks(*axes) == 1:
+            return [own]
+        every: list[Any] = [None] * self.mesh.count_ranks(*axes)
+        dist.all_gather_object(every, own, group=self.mesh.get_group(*axes))
+        return every
+
+    # -- parameters
+
+    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Gather whole parameters in host memory of the mesh's first rank, one tensor at a time.
+
+        Only pieces that the first rank lacks are sent.
+        """
+        first = self.mesh.mesh.ranks[0]
+        group = self.mesh.all_ranks_group
+        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.mesh.mesh.ranks]
+        dist.all_gather_object(
+            dtypes, {name: value.dtype for name, value in own.items()}, group=group
+        )
+        dtype = {name: kind for each in dtypes for name, kind in each.items()}
+        whole: dict[str, Tensor] = {}
+        for name in (name for name in self.shapes if name in dtype):
+            for rank, where in self._iterate_slices(name, first):
+                if self.mesh.rank == first:
+                    target = whole.setdefault(
+                        name, torch.empty(self.shapes[name], dtype=dtype[name])
+                    )
+                    target[where] = (
+                        own[name] if rank == first else self._receive(where, dtype[name], rank)
+                    )
+                elif self.mesh.rank == rank:
+                    dist.send(own[name].detach().to(self._device).contiguous(), first, group=group)
+        return whole if self.mesh.rank == first else None
+
+    def select_saved_names(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self._find_first_holder(name) == self.mesh.rank]
+
+    def name_file(self, stem: str) -> str:
+        return f"{stem}-{self.mesh.mesh.ranks.index(self.mesh.rank):05d}.safetensors"
+
+    def _receive(self, where: Slice, dtype: torch.dtype, rank: int) -> Tensor:
+        shape = [part.stop - part.start for part in where]
+        buffer = torch.empty(shape, dtype=dtype, device=next(self.network.parameters()).device)
+        dist.recv(buffer, rank, group=self.mesh.all_ranks_group)
+        return buffer.cpu()
+
+    def _iterate_slices(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
+        """Iterate over a parameter's distinct slices, each with a rank that has it.
+
+        The rank is `first` if it has the slice.
+        """
+        found: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
+        for rank in (first, *self.mesh.mesh.ranks):
+            if name in self.holdings[rank]:
+                where = self.holdings[rank][name]
+                found.setdefault(tuple((part.start, part.stop) for part in where), (rank, where))
+        return iter(found.values())
+
+    def _find_first_holder(self, name: str) -> int:
+        own = self.holdings[self.mesh.rank][name]
+        return next(rank for rank in self.mesh.mesh.ranks if self.holdings[rank].get(name) == own)
+
+    def _count_holders(self, name: str) -> int:
+        own = self.holdings[self.mesh.rank][name]
+        return sum(held.get(name) == own for held in self.holdings.values())
+
+    # -- numbers
+
+    def _sum_over_ranks(self, own: Sequence[float], *axes: str) -> list[float]:
+        """Return sums over the ranks along `axes`, or over all ranks if no axes are given."""
+        size = self.mesh.count_ranks(*axes) if axes else len(self.mesh.mesh.ranks)
+        if size == 1:
+            return list(own)
+        numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
+        dist.all_reduce(
+            numbers, group=self.mesh.get_group(*axes) if axes else self.mesh.all_ranks_group
+        )
+        return [float(each) for each in numbers.tolist()]
+
+    def _find_max(self, own: int) -> int:
+        number = torch.tensor(own, device=self._device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.mesh.get_group("data"))
+        return int(number)
+
+    def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+        """Give parameters that have a gradient on another rank, but none here, a gradient of zeros."""
+        flags = torch.tensor(
+            [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
+        )
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        for parameter, some in zip(parameters, flags.tolist(), strict=True):
+            if some and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+
+def _group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
+    bucket: list[Tensor] = []
+    for each in tensors:
+        if bucket and (
+            each.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + each.numel() > BUCKET
+        ):
+            yield bucket
+            bucket = []
+        bucket.append(each)
+    if bucket:
+        yield bucket

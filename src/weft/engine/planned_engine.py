@@ -1,0 +1,33 @@
+"""Description of an engine that is not built, from config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.auto import choose_backend
+from weft.engine.spec import ModelSpec
+from weft.topology import Mesh
+
+# Modules with a function `planned`, by backend; each is imported when it is needed.
+MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf"}
+
+
+def describe_planned_engine(
+    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
+) -> Mapping[str, Any]:
+    """Return `Engine.description` of the mesh's first rank, without weights and device.
+
+    A user's own backend reports its name only. Raises `UserError` as the backend does.
+    """
+    spec = choose_backend(spec)
+    if spec.backend not in MODULES:
+        return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
+    backend = import_module(MODULES[spec.backend])
+    found: Mapping[str, Any] = backend.planned(replace(spec, planned=True), mesh, device, tokenizer)
+    return found

@@ -1,0 +1,255 @@
+"""Sources of a role's parameters: slices of a model directory, or slices of random values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from weft import topology
+from weft.checkpoints import hf_io
+from weft.engine.backends import common
+from weft.engine.spec import ModelSpec
+from weft.engine.torch.engine import DTYPES, choose_dtype
+from weft.engine.torch.master_weights import HALF
+from weft.errors import ConfigError
+from weft.models.network import frozen, lora, prefix, quantized
+from weft.models.network.block import Block
+from weft.models.network.config import TransformerConfig
+from weft.models.network.head import Pooling
+from weft.models.network.linear import Linear
+from weft.models.network.parameters import StoredParameter, find_canonical_parameters
+from weft.models.network.quantized import Kind
+from weft.models.network.transformer import Head, Transformer
+from weft.parallel import context, experts, tensor
+from weft.parallel.mesh import RankMesh
+from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """A rank's coordinates in a layout, without communication with other ranks.
+
+    A network built for it has the sizes of the rank's part, but isn't connected to the other parts.
+    """
+
+    layout: Layout
+    coordinates: MeshCoordinates
+
+
+GROWN = (
+    "embed.weight",
+    "head.weight",
+    "head.bias",
+)  # parameters with a row for each token of the vocabulary
+
+
+class NetworkSource:
+    """Builder of one role's network without memory, and source of its parameters' values."""
+
+    def __init__(
+        self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None
+    ) -> None:
+        self.spec, self.config, self.head = spec, config, cast(Head, spec.head)
+        # first added token; rows from here on are new
+        self._added_from = added_from
+        if spec.init_from_scratch or spec.planned:
+            self._reader = None
+        else:
+            self._reader = hf_io.ParameterReader(path, self.head, spec.type)
+        # default: the pooling named by the model directory
+        unasked: Pooling = "last" if self._reader is None else self._reader.pooling
+        self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
+        self.shapes = {
+            name: tuple(part.data.shape)
+            for name, part in find_canonical_parameters(self.build_network(None)).items()
+        }
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the embedding is also the output matrix."""
+        return self.config.tied and self.head == "lm"
+
+    def build_network(
+        self, mesh: RankMesh | RankCoordinates | None, *, experts_apart: bool = True
+    ) -> Transformer:
+        """Return the whole network or, with a `mesh`, one rank's part of it, on the meta device.
+
+        Adapters are included. For a `RankMesh` the part is connected to those of other ranks.
+        Without `experts_apart`, every rank has all experts, whatever the layout.
+        """
+        config = self.config
+        layers = cast("list[int] | None", None)
+        if mesh is not None:
+            layout = mesh.layout
+            at = mesh.coordinates
+            if layout.tensor == 1:
+                config = config
+            else:
+                config = config.narrow_to_rank(layout.tensor, at.tensor)
+            if layout.pipeline > 1:
+                layers = [layer for run in self.list_stages(mesh).values() for layer in run]
+        spec = self.spec
+        with torch.device("meta"):
+            network = Transformer(config, self.head, self.pooling, layers=layers)
+        if isinstance(mesh, RankMesh) and mesh.layout.expert > 1 and experts_apart:
+            experts.join(network, mesh.experts_group)
+        network.to(common.choose_reading_dtype(spec))
+        if spec.dropout is not None:
+            _set_dropout(network, spec.dropout)
+        if spec.residual_dropout:
+            frozen.set_residual_dropout(
+                network, spec.residual_dropout, ramp=spec.residual_dropout_lima
+            )
+        network.recompute_every = spec.recomputed_layers
+        network.requires_grad_(spec.trained)
+        first = frozen.count_frozen_layers(
+            spec.freeze_layers, spec.train_last_layers, config.num_layers
+        )
+        if first is not None:
+            dtype = DTYPES[choose_dtype(spec)]
+            frozen.freeze(network, first, dtype if dtype in HALF else None)
+        if spec.has_adapters:
+            own = spec.lora
+            if own.r:
+                lora.add(
+                    network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets
+                )
+            else:
+                prefix.freeze_all_but_prefix(network)
+            if spec.trains_embeddings:
+                frozen.train_embeddings(network)
+            if spec.mirrors:
+                network.requires_grad_(False)
+        if spec.quantize is not None:
+            matrices = [each for each in network.blocks.modules() if isinstance(each, Linear)]
+            quantized.quantize_matrices(
+                matrices, cast(Kind, spec.quantize), common.choose_reading_dtype(spec)
+            )
+        if isinstance(mesh, RankMesh) and mesh.count_ranks("tensor") > 1:
+            tensor.join(
+                network, self.config, mesh.get_group("tensor"), shares_rows=spec.sequence_parallel
+            )
+        if isinstance(mesh, RankMesh) and mesh.count_ranks("context") > 1:
+            context.join(network, mesh.get_group("context"))
+        return network.eval()
+
+    def list_stages(self, mesh: RankMesh | RankCoordinates) -> dict[int, range]:
+        """Return the range of blocks of every pipeline stage on a rank, by the stage's number."""
+        placement = mesh.layout.placement
+        config = self.config
+        return {
+            stage: topology.compute_stage(
+                config.num_layers, placement.num_stages, stage, config.head_layers
+            )
+            for stage in placement.list_stages(mesh.coordinates.pipeline)
+        }
+
+    def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
+        """Fill parameters with their values, of which `places` gives the slice (default: all)."""
+        with torch.no_grad():
+            for name, part in stored.items():
+                part.data.copy_(self._read_values(name, places.get(name)))
+
+    def _read_values(self, name: str, where: Slice | None) -> Tensor:
+        shape = self.shapes[name]
+        if lora.is_adapter(name):
+            values = lora.draw_initial_values(name, shape, self.spec.seed)
+        elif (
+            self._reader is None
+            or name in self._reader.missing_names
+            or name not in self._reader.shapes
+        ):
+            values = hf_io.compute_initial_values(
+                name, shape, self.config, self.head, self.spec.seed
+            )
+        elif name in GROWN and self._added_from is not None:
+            return self._with_new_rows(
+                self._reader,
+                name,
+                build_whole_slice(shape) if where is None else where,
+                self._added_from,
+            )
+        else:
+            return self._reader.read(name, where)
+        return values if where is None else values[where]
+
+    def _with_new_rows(
+        self, reader: hf_io.ParameterReader, name: str, where: Slice, added_from: int
+    ) -> Tensor:
+        """Return vocabulary rows: existing ones from the directory, new ones as the mean of all old
+        rows.
+
+        The mean leaves the probabilities of the other tokens nearly unchanged (Hewitt 2021,
+        "Initializing new word embeddings for pretrained language models").
+        """
+        rows, *rest = where
+        kept = slice(rows.start, min(max(added_from, rows.start), rows.stop))
+        old = reader.read(name, (kept, *rest))
+        new = rows.stop - kept.stop
+        if not new:
+            return old
+        mean = reader.read(name, (slice(0, added_from), *rest)).double().mean(0, keepdim=True)
+        return torch.cat([old, mean.to(old.dtype).expand(new, *old.shape[1:])])
+
+
+def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
+    """Raise `ConfigError` for a layout that this network or this version doesn't support."""
+    try:
+        _check_layout(spec, layout, config)
+    except ConfigError as error:
+        if not spec.allocated_by or layout != spec.resolve_layout():
+            raise
+        raise ConfigError(f"{error} (this layout comes from {spec.allocated_by})") from None
+
+
+def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
+    if layout.context > 1 and config.prefix_tokens:
+        raise ConfigError(
+            f"layout={layout}: ranks that share the tokens of a sequence (c) have no prefix, and "
+            f"{spec.path} is to have one of "
+            f"{config.prefix_tokens} tokens; write c1, or take lora.r in its place"
+        )
+    if layout.expert > 1:
+        _check_experts(layout, config)
+    if layout.pipeline > 1 and spec.trained and spec.freezes:
+        raise ConfigError(
+            f"layout={layout}: the stages of a pipeline all have something to train, which "
+            f"freeze_layers and train_last_layers "
+            "do not leave them; write p1, or leave these out"
+        )
+    config.narrow_to_rank(layout.tensor, 0)
+    topology.compute_stage(config.num_layers, layout.pipeline, 0)
+    count = layout.placement.num_stages
+    kind = spec.pipeline_schedule
+    if count > config.num_layers:
+        raise ConfigError(
+            f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank "
+            f"makes {count} stages of a "
+            f"model with {config.num_layers} layers; every stage needs at least one: lower p, or "
+            f"pipeline_stages_per_rank"
+        )
+
+
+def _check_experts(layout: Layout, config: TransformerConfig) -> None:
+    if config.experts is None:
+        raise ConfigError(
+            f"layout={layout}: a {config.family} model has no experts to share; write e1"
+        )
+    if config.experts.num % layout.expert:
+        raise ConfigError(
+            f"layout={layout}: e={layout.expert} does not divide the model's {config.experts.num} "
+            f"experts; write an e that does"
+        )
+
+
+def _set_dropout(network: Transformer, rate: float) -> None:
+    """Replace the dropout rates of the configuration by one rate."""
+    network.config = network.config.with_dropout(rate)
+    for block in network.blocks:
+        assert isinstance(block, Block)
+        block.dropout = rate
+        block.attention.spec = replace(block.attention.spec, dropout=rate)

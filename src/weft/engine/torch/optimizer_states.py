@@ -1,0 +1,138 @@
+"""Saved form of optimizer states: by canonical name, for any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.checkpoint import SavedTensors
+from weft.models.network.parameters import StoredParameter
+from weft.topology import Slice
+
+State = dict[str, Tensor]  # state of one parameter, by slot
+# suffix of the slot with the block scales of another slot, such as "exp_avg:scales"
+SCALES = ":scales"
+
+
+def is_scales(key: str) -> bool:
+    return key.endswith(SCALES)
+
+
+def count_blocks(count: int, size: int) -> int:
+    """Return the number of blocks of `size` elements needed for `count`; the last may be shorter."""
+    return -(-count // size)
+
+
+def to_named_tensors(
+    trained: Mapping[str, StoredParameter], states: Mapping[nn.Parameter, State], block: int
+) -> dict[str, Tensor]:
+    """Return the state tensors of canonical parameters by `{parameter}/{slot}`.
+
+    A stored parameter may contain several canonical ones. Each gets the scales of all blocks of
+    `block` elements of the stored parameter that it has elements in.
+    """
+    return {
+        f"{name}/{slot}": _slice_state(part, slot, value, block)
+        for name, part in trained.items()
+        for slot, value in sorted(states.get(part.parameter, {}).items())
+    }
+
+
+def from_named_tensors(
+    trained: Mapping[str, StoredParameter], tensors: Mapping[str, Tensor], block: int
+) -> dict[nn.Parameter, State]:
+    """Return the states of stored parameters from the tensors that `to_named_tensors` returned.
+
+    If only some parts of a stored parameter have scales, those of the others are 0.
+    """
+    states: dict[nn.Parameter, State] = {}
+    for key, value in tensors.items():
+        name, slot = key.rsplit("/", 1)
+        part = trained[name]
+        held = states.setdefault(part.parameter, {})
+        if not value.dim():
+            held[slot] = value
+        elif is_scales(slot):
+            where = _find_blocks(part, block)
+            if value.numel() == where.stop - where.start:
+                count = count_blocks(part.parameter.numel(), block)
+                held.setdefault(slot, value.new_zeros(count))[where] = value
+        else:
+            whole = held.setdefault(
+                slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device)
+            )
+            part.select_rows(whole).copy_(value)
+    return states
+
+
+def _slice_state(part: StoredParameter, slot: str, value: Tensor, block: int) -> Tensor:
+    if not value.dim():
+        return value.clone()
+    return value[_find_blocks(part, block)] if is_scales(slot) else part.select_rows(value)
+
+
+def _find_blocks(part: StoredParameter, block: int) -> slice:
+    """Return the range of the stored parameter's blocks with at least one element of the part."""
+    if part.rows is None:
+        return slice(0, count_blocks(part.parameter.numel(), block))
+    row = math.prod(part.parameter.shape[1:])
+    return slice(part.rows.start * row // block, count_blocks(part.rows.stop * row, block))
+
+
+def rename_for_writing(
+    tensors: Mapping[str, Tensor], places: Mapping[str, Slice]
+) -> dict[str, Tensor]:
+    """Rename tensors for writing: names of scales get the slice they belong to, others stay.
+
+    Scales can only be loaded for that same slice.
+    """
+    return {
+        _append_slice(key, places) if is_scales(key) else key: value
+        for key, value in tensors.items()
+    }
+
+
+def has_parameter_shape(written_as: str, value: Tensor) -> bool:
+    """Return True if a tensor has its parameter's shape, so that it can be sliced like it."""
+    return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
+
+
+def read(
+    saved: SavedTensors, places: Mapping[str, Slice], elsewhere: Collection[str]
+) -> dict[str, Tensor]:
+    """Return this rank's slice of every saved tensor.
+
+    Parameters that only other ranks have (`elsewhere`) and scales of other slices are left out.
+    """
+    names = _map_saved_names(saved.names, places)
+    of = map_to_parameters(names, places)
+    return {
+        own: saved.read(key, None if is_scales(own) else places.get(of[key]))
+        for key, own in names.items()
+        if of[key] in places or of[key] not in elsewhere
+    }
+
+
+def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
+    """Return the parameter of each tensor, whose name is `{parameter}` or `{parameter}/{slot}`."""
+    return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
+
+
+def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
+    """Map saved names to this rank's names; scales of other slices are left out."""
+    found = {}
+    for written_as in keys:
+        own = written_as.partition("@")[0]
+        if not is_scales(own):
+            found[written_as] = written_as
+        elif own.rsplit("/", 1)[0] in places and written_as == _append_slice(own, places):
+            found[written_as] = own
+    return found
+
+
+def _append_slice(key: str, places: Mapping[str, Slice]) -> str:
+    place = places[key.rsplit("/", 1)[0]]
+    return f"{key}@{','.join(f'{part.start}:{part.stop}' for part in place)}"

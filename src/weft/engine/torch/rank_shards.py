@@ -1,0 +1,276 @@
+"""One rank's part of a distributed network: sharding, filling with values, and communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engine.base import Generator
+from weft.engine.collectives import Collectives
+from weft.engine.generation.budgets import choose_default_budget
+from weft.engine.generation.caches import ReusablePageCaches
+from weft.engine.generation.decoder import Decoder
+from weft.engine.generation.generate import open_generator
+from weft.engine.generation.interleaved import open_interleaved
+from weft.engine.generation.scheduler import GenerationBudget
+from weft.engine.generation.settings import SampledRows, TokenAgreement, sample_locally
+from weft.engine.mesh_collectives import MeshCollectives
+from weft.engine.spec import GenerationSpec
+from weft.engine.torch.engine import DTYPES, RankShard, choose_dtype
+from weft.engine.torch.master_weights import HALF
+from weft.engine.torch.network_source import NetworkSource
+from weft.models.network import lora, quantized
+from weft.models.network.parameters import StoredParameter, find_canonical_parameters
+from weft.models.network.prefix import list_prefixes
+from weft.models.network.transformer import Transformer
+from weft.parallel import context, shard
+from weft.parallel.mesh import RankMesh
+from weft.parallel.pipeline import Pipeline
+from weft.parallel.pipeline_decoder import StagedDecoder
+from weft.parallel.schedule import Kind
+from weft.parallel.shard import LocalShards
+from weft.topology import build_whole_slice, compute_holdings
+
+
+def build_rank_shard(
+    source: NetworkSource,
+    network: Transformer,
+    every: Transformer,
+    mesh: RankMesh,
+    device: torch.device,
+) -> RankShard:
+    """Allocate and fill `network`, this rank's part of the whole network `every`.
+
+    All ranks of the mesh must call it.
+    """
+    shards = None
+    stages = _list_stages(source, network, mesh)
+    if mesh.layout.fsdp > 1:
+        dtype = DTYPES[choose_dtype(source.spec)]
+        if dtype in HALF and source.spec.trained:  # frozen parameters stay in `dtype`
+            for adapter in (*lora.find_adapters(network).values(), *list_prefixes(network)):
+                adapter.float()
+            if source.spec.trains_embeddings:
+                for module in (getattr(network, name, None) for name in ("embed", "head")):
+                    if isinstance(module, nn.Module):
+                        module.float()
+        shard.shard(
+            stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2)
+        )
+    quantized.allocate_memory(network, device)
+    if mesh.layout.fsdp > 1:
+        shards = LocalShards(network)
+    held = {
+        rank: compute_holdings(
+            source.shapes,
+            source.config,
+            mesh.layout,
+            mesh.mesh.get_coordinates(rank),
+            tied=source.is_tied,
+        )
+        for rank in mesh.mesh.ranks
+    }
+    stored = find_canonical_parameters(network) if shards is None else shards.stored
+    assert stored.keys() == held[mesh.rank].keys(), (
+        f"parameters and topology differ: {stored.keys() ^ held[mesh.rank].keys()}"
+    )
+    source.fill(stored, held[mesh.rank])
+
+    sums_once = source.spec.zero_stage == 1
+
+    def build_collectives(now: Callable[[], Mapping[str, StoredParameter]]) -> Collectives:
+        staged = None
+        if mesh.layout.pipeline > 1:
+            half = shards is not None and (own := DTYPES[choose_dtype(source.spec)]) in HALF
+            kind = cast(Kind, source.spec.pipeline_schedule)
+            if mesh.count_ranks("context") > 1:
+                count_of = partial(context.count_tokens, group=mesh.get_group("context"))
+            else:
+                count_of = None
+            staged = Pipeline(
+                stages,
+                kind,
+                mesh.get_group("pipeline"),
+                own if half else None,
+                count_of,
+                sums_once=sums_once,
+            )
+        return MeshCollectives(
+            mesh,
+            network,
+            held,
+            source.shapes,
+            now,
+            source.config,
+            shards,
+            staged,
+            source.is_tied,
+            shares_rows=source.spec.sequence_parallel,
+            sums_once=sums_once,
+        )
+
+    return RankShard(
+        shapes=source.shapes,
+        trained=frozenset(
+            name for name, part in find_canonical_parameters(every).items() if part.requires_grad
+        ),
+        places=held[mesh.rank],
+        spread=build_collectives,
+        shards=shards,
+        generating=lambda spec, version, kept: _open_generator(
+            source, network, stages, mesh, device, spec, version, kept
+        ),
+    )
+
+
+def _list_stages(
+    source: NetworkSource, network: Transformer, mesh: RankMesh
+) -> dict[int, Transformer]:
+    """Return the pipeline stages on this rank, by number.
+
+    `network` is either the only stage of this rank or is split into all of its stages.
+    """
+    runs = source.list_stages(mesh)
+    if len(runs) == 1:
+        return dict.fromkeys(runs, network)
+    parts = network.split(list(runs.values()))
+    if mesh.count_ranks("context") > 1:
+        for part in parts:
+            context.join(part, mesh.get_group("context"))
+    return dict(zip(runs, parts, strict=True))
+
+
+def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -> RankShard:
+    """Return the part of a rank that has a copy of the whole network, for data parallelism.
+
+    The network may consist of modules of any kind.
+    """
+    stored = find_canonical_parameters(network)
+    shapes = {name: tuple(part.data.shape) for name, part in stored.items()}
+    places = {name: build_whole_slice(shape) for name, shape in shapes.items()}
+    return RankShard(
+        shapes=shapes,
+        trained=frozenset(name for name, part in stored.items() if part.requires_grad),
+        places=places,
+        spread=lambda now: MeshCollectives(
+            mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now
+        ),
+        shards=None,
+        generating=lambda spec, version, kept: open_generator(
+            cast(Decoder, network), spec, device=device, version=version, eos_ids=(), kept=kept
+        ),
+    )
+
+
+@contextmanager
+def _open_generator(
+    source: NetworkSource,
+    network: Transformer,
+    held: Mapping[int, Transformer],
+    mesh: RankMesh,
+    device: torch.device,
+    spec: GenerationSpec,
+    version: int,
+    kept: ReusablePageCaches,
+) -> Iterator[Generator]:
+    """Open a generator on this rank's part of the network.
+
+    Ranks of one data-parallel part generate in lockstep; different parts generate independently.
+    `held` are the stages of `network`. If parameters are gathered for generation, no KV pages are
+    kept for the next call, because it gathers the weights into other memory.
+    """
+    apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
+    whole = _gather_network(source, network, mesh, device) if apart else network
+    dtype = next(whole.parameters()).dtype
+    layers = replace(whole.config, num_layers=len(whole.blocks))
+    budget = _agree_on_budget(
+        choose_default_budget(layers, device, dtype, spec.kv_cache_gb, kept.num_bytes), mesh
+    )
+    if mesh.count_ranks("context") > 1:
+        alike = partial(context.draw_on_first_rank, group=mesh.get_host_group("context"))
+    else:
+        alike = None
+    if mesh.count_ranks("pipeline") == 1:
+        settle: TokenAgreement = sample_locally if alike is None else alike
+        with open_generator(
+            whole,
+            spec,
+            device=device,
+            version=version,
+            eos_ids=(),
+            budget=budget,
+            settle=settle,
+            kept=None if apart else kept,
+        ) as generator:
+            yield generator
+        return
+    count = mesh.count_ranks("pipeline")
+    stages = _list_stages(source, whole, mesh) if apart else held
+    with (
+        StagedDecoder(
+            whole,
+            stages,
+            mesh.layout.placement,
+            mesh.get_group("pipeline"),
+            mesh.get_host_group("pipeline"),
+        ) as decoder,
+        open_interleaved(
+            decoder,
+            spec,
+            count,
+            device=device,
+            version=version,
+            eos_ids=(),
+            budget=budget,
+            settle=partial(_settle_draws, decoder, alike),
+        ) as turns,
+    ):
+        yield turns
+
+
+def _settle_draws(
+    decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
+) -> Callable[[], SampledRows]:
+    """Make all ranks of a pipeline agree on the tokens of a step, as `decoder.settle` does.
+
+    If several pipelines generate the same sequences, all of them use the first one's tokens
+    (`alike`).
+    """
+    return decoder.settle(draw if alike is None else lambda: alike(draw, rows)(), rows)
+
+
+def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
+    """Return the smallest budget of the ranks that generate together."""
+    axes = ("tensor", "context", "pipeline")
+    if mesh.count_ranks(*axes) == 1:
+        return own
+    every: list[GenerationBudget | None] = [None] * mesh.count_ranks(*axes)
+    dist.all_gather_object(every, own, group=mesh.get_group(*axes))
+    budgets = [each for each in every if each is not None]
+    return replace(own, max_tokens=min(budget.max_tokens for budget in budgets))
+
+
+def _gather_network(
+    source: NetworkSource, network: Transformer, mesh: RankMesh, device: torch.device
+) -> Transformer:
+    """Return the network with whole parameters and all experts, in the compute dtype.
+
+    With it no rank waits for others at every layer of every token that it generates.
+    """
+    whole = source.build_network(mesh, experts_apart=False)
+    if (dtype := DTYPES[choose_dtype(source.spec)]) in HALF:
+        whole.to(dtype)
+    whole.to_empty(device=device)
+    shard.gather(network, whole, mesh.experts_group if mesh.layout.expert > 1 else None)
+    for name, adapter in lora.find_adapters(whole).items():
+        adapter.active = lora.find_adapters(network)[name].active
+    for here, there in zip(list_prefixes(network), list_prefixes(whole), strict=True):
+        there.active = here.active
+    return whole

@@ -1,0 +1,116 @@
+"""Gradients of losses that declare `Loss.by_row`, and a check of that declaration.
+
+The gradient of such a loss by one row's outputs doesn't depend on the outputs of other rows, so the
+output head can compute gradients during the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weft.algorithms.base import Loss, Output
+from weft.engine.rows import SampleRows
+from weft.errors import ConfigError
+from weft.models.network.packed import RowGradient
+
+# outputs to which the declaration applies
+BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")
+TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in rounding
+
+
+def build_row_gradient(
+    loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
+) -> RowGradient:
+    """Return a function that maps outputs to the gradient of `scale` times the loss by them.
+
+    The outputs of rows that are not computed yet are 0.
+    """
+
+    def compute_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+        return {
+            "logprobs": torch.zeros_like(out["logprobs"]),
+            **_compute_gradients(loss, out, rows, total, scale),
+        }
+
+    return compute_gradient
+
+
+def is_row_separable(
+    loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
+) -> bool:
+    """Check that the gradient of each row doesn't depend on the outputs of other rows.
+
+    The gradient over all rows is compared with gradients for which the outputs of half of the rows
+    are set to 0. Returns False if these rows allow no conclusion: a single row, no gradient, or a
+    gradient that is not finite. Raises `ConfigError` with the loss's name if the gradients differ:
+    training would be wrong, and on an accelerator silently.
+    """
+    plain = {
+        key: by
+        for key, by in _compute_gradients(loss, out, rows, total, 1.0).items()
+        if key in BY_ROW
+    }
+    if not all(bool(by.isfinite().all()) for by in plain.values()) or not _has_several_rows(plain):
+        return False
+    every_other = torch.arange(rows.num_rows) % 2 == 0
+    random = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
+    for mask in (every_other, ~every_other, random, ~random):
+        mask = mask.to(rows.mask.device)
+        seen = {
+            key: _mask_values(mask, value) if key in BY_ROW else value for key, value in out.items()
+        }
+        alone = _compute_gradients(loss, seen, rows, total, 1.0)
+        for key, by in plain.items():
+            if not _is_equal(by[mask], alone[key][mask] if key in alone else None):
+                raise ConfigError(
+                    f"loss {get_loss_name(loss)!r} declares by_row=True, but its gradient by the "
+                    f"{key} of a row depends on the "
+                    "outputs of other rows; set by_row to False"
+                )
+    return True
+
+
+def _has_several_rows(gradients: Mapping[Output, Tensor]) -> bool:
+    """Return True if more than one row has a nonzero gradient."""
+    return any(
+        int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
+        for by in gradients.values()
+    )
+
+
+def get_loss_name(loss: Loss) -> str:
+    """Return the registered name of a loss, or its class name."""
+    return str(getattr(loss, "name", type(loss).__name__))
+
+
+def _compute_gradients(
+    loss: Loss,
+    out: Mapping[Output, Tensor],
+    rows: SampleRows,
+    total: Mapping[str, float],
+    scale: float,
+) -> dict[Output, Tensor]:
+    """Return the gradient of `scale` times the loss by each output that the loss depends on."""
+    with torch.enable_grad():
+        known = {key: value.detach().requires_grad_() for key, value in out.items()}
+        zeros = torch.zeros_like(rows.mask)
+        value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
+        if not value.requires_grad:
+            return {}
+        made = torch.autograd.grad(value * scale, list(known.values()), allow_unused=True)
+    return {key: by for key, by in zip(known, made, strict=True) if by is not None}
+
+
+def _mask_values(mask: Tensor, value: Tensor) -> Tensor:
+    return torch.where(mask.view(-1, *(1,) * (value.dim() - 1)), value, torch.zeros_like(value))
+
+
+def _is_equal(one: Tensor, other: Tensor | None) -> bool:
+    if other is None:
+        return not bool(one.any())
+    if one.numel():
+        return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())
+    return True

@@ -1,0 +1,532 @@
+"""Apply `allocation_mode=search_placement` and `heuristic`: place the calls and report the estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoints.config_file import set_by
+from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments import _checks as checks
+from weft.experiments._allocation import HEURISTIC, SEARCH, is_placed
+from weft.experiments._cost import CallWorkload, DecoderSizes
+from weft.experiments._models import find_option_role
+from weft.experiments._rates import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
+from weft.experiments._search import (
+    PlacementEstimate,
+    PlacementProblem,
+    PlacementUnit,
+    SearchResult,
+    list_meshes,
+    list_uniform_placements,
+    search_placement,
+)
+from weft.experiments.common import RunConfig
+from weft.graph.mfc import MFCDef
+from weft.topology import LETTERS, Layout, Mesh
+
+if TYPE_CHECKING:
+    from weft.models.network.config import TransformerConfig
+
+DEFAULT_PROMPT_TOKENS = 512
+DEFAULT_ANSWER_TOKENS = 512  # default tokens of a prompt and of an answer
+PAIRED_TYPES = (
+    "paired_comparison",
+    "preference",
+    "ranking",
+)  # types with two or more answers per row
+
+
+class UnknownRates(ConfigError):
+    """The speed of the devices is unknown."""
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """Result of a search, with the `rates` and `loads` that it used."""
+
+    result: SearchResult
+    rates: DeviceRates
+    loads: Mapping[str, CallWorkload]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimates as plain values: of the best placement and of the heuristic one."""
+        made = self.result
+        return {
+            "device": self.rates.name,
+            "device_memory_gb": self.rates.capacity / GIB,
+            "tried": made.num_tried,
+            "exhaustive": made.is_exhaustive,
+            "search": _estimate_to_dict(made.best),
+            "heuristic": _estimate_to_dict(made.first),
+        }
+
+    def build_lines(self) -> list[str]:
+        """Return lines for the plan that is printed before the run."""
+        best = self.result.best
+        first = self.result.first
+        made = self.result
+        if made.is_exhaustive:
+            how = f"all {made.num_tried:,} placements"
+        else:
+            how = f"{made.num_tried:,} placements by annealing"
+        if not first.excess_bytes:
+            fits = ""
+        else:
+            fits = f", which does not fit: {first.peak_bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
+        lines = [
+            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on {self.rates.name} as "
+            f"estimated, {_format_seconds(first.step_seconds)} "
+            f"with allocation_mode=heuristic{fits}; tried {how}"
+        ]
+        for call, mesh in best.meshes.items():
+            load = self.loads[call]
+            lines.append(
+                f"  {call}: {_format_mesh(mesh)}, {_with_moving(best, call)}; heuristic "
+                f"{_format_mesh(first.meshes[call])}, "
+                f"{_with_moving(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
+                f"{load.new_tokens:,}) tokens)"
+            )
+        lines.append(
+            f"  memory: {best.peak_bytes / GIB:.2f} GiB at most of {self.rates.capacity / GIB:.2f} on "
+            f"a device"
+        )
+        return lines
+
+
+def place_calls(
+    experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
+) -> Experiment:
+    """Return the experiment with calls placed by `allocation_mode` search or heuristic, and notes.
+
+    `given` are the roles as the user wrote them. Calls are placed if neither they nor their role
+    name a layout. If nothing can be estimated, calls stay on all devices and a note gives the
+    reason. Raises `ConfigError` if the search finds no placement that fits.
+    """
+    # Nothing to choose on one device, or if every role names its layout
+    per_node = config.n_gpus_per_node or 1
+    mode = config.allocation_mode
+    roles = {call.role for call in experiment.graph.list_model_calls()}
+    free = {role for role in roles if not is_placed(given[role])}
+    if config.n_nodes * per_node == 1 or not free:
+        return experiment
+    # Without sizes or speeds there is no estimate: leave every call on all devices.
+    missing = _list_unread_models({role: given[role] for role in roles}, mode)
+    if missing:
+        return _with_notes(experiment, missing)
+    try:
+        problem, start = _build_problem(experiment, config, free)
+    except UnknownRates as error:
+        if mode == SEARCH:
+            raise
+        return _with_notes(experiment, [f"{error}; until then every call is on all devices"])
+    # The search begins with the placement of the heuristic.
+    usual = min(list_uniform_placements(problem) or [start], key=problem.compute_score)
+    if mode == HEURISTIC:
+        best = problem.estimate(usual)
+        everywhere = problem.estimate(start)
+        placed = _with_placement(experiment, best, problem.units, free)
+        return _with_notes(placed, _build_heuristic_lines(best, everywhere, problem.rates))
+    found = search_placement(problem, usual)
+    if found.best.excess_bytes:
+        raise ConfigError(
+            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits; "
+            f"the least takes "
+            f"{found.best.peak_bytes / GIB:.1f} GiB of a device's {problem.rates.capacity / GIB:.1f} "
+            f"(search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
+        )
+    made = PlacementReport(found, problem.rates, problem.loads)
+    placed = _with_placement(experiment, found.best, problem.units, free)
+    return replace(_with_notes(placed, made.build_lines()), search=made.to_dict())
+
+
+def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
+    return replace(experiment, plan_notes=(*experiment.plan_notes, *notes))
+
+
+def _build_heuristic_lines(
+    best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
+) -> list[str]:
+    """Return lines on the chosen placement, or none if it is the sharding over all devices."""
+    if best.meshes == everywhere.meshes:
+        return []
+    fits = "" if not everywhere.excess_bytes else ", which does not fit"
+    lines = [
+        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {rates.name} as estimated, "
+        f"{_format_seconds(everywhere.step_seconds)} with all calls sharded over all devices{fits}"
+    ]
+    return [*lines, *(f"  {call}: {_format_mesh(mesh)}" for call, mesh in best.meshes.items())]
+
+
+def _build_problem(
+    experiment: Experiment, config: RunConfig, free: set[str]
+) -> tuple[PlacementProblem, list[int]]:
+    """Return the search problem, and the placement with every call on all devices."""
+    per_node = config.n_gpus_per_node or 1
+    count = config.n_nodes * per_node
+    on_gpu, dtypes = _find_devices(experiment, config)
+    called = {call.role for call in experiment.graph.list_model_calls()}
+    networks = {}
+    for role, spec in experiment.roles.items():
+        if role in called and spec.path:
+            with set_by(f"{find_option_role(experiment.config, role, spec.path)}.path"):
+                networks[role] = _build_network_sizes(spec, dtypes, on_gpu=on_gpu)
+    units, start = _build_units(experiment, free, count, per_node)
+    graph = experiment.graph
+    placed = [unit for unit in units if unit.role in networks]
+    problem = PlacementProblem(
+        units=placed,
+        networks=networks,
+        loads={call.name: _load(experiment, config, call) for call in graph.list_model_calls()},
+        order=graph.order,
+        producers={name: graph.find_producers(name) for name in graph.order},
+        rates=_find_rates(config, on_gpu, networks, per_node),
+        num_devices=max([count, *(1 + max(mesh.ranks) for unit in placed for mesh in unit.meshes)]),
+        max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
+        shared_roles=_find_shared_references(experiment),
+    )
+    return problem, [start[unit.calls] for unit in placed]
+
+
+def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
+    """Return a line for each model without a local config.json, which an estimate needs."""
+    missing = {
+        role: spec.path
+        for role, spec in roles.items()
+        if spec.path and not checks.read_model_config(spec)
+    }
+    return [
+        f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, "
+        f"so every call is on all "
+        f"devices; fetch it with: hf download {path} config.json"
+        for role, path in missing.items()
+    ]
+
+
+def _with_placement(
+    experiment: Experiment, best: PlacementEstimate, units: Sequence[PlacementUnit], free: set[str]
+) -> Experiment:
+    for unit in units:
+        if unit.role in free and len(unit.meshes) > 1:
+            for call in unit.calls:
+                mesh = best.meshes[call]
+                ranks = ",".join(map(str, mesh.ranks))
+                experiment = experiment.with_mfc(call, layout=str(mesh.layout), device_mesh=ranks)
+    return experiment
+
+
+def _build_units(
+    experiment: Experiment, free: set[str], count: int, per_node: int
+) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
+    """Return the units, and by calls the index of the mesh on all devices."""
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in experiment.graph.list_model_calls():
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    units = []
+    start = {}
+    for (role, _), calls in groups.items():
+        named = any(call.layout is not None or call.device_mesh is not None for call in calls)
+        now = experiment.get_mesh(calls[0])
+        names = tuple(call.name for call in calls)
+        meshes = [now]
+        if role in free and not named:
+            spec = experiment.roles[role]
+            at_once = min(_count_ids_per_minibatch(experiment, call) for call in calls)
+            found = list_meshes(
+                count, per_node, _build_layout_filter(spec, at_once, trains=calls[0].trains)
+            )
+            meshes = list(dict.fromkeys([*found, now]))
+        units.append(PlacementUnit(role, names, tuple(meshes), trains=calls[0].trains))
+        start[names] = meshes.index(now)
+    return units, start
+
+
+def _build_layout_filter(
+    spec: ModelSpec, at_once: int, *, trains: bool
+) -> Callable[[Layout], Layout | None]:
+    """Return a function that adapts a layout to the role's schedule, or rejects it with None.
+
+    A layout is rejected if the network, the batch or the options do not fit it.
+    """
+    from weft.checkpoints.hf_io import read_config
+    from weft.engine.torch.network_source import check_layout
+
+    assert spec.path is not None
+    network = read_config(spec.path, spec.type)[1]
+
+    def adapt_layout(layout: Layout) -> Layout | None:
+        other_stage = (
+            trains
+            and layout.data > 1
+            and spec.zero_stage is not None
+            and (spec.zero_stage > 0) != (layout.fsdp > 1)
+        )
+        if layout.data > at_once or other_stage:
+            return None
+        try:
+            made = spec.with_virtual_stages(layout)
+            check_layout(spec, made, network)
+        except ConfigError:
+            return None
+        return made
+
+    return adapt_layout
+
+
+def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
+    """Return the number of ids per minibatch of a call, the limit of its data-parallel ranks."""
+    if call.trains:
+        updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
+    else:
+        updates = 1
+    return max(1, (call.batch_size or _count_ids(experiment)) // max(1, updates))
+
+
+# -- inputs of the estimate
+
+
+def _find_devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
+    """Return (whether the devices are GPUs, the default dtype of roles)."""
+    import torch
+
+    asked = experiment.control.device
+    on_gpu = config.search.gpu is not None or (
+        asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    ).startswith("cuda")
+    return on_gpu, "bfloat16" if on_gpu else "float32"
+
+
+def _find_rates(
+    config: RunConfig, on_gpu: bool, networks: Mapping[str, DecoderSizes], per_node: int
+) -> DeviceRates:
+    import os
+
+    import torch
+
+    from weft.engine.device import read_memory_bytes
+
+    memory = config.search.memory_gb
+    if not on_gpu:
+        if memory is not None:
+            share = memory
+        else:
+            share = 0.9 * read_memory_bytes(torch.device("cpu")) / GIB / per_node
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(asked) if asked.isdecimal() and int(asked) else None
+        return estimate_cpu_rates(len(os.sched_getaffinity(0)), share, per_node, threads)
+    if config.search.gpu is None and not torch.cuda.is_available():
+        raise UnknownRates(
+            f"allocation_mode={config.allocation_mode}: this machine has no GPU to look at; name "
+            f"the cluster's by search.gpu, "
+            "such as H100"
+        )
+    name = config.search.gpu or torch.cuda.get_device_name(0)
+    if all(network.dtype == "float32" for network in networks.values()):
+        dtype = "float32"
+    else:
+        dtype = "bfloat16"
+    try:
+        return find_gpu_rates(name, dtype, memory, per_node)
+    except ConfigError as error:
+        raise UnknownRates(str(error)) from None
+
+
+def _build_network_sizes(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> DecoderSizes:
+    from weft.checkpoints.hf_io import read_config
+
+    assert spec.path is not None
+    config = read_config(spec.path, spec.type)[1]
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    matrices = 3 if config.gated else 2
+    experts = config.experts
+    attention = 2 * config.hidden_size * (query + key)
+    inner, num = (
+        (config.intermediate_size, 1)
+        if experts is None
+        else (experts.top_k * experts.intermediate_size, experts.num)
+    )
+    whole = (
+        matrices
+        * config.hidden_size
+        * (inner if experts is None else num * experts.intermediate_size)
+    )
+    embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
+    outputs = embedding if spec.head == "lm" else config.hidden_size
+    adapters = _count_adapter_elements(spec, config) if spec.has_adapters else None
+    return DecoderSizes(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        query=query,
+        key=key,
+        inner=inner,
+        vocab=config.vocab_size if spec.head == "lm" else 1,
+        active=attention + matrices * config.hidden_size * inner,
+        whole=attention + whole,
+        embedding=embedding,
+        outputs=outputs,
+        gated=config.gated,
+        tied=config.tied and spec.head == "lm",
+        dtype=spec.dtype or dtype,
+        trained=spec.trained,
+        trainable=adapters,
+        optimizer=spec.optimizer.type,
+        recompute=spec.recomputed_layers,
+        offload_weights=spec.offload and on_gpu,
+        offload_optimizer=spec.optimizer.offload and on_gpu,
+        state_dtype=spec.optimizer.state_dtype,
+        fp8=spec.fp8,
+        reshards=spec.zero_stage not in (1, 2),
+        sums_once=spec.zero_stage == 1,
+        fused=experts is None,
+        capped=spec.head == "lm" and config.final_softcap is not None,
+        adapters=_count_adapter_activations(spec, config) if spec.has_adapters else 0,
+        on_gpu=on_gpu,
+    )
+
+
+def _count_adapter_activations(spec: ModelSpec, config: TransformerConfig) -> int:
+    """Return the activation elements per token saved for a layer's adapters.
+
+    They are the low-rank products and the input of the MLP's last matrix.
+    """
+    experts, matrices = (
+        config.experts,
+        4 + (3 if config.gated else 2) * (1 if config.experts is None else config.experts.top_k),
+    )
+    return spec.lora.r * matrices + (config.intermediate_size if experts is None else 0)
+
+
+def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
+    """Return the number of elements of the `lora.*` adapters, or of a prefix.
+
+    Each expert has its own adapters.
+    """
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    found = 0
+    for layer in range(config.num_layers):
+        experts = config.experts if config.has_experts(layer) else None
+        inner, copies = (
+            (config.intermediate_size, 1)
+            if experts is None
+            else (experts.intermediate_size, experts.num)
+        )
+        ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
+        ends |= dict.fromkeys(
+            ("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner)
+        )
+        found += sum(
+            size
+            for name, size in ends.items()
+            if not spec.lora.targets or name in spec.lora.targets
+        )
+    return spec.lora.r * found + spec.prefix.num_tokens * 2 * key * config.num_layers
+
+
+def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> CallWorkload:
+    prompt, new, samples = _estimate_lengths(experiment, config)
+    rows = samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
+    epochs = int(call.args.get("epochs", 1)) if call.trains else 1
+    if call.trains:
+        updates = max(1, experiment.updates_per_firing.get(call.name, 1) // epochs)
+    else:
+        updates = 1
+    limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    return CallWorkload(
+        call.method, _count_ids(experiment) * rows, prompt, new, updates, epochs, limit
+    )
+
+
+def _count_ids(experiment: Experiment) -> int:
+    """Return the number of ids per step."""
+    size = experiment.get_node(experiment.steps_follow).batch_size
+    dataset = experiment.dataset
+    return size or max(
+        1,
+        (dataset.train_tokens_per_batch or 0)
+        // (dataset.limit or DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS),
+    )
+
+
+def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
+    """Return (tokens per prompt, tokens per answer, sampled answers per prompt)."""
+    samplers = [call for call in experiment.graph.list_model_calls() if call.method == "generate"]
+    # The experiment's dataset has defaults filled in; prefer the lengths that the user set.
+    spec = config.search
+    written = getattr(config, "dataset", experiment.dataset)
+    prompt = (
+        spec.prompt_tokens
+        or written.max_prompt_len
+        or min(DEFAULT_PROMPT_TOKENS, experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS)
+    )
+    if samplers:
+        args = samplers[0].args
+        new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
+        return prompt, spec.answer_tokens or new, int(args.get("samples_per_prompt", 1))
+    most = written.limit
+    if most is None:
+        return prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1
+    prompt = min(prompt, max(1, most // 2))
+    return prompt, spec.answer_tokens or max(1, most - prompt), 1
+
+
+def _find_shared_references(experiment: Experiment) -> dict[str, str]:
+    """Return the references that are their actor with its adapters disabled, with that actor."""
+    from weft.engine.torch.adapters_off import can_share_base
+
+    return {
+        role: other
+        for role, spec in experiment.roles.items()
+        for other, trained in experiment.roles.items()
+        if role != other and can_share_base(spec, trained)
+    }
+
+
+# -- output
+
+
+def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
+    calls = {
+        call: {
+            "layout": str(mesh.layout),
+            "devices": list(mesh.ranks),
+            "seconds": estimate.seconds[call],
+            "seconds_for_its_weights": estimate.transfer_seconds[call],
+        }
+        for call, mesh in estimate.meshes.items()
+    }
+    return {
+        "step_seconds": estimate.step_seconds,
+        "memory_gb": estimate.peak_bytes / GIB,
+        "fits": not estimate.excess_bytes,
+        "calls": calls,
+    }
+
+
+def _format_mesh(mesh: Mesh) -> str:
+    degrees = {letter: getattr(mesh.layout, name) for letter, name in LETTERS.items()}
+    written = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1 or k == "d")
+    first = mesh.ranks[0]
+    last = mesh.ranks[-1]
+    if mesh.ranks != tuple(range(first, last + 1)):
+        return f"{written} on {','.join(map(str, mesh.ranks))}"
+    if first == last:
+        return f"{written} on {first}"
+    return f"{written} on {first}-{last}"
+
+
+def _with_moving(estimate: PlacementEstimate, call: str) -> str:
+    moving = estimate.transfer_seconds[call]
+    return _format_seconds(estimate.seconds[call]) + (
+        f" + {_format_seconds(moving)} for its weights" if moving else ""
+    )
+
+
+def _format_seconds(number: float) -> str:
+    return f"{number:.3g} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"

@@ -1,0 +1,560 @@
+"""Nodes shared by the methods that train on sampled completions.
+
+They generate, reward, score, train and evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments import _checks as checks
+from weft.experiments._assemble import (
+    ExperimentParts,
+    assemble,
+    choose_dataset_type,
+    fill_batch_sizes,
+)
+from weft.experiments._lengths import SampleLengths, compute_max_length
+from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
+from weft.experiments._roles import build_critic, build_reference, with_lr
+from weft.experiments._services import build_service_notes, check_shared_options
+from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
+from weft.host.spec import parse_reward
+
+SAMPLE_KEYS = ("completion", "logprobs", "versions", "finished", "loss_mask")
+SUPPORT_KEYS = ("support", "support_counts")
+
+
+@dataclass(frozen=True)
+class RLGraphBuilder:
+    """Sizes and sampling options of a policy experiment, and the nodes built from them."""
+
+    config: SamplingConfig
+    options: SamplingOptions
+    name: str  # name of the option group, for messages
+    dataset: DatasetSpec
+    samples: int
+    gen: GenerationSpec
+
+    @classmethod
+    def from_options(
+        cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int
+    ) -> RLGraphBuilder:
+        """Build from the options of the run and of the method.
+
+        Raises `UserError` for invalid shared options (names, devices), for sizes that do not divide
+        or fit, and if nothing gives a reward.
+        """
+        config = check_shared_options(config, options, name)
+        dataset = fill_batch_sizes(config.dataset)
+        _check_rewards(config)
+        _check_staleness(options, name)
+        if dataset.train_tokens_per_batch is not None:
+            raise ConfigError(
+                f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts "
+                f"prompts, since completions "
+                "are not written yet; set dataset.train_bs_n_seqs"
+            )
+        vocab = checks.read_vocab_size(config.actor)
+        lengths = SampleLengths.from_options(config, dataset, options.gen, f"{name}.gen")
+        dataset = lengths.dataset
+        gen = lengths.gen
+        if vocab is not None and gen.top_k >= vocab:
+            gen = replace(gen, top_k=0)
+        return cls(
+            config, options, name, dataset, samples, replace(gen, record_support=gen.truncates)
+        )
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts per step."""
+        return self.dataset.train_bs_n_seqs or 0
+
+    @property
+    def num_completions(self) -> int:
+        """Completions per step."""
+        return self.num_prompts * self.samples
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches per pass over the completions of a step."""
+        return checks.count_minibatches(
+            self.num_completions,
+            self.options.mini_batch_size,
+            self.options.ppo_n_minibatches,
+            self.name,
+        )
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps per batch."""
+        return self.num_minibatches * self.options.ppo_epochs
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the log-probs; 1 for greedy sampling."""
+        return 1.0 if self.gen.greedy else self.gen.temperature
+
+    @property
+    def has_model(self) -> bool:
+        """True if a reward model contributes to the reward."""
+        return has_reward_model(self.config)
+
+    @property
+    def has_function(self) -> bool:
+        """True if reward functions contribute to the reward."""
+        return self.config.reward is not None or self.config.reward_column is not None
+
+    @property
+    def token_reward_keys(self) -> tuple[str, ...]:
+        """Key of the per-token rewards, if there are any."""
+        if self.config.reward_by_token or self.config.rew_step is not None:
+            return ("token_rewards",)
+        return ()
+
+    @property
+    def reward_weights(self) -> list[float]:
+        """Weights of the reward functions, followed by that of the reward model."""
+        return [
+            *(part.weight for part in parse_reward(self.config.reward)),
+            *([self.config.rew_weight] * self.has_model),
+        ]
+
+    @property
+    def correction_keys(self) -> tuple[str, ...]:
+        """Keys that a policy loss needs for the sampler correction."""
+        if _has_option(self.options, "correction"):
+            return ("old_logprobs", "sampler_weights")
+        return ()
+
+    @property
+    def covariance_keys(self) -> tuple[str, ...]:
+        """Key of the tokens to which Clip-Cov or KL-Cov applies."""
+        return ("high_covariance",) if _has_option(self.options, "covariance") else ()
+
+    @property
+    def support_keys(self) -> tuple[str, ...]:
+        """Keys that calls on sampled tokens need if sampling was truncated to some ids."""
+        return SUPPORT_KEYS if self.gen.record_support else ()
+
+    def build_roles(
+        self, *, reference_by: str | None
+    ) -> tuple[dict[str, ModelSpec], dict[str, str]]:
+        """Return (the roles by name; which role is initialized from which).
+
+        Roles are the actor, and the reference and the reward model if the run has them.
+        `reference_by` is the option by which the run has no reference, or None if it has one. The
+        actor's default learning rate is 1e-6. A reference without a path is the initial actor. The
+        reward model's head returns one number per completion, or one per token if it scores steps.
+        """
+        config = self.config
+        roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
+        init_from: dict[str, str] = {}
+        if reference_by is None:
+            roles["ref"], init_from = build_reference(config.ref, config.actor)
+        elif self.options.ref_ema_eta:
+            raise ConfigError(
+                f"{self.name}.ref_ema_eta moves a reference, and {reference_by} leaves it out; "
+                f"set one of the two"
+            )
+        if self.has_model:
+            roles["rew"] = config.rew.with_head(
+                "score" if config.rew_step is None else "value", trained=False
+            )
+        return roles, init_from
+
+    def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
+        """Return (the critic, which role it is initialized from).
+
+        The critic is `spec` if it has a path. Otherwise it starts as the reward model if that reads
+        the actor's tokens, else as the actor. Its default learning rate is 5e-6.
+        """
+        valued, copied = build_critic(spec, init, self.config.actor, self.config.rew)
+        return with_lr(valued, 5e-6), copied
+
+    def build_experiment(
+        self,
+        roles: Mapping[str, ModelSpec],
+        init_from: Mapping[str, str],
+        nodes: Sequence[Node],
+        *notes: str,
+    ) -> Experiment:
+        """Return the experiment, with every check done that needs no torch.
+
+        A step of the run is one firing of `actor_train`; each call that trains makes `num_updates`
+        optimizer steps per batch. `notes` are lines for the plan that is printed before the run.
+        """
+        trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
+        plan = ExperimentParts(
+            roles=roles,
+            nodes=[_with_staleness(node, self.options) for node in nodes],
+            dataset=self.dataset,
+            dataset_type=choose_dataset_type(self.dataset, "prompt"),
+            data_role="actor",
+            steps_follow="actor_train",
+            longest=compute_max_length(self.config.dataset, self.options.gen),
+            evaluation=self.build_evaluation(),
+            syncs=self._build_syncs() if "ref" in roles else [],
+            init_from=init_from,
+            updates_per_firing={node.name: self.num_updates for node in trains},
+            notes=[*_build_step_notes(self), *notes],
+        )
+        return assemble(self.config, plan)
+
+    def build_generation(
+        self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any
+    ) -> MFCDef:
+        """Return the call that samples completions; `prefix` is prepended to its output keys."""
+        spec = replace(self.gen, **gen)
+        args = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in SAMPLING_OPTIONS}
+        outputs = (*SAMPLE_KEYS, *(SUPPORT_KEYS if spec.record_support else ()))
+        return MFCDef(
+            name=name,
+            role="actor",
+            interface="generate",
+            method="generate",
+            batch_size=size,
+            input_keys=("prompt",),
+            output_keys=outputs,
+            output_key_remap={key: prefix + key for key in outputs} if prefix else {},
+            args={**args, "samples_per_prompt": samples},
+        )
+
+    def build_rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
+        """Return the reward model's call, the reward function's node, or both.
+
+        If there are both, the reward function's node adds the reward model's scores. With `parts`
+        the reward of each function is also an output.
+        """
+        config = self.config
+        nodes = list[Node]()
+        if self.has_model:
+            nodes.append(
+                _build_reward_model(
+                    config, size, prefix, "scores" if self.has_function else "rewards"
+                )
+            )
+        if self.has_function:
+            remap = {
+                key: prefix + key
+                for key in ("completion", *(("scores",) if self.has_model else ()))
+            }
+            made = (
+                "rewards",
+                *(("token_rewards",) if config.reward_by_token else ()),
+                *(("reward_parts",) if parts else ()),
+            )
+            reward = HostFunction(
+                name=f"{prefix}reward",
+                function="reward",
+                batch_size=size,
+                input_keys=("prompt", *remap),
+                output_keys=made,
+                input_key_remap=remap if prefix else {},
+                output_key_remap={key: prefix + key for key in made} if prefix else {},
+                args=_build_reward_args(config, parts),
+                tokenizer_role="actor",
+            )
+            nodes.append(reward)
+        return nodes
+
+    def build_reference(self, waits: Sequence[str] = ()) -> MFCDef:
+        """Return the call that scores completions with the reference.
+
+        `waits` are keys of other nodes that must be computed first.
+        """
+        return self._build_scoring("ref_inf", "ref", "ref_logprobs", waits)
+
+    def _build_scoring(self, name: str, role: str, made: str, waits: Sequence[str]) -> MFCDef:
+        return MFCDef(
+            name=name,
+            role=role,
+            interface="infer",
+            method="inference",
+            batch_size=self.num_prompts,
+            input_keys=("prompt", "completion", *self.support_keys, *waits),
+            output_keys=("logprobs",),
+            output_key_remap={"logprobs": made},
+            args={"outputs": ["logprobs"], "temperature": self.temperature},
+        )
+
+    def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
+        """Return the nodes for the initial log-probs of the actor and for the loss weights.
+
+        The log-probs are from before the actor's first update. The weights correct for the
+        difference between these log-probs and the sampler's. The list is empty if no correction is
+        enabled.
+        """
+        options = self.options
+        if not isinstance(options, PolicyOptions) or not self.correction_keys:
+            return []
+        correction = HostFunction(
+            name="sampler_correction",
+            function="sampler_correction",
+            batch_size=self.num_prompts,
+            input_keys=("prompt", "completion", "logprobs", "old_logprobs"),
+            optional_keys=("loss_mask",),
+            output_keys=("sampler_weights",),
+            args={
+                "correction": options.correction,
+                "high": options.sampler_correction_high,
+                "low": options.sampler_correction_low,
+            },
+        )
+        return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
+
+    def build_covariance(self) -> list[Node]:
+        """Return the node that selects the tokens for Clip-Cov or KL-Cov, if it is enabled."""
+        options = self.options
+        if not isinstance(options, PolicyOptions) or not self.covariance_keys:
+            return []
+        args: dict[str, Any] = {"method": options.covariance, "share": options.covariance_share}
+        if options.covariance == "clip":
+            args |= {"low": options.clip_cov_low, "high": options.clip_cov_high}
+        return [
+            HostFunction(
+                name="high_covariance",
+                function="high_covariance",
+                batch_size=self.num_prompts,
+                input_keys=("prompt", "completion", "logprobs", "advantages"),
+                optional_keys=("loss_mask",),
+                output_keys=("high_covariance",),
+                args=args,
+            )
+        ]
+
+    def build_training(
+        self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]
+    ) -> MFCDef:
+        """Return a call that trains on the sampled completions; `keys` are the inputs of its loss.
+
+        Tokens that the `loss_mask` of a sample excludes are not trained.
+        """
+        samples = role == "actor"  # the loss compares its log-probs with those of the sampler
+        args = {
+            "loss": loss,
+            "loss_args": dict(loss_args),
+            "num_minibatches": self.num_minibatches,
+            "epochs": self.options.ppo_epochs,
+        }
+        if samples:
+            args["temperature"] = self.temperature
+        optional = (
+            "loss_mask",
+            *(("ref_logprobs", *_list_age_keys(self.options)) if samples else ()),
+        )
+        read = (
+            *keys,
+            *(
+                (*self.support_keys, *self.correction_keys, *self.covariance_keys)
+                if samples
+                else ()
+            ),
+        )
+        return MFCDef(
+            name=node,
+            role=role,
+            interface="train",
+            method="train_step",
+            batch_size=self.num_prompts,
+            input_keys=("prompt", "completion", *read),
+            optional_keys=tuple(key for key in optional if key not in read),
+            args=args,
+        )
+
+    def build_evaluation(self) -> list[Node]:
+        """Return the nodes of the evaluation: sampling as in training, rewards and pass rates.
+
+        They sample `eval_samples` completions of each validation prompt.
+        """
+        size = self.dataset.valid_bs_n_seqs or 0
+        count = self.options.eval_samples
+        rates = HostFunction(
+            name="pass_rates",
+            function="pass_rates",
+            batch_size=size,
+            input_keys=("rewards",),
+            args={"count": count, "pass_reward": self.options.pass_reward},
+        )
+        return [
+            self.build_generation(size, count, record_support=False),
+            *self.build_rewards(size),
+            rates,
+        ]
+
+    def _build_syncs(self) -> list[ParamSync]:
+        """Return the update of the reference as a moving average of the actor, if it is enabled."""
+        eta = self.options.ref_ema_eta
+        return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
+
+
+def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
+    """Return the arguments of the host function `reward`.
+
+    With `parts` the reward of each function is also an output.
+    """
+    chosen = {
+        "column": config.reward_column,
+        "by_token": config.reward_by_token or None,
+        "keep_parts": parts or None,
+        "scores_weight": config.rew_weight if has_reward_model(config) else None,
+    }
+    args = {
+        "reward": config.reward,
+        "timeout_s": config.reward_timeout_s,
+        "on_timeout": config.reward_on_timeout,
+    }
+    return args | {name: value for name, value in chosen.items() if value is not None}
+
+
+def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
+    """Return the call that scores completions with the reward model.
+
+    `scores` is the name of its output in the graph.
+    """
+    form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
+    asked: dict[str, Any] = {
+        "outputs": ["scores"],
+        **{key: text for key, text in form.items() if text},
+    }
+    made = {"scores": prefix + scores}
+    if config.rew_step is not None:
+        asked = {"step": config.rew_step.replace("\\n", "\n")}
+        made = {**made, "token_rewards": f"{prefix}token_rewards"}
+    return MFCDef(
+        name=f"{prefix}rew_inf",
+        role="rew",
+        interface="infer" if config.rew_step is None else "process_reward",
+        method="inference",
+        batch_size=size,
+        input_keys=("prompt", "completion"),
+        optional_keys=("finished",),
+        output_keys=tuple(made),
+        output_key_remap=made,
+        input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {},
+        args=asked,
+    )
+
+
+SAMPLING_OPTIONS = tuple(
+    spec.name
+    for spec in fields(GenerationSpec)
+    if spec.name == "record_support" or not spec.metadata.get("hidden")
+)
+
+
+def format_epochs(count: int) -> str:
+    """Return a phrase such as "2 epochs"."""
+    return f"{count} epoch" if count == 1 else f"{count} epochs"
+
+
+def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
+    """Return a line on minibatches and epochs per step, unless a step has one of each."""
+    if passes == minibatches == 1:
+        return []
+    return [
+        f"a step's completions are trained on in minibatches of {completions // minibatches}, for "
+        f"{format_epochs(passes)}"
+    ]
+
+
+def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
+    """Return lines on one step, in addition to the counts in the plan's table."""
+    most = policy.dataset.max_prompt_len
+    prompts = "" if most is None else f", prompts of at most {most}"
+    return [
+        f"completions of at most {policy.gen.max_new_tokens} tokens{prompts}",
+        *build_pass_notes(
+            policy.options.ppo_epochs, policy.num_completions, policy.num_minibatches
+        ),
+        *_build_staleness_notes(policy.options),
+        *build_service_notes(policy.config),
+    ]
+
+
+def _has_option(options: SamplingOptions, name: str) -> bool:
+    """Return whether the method is a policy gradient whose option `name` is not none."""
+    return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
+
+
+def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
+    """Return the key for the version of the sampling weights, if they can be stale."""
+    if isinstance(options, PolicyOptions) and options.max_staleness:
+        return ("versions",)
+    return ()
+
+
+def _with_staleness(node: Node, options: SamplingOptions) -> Node:
+    """Return the node with the allowed staleness of its weights, if it is a call that samples."""
+    if (
+        not isinstance(options, PolicyOptions)
+        or not isinstance(node, MFCDef)
+        or node.method != "generate"
+    ):
+        return node
+    return replace(
+        node, max_staleness=options.max_staleness, interruptible=options.interrupt_generation
+    )
+
+
+def _check_staleness(options: SamplingOptions, name: str) -> None:
+    if (
+        isinstance(options, PolicyOptions)
+        and options.interrupt_generation
+        and not options.max_staleness
+    ):
+        raise ConfigError(
+            f"{name}.interrupt_generation=true: with max_staleness=0 no weights change while "
+            f"completions are sampled; "
+            f"set {name}.max_staleness=1 or more, or leave it out"
+        )
+
+
+def _build_staleness_notes(options: SamplingOptions) -> list[str]:
+    if not isinstance(options, PolicyOptions) or not options.max_staleness:
+        return []
+    return [
+        f"sampling: up to {options.max_staleness} steps ahead of training, which makes up for "
+        f"older weights by "
+        f"{options.correction} with weights of at most {options.sampler_correction_high:g}"
+    ]
+
+
+def has_reward_model(config: SamplingConfig) -> bool:
+    """Return whether the options name a reward model."""
+    return config.rew.path is not None or config.rew.backend in NO_NETWORK
+
+
+def _check_rewards(config: SamplingConfig) -> None:
+    """Raise `ConfigError` if nothing gives a reward, or if reward options have no effect."""
+    functions = config.reward is not None or config.reward_column is not None
+    if not functions and not has_reward_model(config):
+        raise ConfigError(
+            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a "
+            "reward function (or "
+            "reward_column), or both"
+        )
+    if config.rew_weight != 1.0 and not (functions and has_reward_model(config)):
+        raise ConfigError(
+            f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set "
+            f"both, or leave it out"
+        )
+    if config.reward_by_token and not functions:
+        raise ConfigError(
+            "reward_by_token=true is about reward functions; set reward, or leave it out"
+        )
+    if config.rew_step is not None and (
+        not has_reward_model(config) or config.reward_by_token or not config.rew_step
+    ):
+        raise ConfigError(
+            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with "
+            f"this text; set rew.path, and "
+            "leave out reward_by_token"
+        )

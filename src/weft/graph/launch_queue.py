@@ -1,0 +1,119 @@
+"""Order in which scheduled firings start. Pure; the caller owns clocks and threads.
+
+`weft.graph.ready` decides in advance which nodes run, on which ids and in which order. A firing
+starts as soon as its inputs exist. Calls start in the order of these decisions, so the order of
+requests to a worker group does not depend on timing. If calls tolerate staleness
+(`max_staleness`), the order holds per role; if such calls have their own copy of the weights, it
+holds separately for them and for the role's other calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import MFCDef
+from weft.graph.ready import Firing, IdBuffer
+
+
+@dataclass(frozen=True)
+class FiringLaunch:
+    """Firing that can start.
+
+    `version` is set for calls with their own copy of the weights: the number of firings of the
+    training node after which the weights were copied; an interruptible call may use newer weights.
+    `needs_old_weights`: the firing trains, and waiting calls need the weights from before it.
+    """
+
+    firing: Firing
+    version: int | None = None
+    needs_old_weights: bool = False
+
+
+@dataclass(frozen=True)
+class _QueuedFiring:
+    firing: Firing
+    required_firings: Mapping[str, int]  # node -> required number of finished firings
+    lane: str | None  # firings with the same lane start in order; None for host functions
+    version: int | None  # version of the weights, for calls with their own copy
+    required_weights: (
+        tuple[str, int] | None
+    )  # (training node, version) if newer weights are not allowed
+
+
+class LaunchQueue:
+    """Firings that are decided and have not started.
+
+    `over[node]` counts finished firings including their syncs; the caller updates it. `lanes` are
+    the calls that start independently of others of their role (`weft.runtime.separate_copies`).
+    """
+
+    def __init__(
+        self, graph: DataflowGraph, over: Mapping[str, int], lanes: Mapping[str, str] | None = None
+    ) -> None:
+        self._graph = graph
+        self._finished = over
+        self._lanes = lanes or {}
+        self._ordered_by_role = any(edge.max_staleness for edge in graph.version_edges)
+        self._waiting: list[_QueuedFiring] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, firing: Firing, buffer: IdBuffer) -> None:
+        """Add a firing, after `buffer.start`.
+
+        It starts after earlier firings of the same node, after the producers of its keys, and after
+        the training that its role's weights come from.
+        """
+        # Finished firings that this one has to wait for.
+        node = self._graph.get_node(firing.node)
+        after = {firing.node: firing.step}
+        for producer in self._graph.find_producers(firing.node):
+            after[producer] = 1 + max(
+                block.state.started[producer]
+                for block in buffer.entries.group_by_block(firing.ids)
+                if block
+            )
+        for edge in self._graph.find_version_edges(firing.node):
+            after[edge.producer] = buffer.num_started.get(edge.producer, 0)
+        # Calls start in order, per role if any call tolerates staleness.
+        if isinstance(node, MFCDef):
+            if self._ordered_by_role:
+                lane = node.role
+            else:
+                lane = ""
+        else:
+            lane = None
+        # A call with its own copy of the weights has its own order and version.
+        version: int | None = None
+        wants: tuple[str, int] | None = None
+        if isinstance(node, MFCDef) and node.name in self._lanes:
+            (edge,) = self._graph.find_version_edges(node.name)
+            lane = self._lanes[node.name]
+            version = after[edge.producer]
+            wants = None if node.interruptible else (edge.producer, version)
+        self._waiting.append(_QueuedFiring(firing, after, lane, version, wants))
+
+    def take(self) -> list[FiringLaunch]:
+        """Remove and return the firings that can start now, in order."""
+        begin: list[_QueuedFiring] = []
+        left: list[_QueuedFiring] = []
+        held = set[str]()
+        for each in self._waiting:
+            if each.lane not in held and all(
+                self._finished.get(node, 0) >= count
+                for node, count in each.required_firings.items()
+            ):
+                begin.append(each)
+                continue
+            left.append(each)
+            if each.lane is not None:
+                held.add(each.lane)
+        self._waiting = left
+        wanted = {each.required_weights for each in left}
+        return [
+            FiringLaunch(each.firing, each.version, (each.firing.node, each.firing.step) in wanted)
+            for each in begin
+        ]

@@ -1,0 +1,65 @@
+"""Sampling ahead of training, for calls that tolerate stale weights. Pure.
+
+With `max_staleness=k`, batches 0 to k are sampled, batch 0 trains, batch k + 1 is sampled, batch 1
+trains, and so on. Samples thus come from weights that are k steps old, independent of timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.graph.graph import DataflowGraph
+from weft.graph.ready import Firing, IdBuffer, needs_rows
+
+
+def can_run_ahead(graph: DataflowGraph) -> bool:
+    """Return whether any call tolerates stale weights."""
+    return any(edge.max_staleness for edge in graph.version_edges)
+
+
+def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
+    """Return the firings to schedule first.
+
+    These are the calls that tolerate staleness, since other calls of their role would delay them.
+    Without any, returns all firings that do not train, since calls scheduled after a training step
+    wait for its weights; without those, the firings that train.
+    """
+    lagging = _find_stale_calls(graph)
+    sampling = [firing for firing in firings if firing.node in lagging]
+    return sampling or [f for f in firings if not graph.get_node(f.node).trains] or list(firings)
+
+
+def may_load(
+    graph: DataflowGraph,
+    buffer: IdBuffer,
+    versions: Mapping[str, int],
+    follow: str,
+    steps_left: int | None,
+) -> bool:
+    """Return whether another batch of rows would let a call run further ahead.
+
+    Returns False if enough rows for the remaining steps of the node `follow` are loaded.
+    """
+    size = graph.get_node(follow).batch_size
+    waiting = [block for block in buffer.entries.blocks if follow not in block.state.started]
+    count = sum(len(block.ids) for block in waiting)
+    if size:
+        firings = count // size
+    else:
+        firings = len({block.state.batch for block in waiting})
+    if steps_left is not None and firings >= steps_left:
+        return False
+    return needs_rows(graph, buffer, versions, _find_stale_calls(graph))
+
+
+def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
+    """Return the firing with the oldest ids, so that sampling ahead does not delay training.
+
+    Of several, returns the first in `firings`.
+    """
+    position = {id: number for number, id in enumerate(buffer.entries)}
+    return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))
+
+
+def _find_stale_calls(graph: DataflowGraph) -> set[str]:
+    return {edge.consumer for edge in graph.version_edges if edge.max_staleness}

@@ -1,0 +1,182 @@
+"""Plan of a run for `--dry-run`, from its options, config.json, tokenizers and data.
+
+No weights are read and no devices are needed. `build_plan_lines(experiment, "local")` returns the lines that
+a run prints before its first step, and a verdict on memory. With `data=False`, as for
+`--dry-run=config`, only options and config.json are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.data.loader import LoadedData, load_data
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.engine import memory_options
+from weft.engine.backends.auto import choose_backend
+from weft.experiment import Experiment
+from weft.experiments._placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
+from weft.launch.assemble import (
+    check_configs,
+    check_layouts,
+    check_longest_sequence,
+    load_checked_tokenizers,
+    with_dtypes,
+)
+from weft.launch.facts import predict_facts
+from weft.launch.memory import MemoryForecast, forecast, format_role_name
+from weft.launch.plan import build_plan
+from weft.launch.target import TargetDevices
+from weft.observe.plan import RunPlan
+from weft.runtime.check import check_calls
+from weft.runtime.profiling import check_steps
+from weft.runtime.schedule import RunLength
+
+
+def build_plan_lines(
+    experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None
+) -> list[str]:
+    """Return the lines of the plan, `width` columns wide.
+
+    Raises `UserError` for everything that a run would reject before its first step, apart from
+    errors that only weights or devices show.
+    """
+    roles = experiment.roles.items()
+    control = experiment.control
+    experiment = replace(
+        experiment,
+        roles={name: choose_backend(replace(spec, planned=True)) for name, spec in roles},
+    )
+    target = TargetDevices.from_experiment(experiment, mode)
+    check_calls(experiment)
+    tokenizers: Mapping[str, Tokenizer] = {}
+    if data:
+        tokenizers = load_checked_tokenizers(experiment)
+    else:
+        check_configs(experiment)
+    experiment = with_dtypes(experiment, target.device)
+    check_layouts(experiment)
+    read: LoadedData | None = None
+    horizon: RunLength | None = None
+    notes: list[str] = []
+    if data:
+        read = load_data(
+            experiment.dataset,
+            experiment.dataset_type,
+            tokenizers[experiment.data_role],
+            seed=control.seed,
+        )
+        check_longest_sequence(experiment, read.max_seqlen)
+        horizon = RunLength.from_experiment(experiment, read.train)
+        check_steps(control.profile_steps, horizon.steps)
+        batches: Sequence[SequenceSample] = read.train.build_large_batches()
+    else:
+        batch, note = build_assumed_batch(experiment)
+        batches = [batch]
+        notes = [note]
+    facts = predict_facts(experiment, target.device, tokenizers)
+    target, expected = _forecast(experiment, facts, batches, target)
+    plan = build_plan(experiment, horizon, facts, {"hardware": target.description}, read, expected)
+    return [
+        *_drop_memory_lines(plan).format_whole(width),
+        *notes,
+        *_format_verdict(experiment, target, expected),
+    ]
+
+
+def _drop_memory_lines(plan: RunPlan) -> RunPlan:
+    """Return the plan without its memory lines, which the verdict repeats."""
+    return replace(
+        plan,
+        hidden=["memory"],
+        details=[line for line in plan.details if not line.startswith("memory: ")],
+    )
+
+
+def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
+    """Return (batch of the longest rows that the options allow, note on the assumption).
+
+    Used if no data are read.
+    """
+    written = experiment.config.get("dataset") or {}
+    search = experiment.config.get("search") or {}
+    samples = any(call.method == "generate" for call in experiment.graph.list_model_calls())
+    most = written.get("max_seqlen")
+    total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
+    prompt = (
+        search.get("prompt_tokens")
+        or written.get("max_prompt_len")
+        or min(DEFAULT_PROMPT_TOKENS, total // 2)
+    )
+    answer = search.get("answer_tokens") or max(1, total - prompt)
+    size = experiment.get_node(experiment.steps_follow).batch_size
+    size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
+    lengths = {"prompt": [[prompt]] * size}
+    if not samples:
+        lengths["completion"] = [
+            [answer] * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
+        ] * size
+    data = {
+        key: torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
+        for key, groups in lengths.items()
+    }
+    batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
+    if samples:
+        long = f"prompts of {prompt:,} tokens"
+    else:
+        long = f"rows of {prompt:,} + {answer:,} tokens"
+    return (
+        batch,
+        f"data: not read; memory is that of {long}, which dataset.max_prompt_len and "
+        f"dataset.max_seqlen bound",
+    )
+
+
+def _forecast(
+    experiment: Experiment,
+    facts: Mapping[str, Mapping[str, Any]],
+    batches: Sequence[SequenceSample],
+    target: TargetDevices,
+) -> tuple[TargetDevices, MemoryForecast]:
+    """Return the smallest target on which the run fits, else the largest, with its forecast."""
+    for each in target.list_candidates():
+        found = forecast(experiment, facts, batches, each.device, capacity=each.usable)
+        assert each.usable is not None
+        if _find_largest(experiment, found)[0] <= each.usable:
+            break
+    return each, found
+
+
+def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
+    """Return (bytes of the device that needs the most, its forecast)."""
+    places = [*experiment.build_meshes().items(), *experiment.list_copies()]
+    named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
+    ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})
+    parts = [
+        expected.select_roles([name for name, mesh in named.items() if rank in mesh.ranks])
+        for rank in ranks
+    ]
+    worst = max(parts, key=lambda part: part.total)
+    return worst.total, worst
+
+
+def _format_verdict(
+    experiment: Experiment, target: TargetDevices, expected: MemoryForecast
+) -> list[str]:
+    needed, worst = _find_largest(experiment, expected)
+    assert target.usable is not None
+    if worst.incomplete:
+        scope = f" without activations of {', '.join(worst.incomplete)}"
+    else:
+        scope = ""
+    lines = [target.format_verdict(needed, scope)]
+    if needed > target.usable and target.device.type == "cuda" and not worst.incomplete:
+        cases = {name: case for name, case in expected.on_gpu.items() if name in worst.roles}
+        lines += [
+            f"  {line}" for line in memory_options.format_smaller_options(cases, target.usable)
+        ]
+    return lines

@@ -1,0 +1,103 @@
+"""Driving a run to its end, restarting it from the last recovery point if devices are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import DevicesLost, Interrupted, NotFinite, RunError, WeftError
+
+if TYPE_CHECKING:
+    from weft.runtime.session import Session
+
+MOST_RESTARTS = 3  # maximum restarts without a new step
+
+
+class RestartingRun:
+    """Run a session; if devices are lost and `comes_back` is on, replace it by `anew()`.
+
+    `damaged` is called to explain non-finite numbers.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        anew: Callable[[], Session],
+        *,
+        comes_back: bool,
+        damaged: Callable[[], WeftError | None] = lambda: None,
+    ) -> None:
+        self._session = session
+        self._create_session = anew
+        self._restarts = comes_back
+        self._find_damage = damaged
+        self._restarts_left = MOST_RESTARTS
+        self._last_step = -1
+
+    def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
+        """Run to the end and return the lines of metrics.jsonl.
+
+        Records how the run ended; errors in doing so are added as notes to the first error.
+        """
+        try:
+            self._run_session(goes_on=goes_on)
+        except BaseException as error:
+            stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+            try:
+                self._session.close("stopped" if stopped else "failed", None if stopped else error)
+            except RunError as trouble:
+                error.add_note(str(trouble))
+            if isinstance(error, KeyboardInterrupt):
+                told = self._session.build_interruption()
+            else:
+                told = None
+            if told is not None:
+                raise told from error
+            raise
+        self._session.close("finished")
+        return self._session.metrics()
+
+    def _run_session(self, *, goes_on: bool) -> None:
+        self._session.open(goes_on=goes_on)
+        while True:
+            try:
+                self._session.run()
+                return
+            except DevicesLost as lost:
+                if not self._restarts:
+                    raise
+                self._restart(lost)
+            except NotFinite as error:
+                raise self._find_damage() or error from error
+
+    def _restart(self, lost: DevicesLost) -> None:
+        """Replace the session that lost its devices by one at the last recovery point."""
+        while True:
+            self._count_restart(lost)
+            attempt = f"restart {MOST_RESTARTS - self._restarts_left} of {MOST_RESTARTS}"
+            self._session.release_devices(f"{lost}; continuing with new processes ({attempt})")
+            try:
+                made = self._create_session()
+                try:
+                    made.open(goes_on=True, instead_of=self._session)
+                except BaseException:
+                    made.close("failed")
+                    raise
+            except DevicesLost as error:
+                lost = error
+                continue
+            except RunError as error:
+                raise RunError(f"{lost}; {error}") from error
+            self._session = made
+            return
+
+    def _count_restart(self, lost: DevicesLost) -> None:
+        """Count a restart. Raises `RunError` after too many restarts without a new step."""
+        if self._session.step > self._last_step:
+            self._restarts_left = MOST_RESTARTS
+            self._last_step = self._session.step
+        if not self._restarts_left:
+            raise RunError(
+                f"{lost}; {MOST_RESTARTS} restarts made no progress after step {self._last_step}"
+            )
+        self._restarts_left -= 1

@@ -1,0 +1,235 @@
+"""Supervision of a run in a child process, which is replaced if it is killed.
+
+Runs that use Ray need this, since Ray can kill the process that uses it. The new child resumes from
+the last recovery point.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from weft.errors import RunError
+from weft.experiment import Experiment
+from weft.launch.restarting_run import MOST_RESTARTS
+from weft.observe.jsonl import read_rows
+from weft.observe.logs import append
+from weft.observe.observer import METRICS
+from weft.runtime.directory import RunDirectory
+from weft.runtime.processes import adopt_orphans, find_descendants, kill_processes
+from weft.runtime.supervisor_pipe import SUPERVISOR_VARIABLE
+
+POLL_SECONDS = 1.0  # interval between checks of the child
+EXIT_SECONDS = 120.0  # time for a child to exit after it has reported its exit code
+
+
+def needs_ray(experiment: Experiment, mode: str) -> bool:
+    """Return whether the run uses Ray, and thus needs supervision."""
+    return mode == "ray" or experiment.num_devices > 1
+
+
+def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
+    """Yield the lines that a child writes, until it has ended.
+
+    Waiting for the end of the pipe is not enough: orphans of the child can keep it open.
+    """
+    held = b""
+    while True:
+        gone = child.poll() is not None
+        if select.select([pipe], [], [], POLL_SECONDS)[0]:
+            found = os.read(pipe, 1 << 16)
+            if not found:
+                return
+            *lines, held = (held + found).split(b"\n")
+            yield from lines
+        elif gone:
+            return
+
+
+class Supervisor:
+    """Run this process's command in a child, restarting it until one reports its exit code."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._directory = RunDirectory.from_control(experiment.control)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop_signal: int | None = None  # signal that asked the run to stop
+        self._calls: dict[int, dict[str, Any]] = {}  # running calls by job number
+        self._lost_part: str | None = None  # lost part of Ray
+        self._exit_code: int | None = None
+
+    def run(self) -> int:
+        """Run the children and return the exit code.
+
+        Raises `RunError`, naming process, machine and calls, if a child was killed and is not
+        replaced.
+        """
+        lost = ""
+        restarts = 0
+        left = MOST_RESTARTS
+        furthest = -1
+        adopt_orphans()  # so that processes left by a killed child can be ended here
+        with self._forward_signals():
+            while True:
+                self._run_child(restarts)
+                if self._exit_code is not None:
+                    return self._exit_code
+                kill_processes(find_descendants())
+                if self._directory.read_status() == "finished":
+                    return 0
+                lost = self._describe_killed()
+                step = self._read_last_step()
+                if step > furthest:
+                    left = MOST_RESTARTS
+                    furthest = step
+                why_not = self._explain_no_restart(left, step)
+                if why_not is not None:
+                    raise self._record_failure(f"{lost}{why_not}", step)
+                left = left - 1
+                restarts = restarts + 1
+                self._print_note(
+                    f"{lost}; continuing with a new process (restart {MOST_RESTARTS - left} of "
+                    f"{MOST_RESTARTS})"
+                )
+
+    def _run_child(self, restarts: int) -> None:
+        """Run one child to its end."""
+        self._calls = {}
+        self._lost_part = None
+        self._exit_code = None
+        ours, its = os.pipe()
+        environment = {**os.environ, SUPERVISOR_VARIABLE: f"{its}:{restarts}:{os.getpid()}"}
+        self._child = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=[its], process_group=0
+        )
+        os.close(its)
+        if self._stop_signal is not None:
+            self._send_signal(self._stop_signal)
+        try:
+            for each in _read_lines(self._child, ours):
+                with suppress(ValueError):  # incomplete last line
+                    self._process_message(json.loads(each))
+                if self._exit_code is not None:
+                    break
+        finally:
+            os.close(ours)
+        try:
+            self._child.wait(None if self._exit_code is None else EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def _process_message(self, told: dict[str, Any]) -> None:
+        if "began" in told:
+            self._calls[told["began"]] = told
+        elif "over" in told:
+            self._calls.pop(told["over"], None)
+        elif "anew" in told:
+            self._calls = {}
+            self._lost_part = None
+        elif "gone" in told:
+            self._lost_part = told["gone"]
+        elif "ends" in told:
+            self._exit_code = told["ends"]
+
+    @contextmanager
+    def _forward_signals(self) -> Iterator[None]:
+        """Forward signals to the child within the block.
+
+        The child has its own process group, so it gets Ctrl-C only once, from this process. Ctrl-Z
+        stops both, and fg resumes both.
+        """
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            self._stop_signal = number
+            self._send_signal(number)
+
+        def pause(number: int, frame: FrameType | None) -> None:
+            self._send_signal_to_group(signal.SIGTSTP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def resume(number: int, frame: FrameType | None) -> None:
+            self._send_signal_to_group(signal.SIGCONT)
+
+        handlers = {
+            signal.SIGINT: forward,
+            signal.SIGTERM: forward,
+            signal.SIGTSTP: pause,
+            signal.SIGCONT: resume,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _send_signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def _send_signal_to_group(self, number: int) -> None:
+        """Send a signal to the child's process group, if the child is alive."""
+        if self._child is not None and self._child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, number)
+
+    def _describe_killed(self) -> str:
+        """Describe the killed child: process, machine, signal and running calls."""
+        assert self._child is not None and self._child.returncode is not None
+        code = self._child.returncode
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        roles = {call.name: call.role for call in self._experiment.list_calls()}
+        calls = []
+        for each in list(self._calls.values())[:3]:
+            name = each["call"].rpartition("/")[2]
+            calls.append(
+                f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, "
+                f"{', '.join(each['where'])})"
+            )
+        at = f" in {' or '.join(calls)}" if calls else ""
+        why = (
+            self._lost_part
+            or "Ray kills it if the raylet of its machine dies, the system if memory runs out"
+        )
+        return f"the run's process {self._child.pid} on {socket.gethostname()} {how}{at}; {why}"
+
+    def _explain_no_restart(self, left: int, step: int) -> str | None:
+        """Return why the child is not replaced, or None if it is."""
+        if self._stop_signal is not None:
+            return (
+                "; it had been asked to stop; the same command resumes from the last recovery point"
+            )
+        if self._experiment.control.recover_mode != "auto":
+            return f"; recover_mode={self._experiment.control.recover_mode} does not restart it"
+        if not left:
+            return f"; {MOST_RESTARTS} restarts made no progress after step {step}"
+        return None if self._directory.has_run() else "; it had not started"
+
+    def _read_last_step(self) -> int:
+        """Return the last step in metrics.jsonl."""
+        return max(
+            (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
+        )
+
+    def _record_failure(self, message: str, step: int) -> RunError:
+        if self._directory.has_run():
+            append(self._directory.path, f"error: {message}")
+            self._directory.set_status("failed", step)
+        return RunError(message)
+
+    def _print_note(self, line: str) -> None:
+        append(self._directory.path, line)
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""Attention under context parallelism: local queries over the keys and values of the whole pack.
+
+The keys and values of other ranks' tokens are gathered. A rank's tokens are runs of the pack. Within
+a run, the keys that a sequence's tokens see are consecutive and end with the sequence's last token
+in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.kernels import VarlenLengths, VarlenSegments, flash
+from weft.models.attention import accelerator, rectangles
+from weft.models.attention.contexts import Dense
+from weft.models.attention.inputs import AttentionInputs
+
+# (first local row, rows, first key in the pack, keys); the last row sees all of the keys
+Piece = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class PackShard:
+    """One rank's tokens of a pack: those of `runs`, each (first, one past the last) in the pack.
+
+    Runs are in order, and none is empty. `gather` turns the local keys or values [n, ...] into
+    those of the whole pack [T, ...]; every rank must call it.
+    """
+
+    whole: Dense
+    runs: tuple[tuple[int, int], ...]
+    gather: Callable[[Tensor], Tensor]
+    last_tokens: (
+        Tensor  # int64: local indices of the local tokens at which a sequence's score is read
+    )
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Pieces of each sequence in each run of this rank's tokens."""
+        found = []
+        row = 0
+        for start, stop in self.runs:
+            pieces = []
+            for first, end in pairwise(self.whole.starts):
+                low = max(first, start)
+                high = min(end, stop)
+                if low < high:
+                    pieces.append((row + low - start, high - low, first, high - first))
+            found.append(tuple(pieces))
+            row += stop - start
+        return tuple(found)
+
+    @cached_property
+    def dense(self) -> Dense:
+        """The local part of each sequence, as if it were a whole one; it may be empty."""
+        counts = [
+            sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
+            for first, end in pairwise(self.whole.starts)
+        ]
+        ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        return Dense(ends.to(self.whole.cu_seqlens.device), max(counts), sum(counts))
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 [n]: index in the pack of each local token."""
+        device = self.whole.cu_seqlens.device
+        runs = [torch.arange(*run, device=device) for run in self.runs]
+        if runs:
+            return torch.cat(runs)
+        return torch.zeros(0, dtype=torch.int64, device=device)
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [n]: the length of the whole sequence that a token belongs to."""
+        return self.whole.token_lengths[self.tokens]
+
+    @cached_property
+    def segments(self) -> tuple[Tensor, ...]:
+        """The pieces of each run as int64 [pieces, 4], on the host."""
+        return tuple(torch.tensor(pieces) for pieces in self.pieces)
+
+    @cached_property
+    def lengths(self) -> tuple[VarlenLengths, ...]:
+        """The pieces of each run in the form of a flash kernel's arguments."""
+        return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
+
+
+def _build_lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLengths:
+    rows = [rows for _, rows, _, _ in pieces]
+    keys = [keys for *_, keys in pieces]
+    queries, seen = (
+        torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32) for counts in (rows, keys)
+    )
+    return VarlenLengths(queries, seen, max(rows), max(keys))
+
+
+def attend_by_kernels(given: AttentionInputs, context: PackShard) -> Tensor:
+    """Compute attention of the local tokens with weft's kernels: [n, heads, dim]."""
+    k, v = _gather_keys_values(given, context)
+    segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
+    return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)
+
+
+def attend_by_torch(given: AttentionInputs, context: PackShard) -> Tensor:
+    """Compute attention of the local tokens piece by piece with torch: [n, heads, dim].
+
+    The scores [heads, rows, keys] of one piece exist at a time.
+    """
+    k, v = _gather_keys_values(given, context)
+    outputs = []
+    for row, rows, key, keys in (piece for pieces in context.pieces for piece in pieces):
+        q, k_seen, v_seen = (
+            x.transpose(0, 1)[None]
+            for x in (given.q[row : row + rows], k[key : key + keys], v[key : key + keys])
+        )
+        drop = partial(_drop_weights, given, row, keys - rows) if given.has_dropout else None
+        outputs.append(
+            rectangles.attend_tail(q, k_seen, v_seen, given.spec, drop)[0].transpose(0, 1)
+        )
+    return torch.cat(outputs) if outputs else _build_empty_result(given, k, v)
+
+
+def attend_on_accelerator(given: AttentionInputs, context: PackShard) -> Tensor:
+    """Compute attention of the local tokens by flash attention if possible, else by `attend_by_torch`."""
+    if given.has_dropout or not accelerator.supports_flash(given.q, given.spec):
+        return attend_by_torch(given, context)
+    k, v = _gather_keys_values(given, context)
+    outputs = []
+    for pieces, lengths in zip(context.pieces, context.lengths, strict=True):
+        rows = slice(pieces[0][0], pieces[-1][0] + pieces[-1][1])
+        keys = slice(pieces[0][2], pieces[-1][2] + pieces[-1][3])
+        outputs.append(flash.attend_packed(given.q[rows], k[keys], v[keys], lengths, given.spec))
+    return torch.cat(outputs) if outputs else _build_empty_result(given, k, v)
+
+
+def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the whole pack."""
+    k, v = context.gather(torch.cat([given.k, given.v], dim=1)).split(given.k.shape[1], dim=1)
+    return k, v
+
+
+def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
+    """Return an empty result that depends on all inputs.
+
+    This rank then takes part in the backward pass of the other ranks' keys.
+    """
+    return given.q + (k.sum() + v.sum()) * 0.0
+
+
+def _drop_weights(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
+    """Apply dropout to the weights of rows that begin at local token `row`.
+
+    That token has this `position` in its sequence.
+    """
+    assert given.dropout is not None
+    token = torch.tensor([[row]], device=weights.device)
+    return given.dropout.drop_weights(weights, given.spec.dropout, token, position)

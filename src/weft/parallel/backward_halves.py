@@ -1,0 +1,110 @@
+"""Two halves of a backward pass: first the gradient of the input, later those of the weights.
+
+    groups = half_of_input(roots, gradients, states)       # sets states.grad
+    half_of_weights(network, groups, sums=False)           # adds to the parameters' gradients
+
+Between the halves, gradients are stored at the autograd nodes where weights enter the graph. For a
+sharded network, the first half runs FSDP2's hooks, and the second half does their work itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from weft.parallel.shard import iterate_unsharded
+
+# A group of weights, as torch returns it: the nodes where they enter the graph, and the gradients
+# there.
+Group = dict[str, Any]
+
+
+def compute_input_half(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Tensor
+) -> list[Group]:
+    """Compute the gradient of `states`, and return the weight groups for `compute_weight_half`.
+
+    `gradients` are the gradients of the roots; None, for a scalar root, counts as 1. The roots
+    cannot be used afterwards.
+    """
+    if not roots:
+        return []
+    from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
+
+    # torch detaches the roots in place at the end, which fails for views.
+    own = [root.clone() if root.dim() == 0 else root for root in roots]
+    weights = [leaf for leaf in _iterate_leaves(own) if leaf is not states]
+    starts = cast(list[Tensor], list(gradients))
+    _, groups = stage_backward_input(own, starts, [states], iter(cast(list[nn.Parameter], weights)))
+    return groups
+
+
+def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bool) -> None:
+    """Add the gradients of the weight groups to the network's parameters.
+
+    With `sums`, the gradients of all passes of a sharded network are then summed over the ranks.
+    """
+    left = list(groups)
+    for part in iterate_unsharded(network, sums=sums):
+        own = set(part.parameters())
+        rest = []
+        for group in left:
+            if any(node.variable in own for node in group["params"]):
+                _accumulate(group)
+            else:
+                rest.append(group)
+        left = rest
+    assert not left, "each group of weights is of one part"
+
+
+def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Iterate over the leaves of a graph: the stage's input states and the weights.
+
+    In a sharded network, these are the whole weights, which its modules do not hold at this point.
+    """
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        for before, _ in node.next_functions:
+            if before not in seen:
+                seen.add(before)
+                nodes.append(before)
+
+
+def _accumulate(group: Group) -> None:
+    """Add the gradients of one group of weights, from those stored at the group's nodes.
+
+    Like torch's `stage_backward_weight`, which sets gradients itself; here, hooks on parameters run
+    too.
+    """
+    edges = []
+    gradients = []
+    nodes = group["intermediates"]
+    for node, waiting in zip(nodes, group["grads"], strict=True):
+        for index, gradient in enumerate(waiting):
+            if gradient is not None:
+                edges.append(GradientEdge(node, index))
+                gradients.append(gradient)
+    # A node can be downstream of another node of the group. Its stored gradient is complete, so it
+    # replaces the gradient that arrives from the other node.
+    clamps = [
+        node.register_prehook(lambda _, own=waiting: own)
+        for node, waiting in zip(nodes, group["grads"], strict=True)
+        if len(nodes) > 1
+    ]
+    try:
+        torch.autograd.backward(
+            edges, gradients, inputs=[node.variable for node in group["params"]]
+        )
+    finally:
+        for clamp in clamps:
+            clamp.remove()

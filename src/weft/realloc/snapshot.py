@@ -1,0 +1,48 @@
+"""Snapshot of an engine's parameters in host memory, to be moved after the engine has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.realloc.execute import ParameterSource
+from weft.topology import Slice
+
+
+@dataclass
+class ParameterSnapshot:
+    """Snapshot of parameters in host memory. Implements `ParameterSource`."""
+
+    version: int
+    parts: dict[str, tuple[Slice, Tensor]]
+
+    @classmethod
+    def from_source(
+        cls, giver: ParameterSource, names: Iterable[str], others: Iterable[ParameterSnapshot] = ()
+    ) -> ParameterSnapshot:
+        """Copy the parameters `names` of `giver` to host memory.
+
+        They are copied one after the other, so the copy needs no extra device memory. Parameters in
+        `others`, snapshots of the same giver at the same moment, are shared instead of copied; the
+        memory is freed with the last snapshot that refers to it.
+        """
+        there = {name: part for other in others for name, part in other.parts.items()}
+        wanted = list(names)
+        parts = {name: there[name] for name in wanted if name in there}
+        for name, where, values in giver.read([name for name in wanted if name not in there]):
+            parts[name] = where, _copy_to_host(values.detach())
+        return cls(giver.version, parts)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
+        """Iterate over (name, rectangle, values) of these parameters."""
+        yield from ((name, *self.parts[name]) for name in names)
+
+
+def _copy_to_host(values: Tensor) -> Tensor:
+    """Return a copy in host memory, pinned if `values` are on a GPU."""
+    return torch.empty(
+        values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda"
+    ).copy_(values)

@@ -1,0 +1,73 @@
+"""Reading a node's inputs and checking its outputs, with keys renamed from and to graph edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from weft.data.sample import SequenceSample
+from weft.errors import RunError
+from weft.graph.mfc import Node
+
+
+class TensorSource(Protocol):
+    """Source of tensors by id: a tensor store or a worker group."""
+
+    def fetch(
+        self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
+    ) -> SequenceSample: ...
+
+
+def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> SequenceSample:
+    """Return a node's inputs for these ids, under the node's own key names.
+
+    An optional input is included if all ids have it.
+    """
+    batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
+    return batch.remap_keys(
+        {edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys}
+    )
+
+
+def make_empty_sample(description: SequenceSample) -> SequenceSample:
+    """Return a sample with empty tensors, for a rank whose part of the batch has no ids.
+
+    Such a rank still takes part in collectives.
+    """
+    # empty integers can be concatenated with values of any dtype
+    nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}
+    return SequenceSample(
+        description.ids, description.lengths, description.offsets, nothing, description.metadata
+    )
+
+
+def to_edge_outputs(
+    node: Node, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
+) -> SequenceSample | None:
+    """Return a node's outputs, in the order of `ids`, under the key names of the graph's edges.
+
+    Raises `RunError` for a missing key, an unknown id or, unless the node `filters`, a missing id.
+    """
+    if not node.output_keys and (outputs is None or not filters):
+        return None
+    if outputs is None:
+        raise RunError(f"returned no outputs; its output keys are {', '.join(node.output_keys)}")
+    absent = [key for key in node.output_keys if key not in outputs.data]
+    if absent:
+        raise RunError(
+            f"produced no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}"
+        )
+    unknown = set(outputs.ids) - set(ids)
+    lost = set(ids) - set(outputs.ids)
+    if unknown or (lost and not filters):
+        raise RunError(
+            f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some "
+            f"({sorted(lost)[:5]})"
+        )
+    chosen = outputs.select(keys=node.output_keys)
+    if outputs.ids != tuple(ids):
+        made = set(outputs.ids)
+        chosen = chosen.select(ids=[id for id in ids if id in made])
+    return chosen.remap_keys(node.output_key_remap)

@@ -1,0 +1,149 @@
+"""Cached reallocation plans between meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.engine.memory import BYTES
+from weft.experiment import Experiment
+from weft.realloc.plan import ParameterTransfer, plan
+from weft.realloc.traffic import count_traffic
+from weft.runtime.commands import BuiltEngines, PrepareReallocation
+from weft.runtime.dispatch import CommandTensors, DeviceJob, JobDispatcher
+from weft.runtime.roles import EngineKey, list_common_parameters
+from weft.topology import Slice
+
+
+@dataclass(frozen=True)
+class ReallocationPlan:
+    """Plan for transferring parameters from one engine's ranks to another's.
+
+    `num_bytes_moved` is the number of bytes sent between devices per transfer; `across` is the part of it
+    sent between machines.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    transfers: Sequence[ParameterTransfer]
+    num_bytes_moved: int
+    across: int
+
+    def __str__(self) -> str:
+        if self.across:
+            across = f", {self.across:,} of them between machines"
+        else:
+            across = ""
+        return f"{self.num_bytes_moved:,} bytes between devices each time{across}"
+
+
+class ReallocationPlanCache:
+    """Create and cache plans.
+
+    `built` describes the parameters of each rank; `hosts` names the machine of each rank.
+    """
+
+    def __init__(
+        self,
+        dispatch: JobDispatcher,
+        experiment: Experiment,
+        built: Mapping[int, BuiltEngines],
+        hosts: Sequence[str],
+    ) -> None:
+        self._dispatch = dispatch
+        self._experiment = experiment
+        self._built = built
+        self._hosts = hosts
+        self._meshes = experiment.build_meshes()
+        self._plans: dict[tuple[EngineKey, EngineKey, tuple[str, ...]], ReallocationPlan] = {}
+        self.preparation_errors: dict[
+            str, BaseException
+        ] = {}  # plan key -> error of its preparation
+
+    def prepare_plan(
+        self, source: EngineKey, target: EngineKey, names: Sequence[str], eta: float = 1.0
+    ) -> ReallocationPlan:
+        """Return the plan, prepared on all participating ranks."""
+        between = source, target, tuple(names)
+        if between not in self._plans:
+            chosen = frozenset(names)
+            have = self.collect_slices(source, chosen)
+            want = self.collect_slices(target, chosen)
+            transfers = plan(have, want, node_of=self._get_node)
+            itemsize = dict.fromkeys(names, self._compute_itemsize(source[0], target, eta))
+            cost = count_traffic(transfers, have, want, itemsize=itemsize, node_of=self._get_node)
+            ranks = tuple(sorted({*source[1].ranks, *target[1].ranks}))
+            key = f"{source[0]} -> {target[0]}, way {len(self._plans)}"
+            self._plans[between] = ReallocationPlan(
+                key, ranks, transfers, cost.moved_bytes, cost.across
+            )
+            name = f"preparing to move {source[0]!r} to {target[0]!r}"
+
+            def on_failed(error: BaseException) -> None:
+                self.preparation_errors[key] = error
+
+            command = PrepareReallocation(key, ranks, transfers)
+            job = DeviceJob(
+                name, ranks, lambda rank: (command, CommandTensors()), lambda ends: None, on_failed
+            )
+            self._dispatch.submit(job)
+        return self._plans[between]
+
+    def list_trained(self, place: EngineKey) -> list[str]:
+        """Return the parameters that train steps change; all if no engine reports them."""
+        role = place[0]
+        mesh = self._meshes[place[0]]
+        names = self.list_common((role, mesh), place, partly=False)
+        told = [self._built[rank].trained[role] for rank in mesh.ranks]
+        trained = frozenset[str]().union(*(each for each in told if each is not None))
+        return [name for name in names if name in trained] if trained else names
+
+    def list_common(self, source: EngineKey, target: EngineKey, *, partly: bool) -> list[str]:
+        """Return the parameters to transfer. Raises `ConfigError` if the roles differ."""
+        return list_common_parameters(
+            source[0],
+            self._compute_shapes(source),
+            target[0],
+            self._compute_shapes(target),
+            partly=partly,
+        )
+
+    def _compute_shapes(self, place: EngineKey) -> dict[str, tuple[int, ...]]:
+        """Return full parameter shapes, from the ends of all ranks' slices."""
+        found: dict[str, tuple[int, ...]] = {}
+        for parts in self.collect_slices(place).values():
+            for name, part in parts.items():
+                ends = tuple(each.stop for each in part)
+                found[name] = tuple(map(max, ends, found.get(name, ends)))
+        return found
+
+    def collect_slices(
+        self, place: EngineKey, names: Iterable[str] | None = None
+    ) -> dict[int, dict[str, Slice]]:
+        """Return the parameter slices of each rank, optionally only those in `names`."""
+        held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
+        return {
+            rank: {name: part for name, part in parts.items() if names is None or name in names}
+            for rank, parts in held.items()
+        }
+
+    def _compute_itemsize(self, source: str, target: EngineKey, eta: float) -> int:
+        """Return the bytes per element sent.
+
+        Trained parameters are sent from float32 master weights, unless the target has fewer bits
+        and `eta` is 1: then they are rounded before sending.
+        """
+        trained = self._experiment.roles[source].trained
+        own, wanted = (
+            BYTES[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0])
+        )
+        given = 4 if trained else own
+        own_engine = target[1] == self._meshes[target[0]]
+        if self._experiment.roles[target[0]].trained and own_engine:
+            taken = 4
+        else:
+            taken = wanted
+        return min(given, taken) if eta == 1.0 else given
+
+    def _get_node(self, rank: int) -> int:
+        return self._hosts.index(self._hosts[rank])

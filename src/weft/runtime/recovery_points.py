@@ -1,0 +1,143 @@
+"""Recovery points: the state that a restart needs, written between steps. The last two are kept.
+
+`recover/step{N}.tmp` is written, flushed and renamed to `recover/step{N}`. Then the manifest
+`recover/step{N}.json`, with a checksum per file, completes it. A directory without a manifest is
+ignored; if a point is damaged, the one before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import CheckpointError
+from weft.runtime import disk
+
+MOST_POINTS = 2
+STEP = re.compile(r"step(\d+)")
+
+
+@dataclass(frozen=True)
+class RecoveryPoint:
+    """State after `step` completed steps."""
+
+    step: int
+    directory: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.directory.with_name(self.directory.name + ".json")
+
+
+class RecoveryPointStore:
+    """Recovery points of one run, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, step: int, fill: Callable[[Path], None]) -> RecoveryPoint:
+        """Write the point after `step` steps; `fill` writes into an empty directory.
+
+        Points older than the last two are removed. Raises `RunError` if the disk is full or fails;
+        earlier points remain.
+        """
+        point = RecoveryPoint(step, self._folder / f"step{step}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        point.manifest.unlink(missing_ok=True)
+        disk.write_directory(point.directory, fill)
+        disk.write_text(
+            point.manifest,
+            json.dumps({"step": step, "files": disk.compute_checksums(point.directory)}, indent=1),
+        )
+        for old in self.list_points()[MOST_POINTS:]:
+            old.manifest.unlink()
+            disk.remove(old.directory)
+        return point
+
+    def list_points(self) -> list[RecoveryPoint]:
+        """Return all points with a manifest, newest first, without verifying checksums."""
+        steps = [
+            match for path in self._folder.glob("step*") if (match := STEP.fullmatch(path.name))
+        ]
+        points = [RecoveryPoint(int(match[1]), self._folder / match[0]) for match in steps]
+        return sorted(
+            (point for point in points if point.manifest.is_file()), key=lambda point: -point.step
+        )
+
+    def find_newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
+        """Return the newest intact point, or None; call `note` for each damaged one skipped."""
+        for point in self.list_points():
+            wrong = find_damage(point)
+            if wrong is None:
+                return point
+            note(
+                f"the recovery point at step {point.step} is damaged ({wrong}); using the "
+                f"one before"
+            )
+        return None
+
+    def drop_after(self, step: int) -> None:
+        """Remove points after `step`, from which the run resumes."""
+        for point in self.list_points():
+            if point.step > step:
+                point.manifest.unlink()
+                disk.remove(point.directory)
+
+    def remove_partial(self) -> None:
+        """Remove partial points of a killed process."""
+        disk.clean_up(self._folder)
+        whole = {point.directory.name for point in self.list_points()}
+        for path in self._folder.glob("step*"):
+            if path.name.removesuffix(".json") not in whole:
+                disk.remove(path)
+
+
+def find_damage(point: RecoveryPoint) -> str | None:
+    """Return a description of damaged or missing files, or None if the point is intact."""
+    try:
+        expected = json.loads(point.manifest.read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{point.manifest.name} cannot be read"
+    missing = [name for name in expected if not (point.directory / name).is_file()]
+    if missing:
+        return f"{missing[0]} is missing"
+    wrong = [
+        name
+        for name, sum in expected.items()
+        if disk.compute_checksum(point.directory / name) != sum
+    ]
+    return f"{wrong[0]} differs from what was written" if wrong else None
+
+
+def find_named_point(path: Path) -> RecoveryPoint:
+    """Return the recovery point for `resume_from`.
+
+    The path is a recovery point, a checkpoint of the same step, or a run (its newest intact point).
+    Raises `CheckpointError`, listing the existing points, if there is none.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        raise CheckpointError(f"resume_from={str(path)!r}: there is no such directory")
+    run = next((p for p in (path, *path.parents) if (p / "config.yaml").is_file()), None)
+    points = RecoveryPointStore(run / "recover") if run else None
+    found = points.list_points() if points else []
+    there = ", ".join(f"step{point.step}" for point in found) or "none"
+    if run is None or not found:
+        raise CheckpointError(
+            f"resume_from={str(path)!r}: not a run of weft with a recovery point; to "
+            f"start from its weights only, "
+            "give the directory as the model's path"
+        )
+    match = STEP.fullmatch(path.name)
+    chosen = [point for point in found if match is None or point.step == int(match[1])]
+    for point in chosen:
+        if find_damage(point) is None:
+            return point
+    raise CheckpointError(
+        f"resume_from={str(path)!r}: the run has no intact recovery point of that step (it has: "
+        f"{there}); name one of these, "
+        "or give the directory as the model's path to start from its weights only"
+    )

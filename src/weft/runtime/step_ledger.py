@@ -1,0 +1,102 @@
+"""Metrics of node firings, collected until the step that they belong to is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.graph.ready import Firing
+from weft.runtime.step_metrics import FiringMetrics, StepMetrics
+
+
+@dataclass
+class _LedgerEntry:
+    """Metrics of one firing; `firing` is None for metrics that belong to no firing."""
+
+    node: str
+    firing: Firing | None
+    measured: FiringMetrics | None  # None while the firing runs
+
+    def is_ahead(self, ahead: Collection[str]) -> bool:
+        """Return whether the firing reads ids that later steps will train on."""
+        return (
+            bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
+        )
+
+
+class StepLedger:
+    """Open and finished firings, in the order in which the master decided on them.
+
+    `ahead` are the ids that later steps will train on. A firing is logged with the first step after
+    which none of its ids is in `ahead`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_LedgerEntry] = []
+        self._open_entries: dict[Firing, _LedgerEntry] = {}
+
+    def add_firing(self, firing: Firing) -> None:
+        """Add a firing that the master has decided to start."""
+        self._open_entries[firing] = _LedgerEntry(firing.node, firing, None)
+        self._entries.append(self._open_entries[firing])
+
+    def finish_firing(self, firing: Firing, measured: FiringMetrics) -> None:
+        """Record the measurements of a finished firing."""
+        self._open_entries.pop(firing).measured = measured
+
+    def record_measurements(self, node: str, measured: FiringMetrics) -> None:
+        """Record measurements that belong to a node but to no firing."""
+        self._entries.append(_LedgerEntry(node, None, measured))
+
+    def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
+        """Return whether any firing of the current step is unfinished."""
+        return any(not line.is_ahead(ahead) for line in self._open_entries.values())
+
+    def collect_open_ids(self) -> set[str]:
+        """Return the ids read by unfinished firings."""
+        return {id for firing in self._open_entries for id in firing.ids}
+
+    def close_step(self, ahead: Collection[str] = ()) -> dict[str, float]:
+        """Return the metrics of the finished step and drop its entries."""
+        metrics = StepMetrics()
+        later = list[_LedgerEntry]()
+        for line in self._entries:
+            if line.is_ahead(ahead):
+                later.append(line)
+            else:
+                assert line.measured is not None, f"{line.node} has not finished"
+                metrics.add(line.node, line.measured)
+        self._entries = later
+        return metrics.compute_metrics()
+
+    def state_dict(self) -> list[Any]:
+        """Return the finished firings as plain values; no firing may be running."""
+        assert not self._open_entries, "no firing may be running"
+        found = []
+        for line in self._entries:
+            assert line.firing is not None and line.measured is not None, (
+                "measurements without a firing are logged with the step in which they were made"
+            )
+            firing = line.firing
+            measured = line.measured
+            found.append(
+                [
+                    line.node,
+                    list(firing.ids),
+                    firing.step,
+                    dict(measured.metrics),
+                    measured.num_ids,
+                    measured.seconds,
+                ]
+            )
+        return found
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        """Restore the firings that `state_dict` returned."""
+        self._entries = [
+            _LedgerEntry(
+                node, Firing(node, tuple(ids), step), FiringMetrics(metrics, num_ids, seconds)
+            )
+            for node, ids, step, metrics, num_ids, seconds in state
+        ]

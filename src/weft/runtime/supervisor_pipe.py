@@ -1,0 +1,105 @@
+"""Messages from a run's process to its supervisor (`weft.launch.supervisor`).
+
+They report running calls and the end of the process. A process that ends without a report was
+killed by Ray, whose library ends processes that use a lost raylet, or by the system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from weft.runtime.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from weft.runtime.device_process import CommandReport
+
+# DESCRIPTOR:RESTARTS:PID, where PID is the supervisor's: "5:0:4711". Descendants of the run's
+# process inherit the variable and ignore it, since their parent has another pid.
+SUPERVISOR_VARIABLE = "WEFT_SUPERVISED"
+
+
+class SupervisorPipe:
+    """Send messages as lines of JSON; do nothing if the process has no supervisor."""
+
+    def __init__(self, descriptor: int | None = None, restarts: int = 0) -> None:
+        self.restarts = restarts
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._unfinished_ranks: dict[int, set[int]] = {}  # job -> ranks
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> SupervisorPipe:
+        """Return the connection that the environment describes."""
+        told = environment.get(SUPERVISOR_VARIABLE, "").split(":")
+        if told[2:] == [str(os.getppid())]:
+            return cls(int(told[0]), int(told[1]))
+        return cls()
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the process has a supervisor."""
+        return self._descriptor is not None
+
+    @classmethod
+    def connect(cls, environment: Mapping[str, str]) -> SupervisorPipe:
+        """Connect to the supervisor; every command calls this first.
+
+        A supervised process ends with its supervisor and does not pass the descriptor on.
+        """
+        wire = cls.from_environment(environment)
+        if wire._descriptor is not None:
+            os.set_inheritable(wire._descriptor, False)
+            end_with_parent()
+        return wire
+
+    def report_call(
+        self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]
+    ) -> None:
+        """Report, once, that job `number` is a call on these ranks."""
+        with self._lock:
+            if self._descriptor is None or number in self._unfinished_ranks:
+                return
+            self._unfinished_ranks[number] = set(ranks)
+            self._send({"began": number, "call": call, "firing": firing, "where": list(where)})
+
+    def report_finished(self, rank: int, reports: Sequence[CommandReport]) -> None:
+        """Report calls that a rank has finished."""
+        for report in reports:
+            if report.kind in ("finished", "failed"):
+                self.finish_rank(report.number, rank)
+
+    def finish_rank(self, number: int, rank: int) -> None:
+        """Note that a rank finished a call; report the call once all ranks have."""
+        with self._lock:
+            if number not in self._unfinished_ranks:
+                return
+            self._unfinished_ranks[number].discard(rank)
+            if not self._unfinished_ranks[number]:
+                del self._unfinished_ranks[number]
+                self._send({"over": number})
+
+    def report_released(self) -> None:
+        """Report that the devices were released, with all calls."""
+        with self._lock:
+            self._unfinished_ranks.clear()
+            self._send({"anew": True})
+
+    def report_lost_part(self, what: str) -> None:
+        """Report which part of Ray is lost, before Ray can end this process."""
+        with self._lock:
+            self._send({"gone": what})
+
+    def report_exit_code(self, code: int) -> None:
+        """Report the exit code."""
+        with self._lock:
+            self._send({"ends": code})
+
+    def _send(self, what: Mapping[str, Any]) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):  # the supervisor has died; this process is about to be killed
+                os.write(self._descriptor, json.dumps(what).encode() + b"\n")

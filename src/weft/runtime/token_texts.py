@@ -1,0 +1,60 @@
+"""Split of a token sequence into pieces of text, one per token, for coloring by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.data.tokenizer import Tokenizer
+
+BROKEN = "\ufffd"  # replacement character: decoded from an incomplete byte sequence
+
+
+class TokenDecoder:
+    """Decode tokens one by one, with a cache of the text of each token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._anchor: tuple[int, str] | None = None  # token decoded before others, and its text
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """Return one text per token, including special tokens.
+
+        If a character spans several tokens, the last one has the character and the others are
+        empty.
+        """
+        made: list[str] = []
+        waiting: list[int] = []
+        for id in ids:
+            piece = self._decode_token(id)
+            if not waiting and BROKEN not in piece:
+                made.append(piece)
+                continue
+            waiting.append(id)
+            text = self._decode_after_anchor(waiting)
+            if BROKEN in text and len(waiting) < 8:
+                made.append("")
+                continue
+            made.append(text)
+            waiting = []
+        return [*made[:-1], self._decode_after_anchor(waiting)] if waiting else made
+
+    def _decode_token(self, id: int) -> str:
+        if id not in self._texts:
+            self._texts[id] = self._decode_after_anchor([id])
+        return self._texts[id]
+
+    def _decode_after_anchor(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens in the middle of a text, keeping the space before a word."""
+        if self._anchor is None:
+            self._anchor = self._choose_anchor(ids[0])
+        anchor, text = self._anchor
+        whole = self._tokenizer.decode([anchor, *ids])
+        if whole.startswith(text):
+            return whole[len(text) :]
+        return self._tokenizer.decode(ids)
+
+    def _choose_anchor(self, fallback: int) -> tuple[int, str]:
+        """Return a token, one letter if possible, whose text does not depend on what follows."""
+        anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
+        return anchor, self._tokenizer.decode([anchor])

@@ -1,0 +1,194 @@
+"""Served models: a policy samples text and returns log-probs, a reward model returns scores."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.token_bytes import TokenBytes
+from weft.data.tokenizer import Tokenizer
+from weft.engine.spec import GenerationSpec
+from weft.errors import DataError
+from weft.protocol.tensors import Tensor
+from weft.serve.background import BackgroundWork
+from weft.serve.worker import ScoredRows, ServingWorker
+
+PLATFORM = "weft"
+VERSION = "1"
+IDS = "input_ids"
+MASK = "attention_mask"
+STARTS = "prompt_length"
+LOGPROBS = "logprobs"
+REWARDS = "rewards"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One served model.
+
+    `output` is its output in the inference protocol; valid token ids are 0 to `vocab_size` - 1.
+    """
+
+    name: str
+    worker: ServingWorker
+    tokenizer: Tokenizer
+    vocab_size: int
+    output: str
+    context: int | None = None  # maximum sequence length, if the model has one
+    # Sampling defaults of a policy; None for a reward model.
+    spec: GenerationSpec | None = None
+
+    @cached_property
+    def pieces(self) -> TokenBytes:
+        """The tokenizer's tokens as bytes."""
+        return TokenBytes(self.tokenizer)
+
+    def build_metadata(self) -> dict[str, Any]:
+        """Return the model's metadata in the inference protocol."""
+        inputs = [_describe_tensor(IDS, "INT32", -1, -1), _describe_tensor(MASK, "INT32", -1, -1)]
+        if self.output == LOGPROBS:
+            inputs.append(_describe_tensor(STARTS, "INT32", -1, 1))
+        made = _describe_tensor(self.output, "FP32", -1, -1 if self.output == LOGPROBS else 1)
+        return {
+            "name": self.name,
+            "versions": [VERSION],
+            "platform": PLATFORM,
+            "inputs": inputs,
+            "outputs": [made],
+        }
+
+    def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
+        """Return (the sequences in the inputs, the column at which each begins in its row).
+
+        Raises `DataError` naming the invalid tensor.
+        """
+        takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
+        for name, tensor in inputs.items():
+            if name not in takes:
+                raise DataError(
+                    f"model {self.name!r} has no input {name!r}; its inputs are {', '.join(takes)}"
+                )
+            if tensor.dtype.kind not in "iu":
+                raise DataError(f"input {name!r} must be INT32 or INT64")
+        if IDS not in inputs:
+            raise DataError(f"the input {IDS!r} is missing")
+        ids = inputs[IDS].astype(np.int64)
+        if ids.ndim != 2 or not ids.size:
+            raise DataError(
+                f"input {IDS!r} has the shape {list(ids.shape)}; it must be [rows, tokens] with "
+                f"at least one of each"
+            )
+        begins, ends = _find_spans(inputs.get(MASK), ids.shape)
+        tokens = [row[begin:end] for row, begin, end in zip(ids, begins, ends, strict=True)]
+        self._check_rows(tokens)
+        return ScoredRows(tokens, self._read_starts(inputs.get(STARTS), tokens)), begins
+
+    async def infer(
+        self,
+        inputs: Mapping[str, Tensor],
+        parameters: Mapping[str, Any],
+        background: BackgroundWork,
+    ) -> dict[str, Tensor]:
+        """Return the model's output for the token ids `input_ids` [B, T].
+
+        Only positions where `attention_mask` is 1 count. A reward model returns `rewards` [B, 1]. A
+        policy returns `logprobs` [B, T], the log-prob of each token given the tokens before it, at
+        the parameter `temperature`; they are 0 on padding and on the first `prompt_length` [B, 1]
+        tokens of a row (default 1). Raises `DataError`.
+        """
+        rows, begins = await background.run(self.read_rows, inputs)
+        temperature = _read_temperature(parameters, self.output)
+        if self.output == REWARDS:
+            scores = await self._score_rows(rows, "scores", 1.0)
+            return {REWARDS: np.array([float(score[0]) for score in scores], np.float32)[:, None]}
+        made = np.zeros(inputs[IDS].shape, np.float32)
+        wanted = [
+            index for index, start in enumerate(rows.starts) if start < len(rows.tokens[index])
+        ]
+        if wanted:
+            asked = ScoredRows(
+                [rows.tokens[index] for index in wanted], [rows.starts[index] for index in wanted]
+            )
+            for index, values in zip(
+                wanted, await self._score_rows(asked, "logprobs", temperature), strict=True
+            ):
+                at = int(begins[index]) + rows.starts[index]
+                made[index, at : at + len(values)] = values
+        return {LOGPROBS: made}
+
+    async def _score_rows(
+        self, rows: ScoredRows, want: Any, temperature: float
+    ) -> list[npt.NDArray[np.float32]]:
+        return await asyncio.wrap_future(self.worker.score(rows, want, temperature))
+
+    def _check_rows(self, tokens: Sequence[npt.NDArray[np.int64]]) -> None:
+        most = min(self.worker.max_tokens, self.context or self.worker.max_tokens)
+        for index, row in enumerate(tokens):
+            if not 0 < len(row) <= most:
+                raise DataError(f"row {index} has {len(row)} tokens; 1 to {most} are allowed")
+            if row.min() < 0 or row.max() >= self.vocab_size:
+                raise DataError(
+                    f"row {index} has a token id outside the model's range, 0 to {self.vocab_size - 1}"
+                )
+
+    def _read_starts(
+        self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]
+    ) -> list[int]:
+        """Return the index of the first scored token of each row."""
+        if self.output == REWARDS:
+            return [len(row) - 1 for row in tokens]
+        if given is None:
+            return [1] * len(tokens)
+        starts: list[int] = given.ravel().astype(np.int64).tolist()
+        if len(starts) != len(tokens) or any(
+            not 1 <= start <= len(row) for start, row in zip(starts, tokens, strict=False)
+        ):
+            raise DataError(
+                f"input {STARTS!r} must have one number per row, from 1 to the row's token count"
+            )
+        return starts
+
+
+def _describe_tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": list(shape)}
+
+
+def _find_spans(
+    mask: Tensor | None, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (start, end) of the unmasked tokens of each row, each [B].
+
+    Raises `DataError` for a mask with holes.
+    """
+    if mask is None:
+        return np.zeros(shape[0], np.int64), np.full(shape[0], shape[1], np.int64)
+    if mask.shape != shape:
+        raise DataError(
+            f"input {MASK!r} has the shape {list(mask.shape)}, but {IDS!r} has {list(shape)}; "
+            f"they must be equal"
+        )
+    on = mask != 0
+    begins = on.argmax(axis=1)
+    ends = begins + on.sum(axis=1)
+    inside = (np.arange(shape[1]) >= begins[:, None]) & (np.arange(shape[1]) < ends[:, None])
+    if not np.array_equal(inside, on):
+        raise DataError(
+            f"input {MASK!r} must be 1 for consecutive tokens in each row, and 0 elsewhere"
+        )
+    return begins, ends
+
+
+def _read_temperature(parameters: Mapping[str, Any], output: str) -> float:
+    value = parameters.get("temperature", 1.0)
+    if type(value) not in (int, float) or not math.isfinite(value) or not value > 0:
+        raise DataError(f"the parameter temperature={value!r} must be a number above 0")
+    if output == REWARDS and value != 1.0:
+        raise DataError("a reward model has no temperature; leave the parameter out")
+    return float(value)
