@@ -19,7 +19,11 @@ EXCUSED: dict[tuple[str, str, str], str] = {
         "a verifier's options are its parameters, and it has many"
     ),
     ("file", "src/weft/observe/metric_help.py", ""): "a table: one entry for each metric",
-    ("function", "src/weft/observe/diagnosis.py", "_find_cause"): "a table: one case for each metric",
+    (
+        "function",
+        "src/weft/observe/diagnosis.py",
+        "_find_cause",
+    ): "a table: one case for each metric",
     **dict.fromkeys(
         [
             ("function", "src/weft/cli/convert.py", "main"),

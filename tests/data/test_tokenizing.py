@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import templates
@@ -145,6 +146,20 @@ def test_the_cache_follows_content(
     moved = rows.rename(rows.with_name("elsewhere.jsonl"))
     tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, replace(source, path=str(moved)))
     assert set(Path(source.cache_dir or "", "tokens").iterdir()) == found
+
+
+def test_a_cache_is_found_under_the_earlier_names_of_types(
+    source: RowSource, rows: Path, tokenizer: Tokenizer
+) -> None:
+    """Types of rows had names without the suffix: `PromptAnswer` for `PromptAnswerEncoder`."""
+    form = PromptAnswerEncoder()
+    earlier = make_dataclass("PromptAnswer", [(f.name, f.type, f) for f in fields(form)])
+
+    def find(form: Any) -> Path:
+        return tokenizing.find_cache_file(form, LengthLimits(), tokenizer, source, [rows])
+
+    assert find(earlier()) == find(form)
+    assert find(make_dataclass("Other", [])()) != find(form)
 
 
 def test_a_damaged_cache_is_made_again(source: RowSource, tokenizer: Tokenizer) -> None:
