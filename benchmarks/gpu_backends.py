@@ -243,7 +243,7 @@ def operations(made: Any, lengths: Iterable[int]) -> float:
     import numpy
 
     sizes = numpy.array(list(lengths))
-    return float(made._built.cost.training(sizes, rows=float(sizes.sum() - len(sizes))))
+    return float(made._built.cost.count_training_flops(sizes, rows=float(sizes.sum() - len(sizes))))
 
 
 def gradients(made: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -254,7 +254,10 @@ def gradients(made: Any, batch: Any) -> dict[str, torch.Tensor]:
 
     def keep(_: object) -> str:
         found.update(
-            {name: value.float().cpu() for name, value in made._optimizer.gradients().items()}
+            {
+                name: value.float().cpu()
+                for name, value in made._optimizer.collect_gradients().items()
+            }
         )
         return "only looked at"
 

@@ -545,7 +545,7 @@ def test_what_is_known_later_is_told_later(both: Any, tmp_path: Path) -> None:
     made, first = both(max_seqlen=20)
     assert "later" in made.format_counts() and "later" not in first.format_counts()
     assert made.notes == ("rows: 60 samples are tokenized during training",)
-    until(lambda: made.background_tables[0].report())
+    until(lambda: made.background_tables[0].build_report())
     assert (
         made.take_new_notes() == ["rows: all 60 samples are tokenized", *first.notes]
         and len(first.notes) == 2
@@ -571,7 +571,7 @@ def test_a_sample_that_no_call_can_hold_is_the_error_of_its_batch(
         if size >= longest:
             raise ConfigError(f"cannot hold {size}")
 
-    made.check_longest(check)
+    made.check_max_seqlen(check)
     with pytest.raises(ConfigError, match=f"cannot hold {longest}"):
         for _ in range(first.train.batches_per_epoch):
             made.train.next_batch()

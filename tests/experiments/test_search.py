@@ -221,7 +221,7 @@ def test_sampling_that_runs_ahead_is_bounded_by_the_busiest_device() -> None:
         "train": (TRAINED, CallWorkload("train_step", 64, 64, 64), ("gen",)),
     }
     made, _ = problem(calls, 2)
-    ahead, _ = problem(calls, 2, lag=1)
+    ahead, _ = problem(calls, 2, max_staleness=1)
     one, other = (
         next(n for n, m in enumerate(made.units[0].meshes) if m.ranks == (rank,)) for rank in (0, 1)
     )

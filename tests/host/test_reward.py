@@ -605,7 +605,7 @@ def test_workers_end_with_the_process_that_started_them(source: Path, text: str)
     program = (
         "import os, time\nfrom weft.host._pool import RewardPool\nfrom weft.host.spec import "
         "RewardPart, locate\n"
-        f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], "
+        f"pool = RewardPool([locate(RewardPart({str(source) + ':hangs'!r}))], "
         f"1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
         f"task = (0, ['p'], [{text!r}], [[1]], {{}}, {{}})\n"
         "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"

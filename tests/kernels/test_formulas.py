@@ -71,12 +71,12 @@ def test_each_is_what_the_other_form_computes(monkeypatch: pytest.MonkeyPatch) -
         assert_close(made, wanted, rtol=1e-10, atol=1e-12)
     assert set(used) == {
         "rms_norm",
-        "rms_norm_gradients",
+        "compute_rms_norm_gradients",
         "activated",
-        "activated_gradients",
-        "rotated",
-        "rotated_heads",
-        "heads_gradient",
+        "compute_activated_gradients",
+        "rotate",
+        "rotate_heads",
+        "compute_heads_gradient",
     }
 
 

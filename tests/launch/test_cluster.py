@@ -120,7 +120,7 @@ def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, ow
     told: list[dict[str, str]] = []
 
     class Here:
-        def nodes(self):
+        def list_nodes(self):
             return [RayNode("n", "here", "127.0.0.1", 4, 0)]
 
         def launch(self, count, kind, environment):
@@ -229,7 +229,7 @@ class Starting:
     def __init__(self) -> None:
         self.cluster, self.closed = self, 0
 
-    def devices(self) -> object:
+    def wait_for_devices(self) -> object:
         raise RunError("no devices today")
 
     def close(self) -> None:

@@ -32,10 +32,10 @@ class Played:
         if self._trouble is not None:
             raise self._trouble
 
-    def interrupted_at_once(self) -> None:
+    def build_interruption(self) -> None:
         return None
 
-    def let_go(self, why: str) -> None:
+    def release_devices(self, why: str) -> None:
         self.said.append(why)
 
     def close(self, status: str, error: BaseException | None = None) -> None:

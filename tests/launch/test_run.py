@@ -294,7 +294,7 @@ def test_a_reference_shares_the_base_of_a_lora_actor(root, monkeypatch):
     config = dpo(root, "shared")
     config.max_steps = 1
     run(config)
-    assert isinstance(built[0]._engine("ref"), BaseWeightsEngine)
+    assert isinstance(built[0]._get_own_engine("ref"), BaseWeightsEngine)
 
 
 def test_runs_share_cached_outputs_where_they_share_a_folder(root):

@@ -136,9 +136,9 @@ def test_ctrl_z_stops_the_run_and_fg_lets_it_go_on(tmp_path):
         "import subprocess, sys\n"
         "from weft.launch.supervisor import Supervisor\n"
         "made = object.__new__(Supervisor)\n"
-        "made._asked = None\n"
+        "made._stop_signal = None\n"
         "made._child = subprocess.Popen(['sleep', '100'], process_group=0)\n"
-        "with made._signals_passed_on():\n"
+        "with made._forward_signals():\n"
         "    print(made._child.pid, flush=True)\n"
         "    made._child.wait()\n"
     )

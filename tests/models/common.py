@@ -89,4 +89,4 @@ def sequences(lengths: list[int], *, vocab: int = 131, seed: int = 5) -> list[Te
 
 def last_states(network: torch.nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
     """The hidden state of each row's last token, computed whole and alone."""
-    return torch.stack([network.hidden(pack([row]))[-1] for row in rows])
+    return torch.stack([network.compute_hidden(pack([row]))[-1] for row in rows])

@@ -81,7 +81,7 @@ HACKED = healthy(
 
 def text(found: Any) -> str:
     assert found is not None
-    return str(found.text)
+    return str(found.summary)
 
 
 def test_a_run_that_exploits_its_reward_is_called_out_in_one_line() -> None:

@@ -168,7 +168,7 @@ def test_a_narrower_terminal_is_wiped_of_the_rows_that_it_broke_lines_into() -> 
 def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
     code = (
         "import time\nfrom weft.observe.progress import make_view\nview = make_view('e/t')\n"
-        "for at in range(200):\n    view.note('a line ' * 100)\n    time.sleep(0.001)\nprint('and "
+        "for at in range(200):\n    view.print_note('a line ' * 100)\n    time.sleep(0.001)\nprint('and "
         "more')\n"
         "open({path!r}, 'w').write('went on')"
     )

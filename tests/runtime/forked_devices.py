@@ -217,7 +217,7 @@ class ForkedLaunch:
         self.cluster = self
         self._devices = ForkedDevices(experiment.num_devices, experiment.control.env)
 
-    def devices(self) -> ForkedDevices:
+    def wait_for_devices(self) -> ForkedDevices:
         return self._devices
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class Sampling:
         default_factory=lambda: {"gen": SimpleNamespace(interruptible=True, method="generate")}
     )
 
-    def mesh_of(self, name: str) -> Mesh:
+    def get_mesh(self, name: str) -> Mesh:
         return self.mesh
 
     def call(

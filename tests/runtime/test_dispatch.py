@@ -48,7 +48,7 @@ class Played:
     doing: dict[int, DeviceActivity] = field(default_factory=dict)
 
     @property
-    def where(self):
+    def addresses(self):
         return [ProcessAddress(rank, "host", 100 + rank, "127.0.0.1") for rank in range(self.world)]
 
     def send(self, rank, place, number, command, ranks, given) -> None:

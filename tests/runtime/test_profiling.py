@@ -22,7 +22,7 @@ class Devices:
     def __init__(self) -> None:
         self.asked: list[str | None] = []
 
-    def profile(self, path: str | None = None) -> None:
+    def toggle_trace(self, path: str | None = None) -> None:
         self.asked.append(path)
 
 
@@ -79,7 +79,7 @@ def test_what_was_traced_is_kept_where_the_run_ends_or_fails(
 
 def test_trouble_with_the_trace_never_hides_what_failed() -> None:
     class Broken(Devices):
-        def profile(self, path: str | None = None) -> None:
+        def toggle_trace(self, path: str | None = None) -> None:
             if path is not None:
                 raise RunError("the disk is full")
 

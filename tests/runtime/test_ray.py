@@ -122,7 +122,7 @@ def words(root: Path, folder: str, *more: str) -> list[str]:
 @pytest.mark.slow
 def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path):
     """What SIGINT does, and what becomes of a command that is killed, is tested in
-    `launch/test_supervise.py`.
+    `launch/test_supervisor.py`.
     """
     slow = "ref_inf.pre_hooks=[{function: nap}]"
     first = Command(*words(root, "stopped", slow), cwd=tmp_path)

@@ -120,7 +120,7 @@ def read_sizes(path: Path, node: str) -> list[int]:
 
 def test_hooks_run_and_offloaded_weights_come_back(tmp_path):
     session = Toy(tmp_path, control={"max_steps": 2}).run()
-    engine = session._group._worker.roles._engine("reward")
+    engine = session._group._worker.roles._get_own_engine("reward")
     assert engine.moves == ["hook 2.0", "off weights", "on weights", "hook 2.0", "off weights"]
 
 

@@ -133,7 +133,7 @@ class Length:
     num_ids: int
     batches_per_epoch: int
 
-    def num_batches(self, epochs: int) -> int:
+    def count_batches(self, epochs: int) -> int:
         return epochs * self.batches_per_epoch
 
 

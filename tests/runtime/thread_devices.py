@@ -50,13 +50,15 @@ class HandedOver:
 
     def __init__(self, way: Way, transfers: Sequence[ParameterTransfer], rank: int) -> None:
         self.way, self.rank = way, rank
-        self.gives = list(dict.fromkeys(each.name for each in transfers if each.source == rank))
+        self.sent_names = list(
+            dict.fromkeys(each.name for each in transfers if each.source == rank)
+        )
 
     def move(self, giver: Any, taker: Any, *, eta: float) -> Any:
-        if self.gives:
+        if self.sent_names:
             self.way.version = giver.version
             self.way.values = [
-                (name, where, values.clone()) for name, where, values in giver.read(self.gives)
+                (name, where, values.clone()) for name, where, values in giver.read(self.sent_names)
             ]
         self.way.meet.wait()
         if taker is not None:

@@ -69,7 +69,7 @@ def test_a_batch_that_fits_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> No
     with opened(
         build(dtype=torch.float32), GenerationSpec(max_new_tokens=90, min_new_tokens=90)
     ) as generator:
-        if not generator._scheduler.blocks.ahead:
+        if not generator._scheduler.blocks.reserves_ahead:
             pytest.skip("weft's kernels were not compiled, and a cache is zeroed")
         generator.submit([Request(f"p{i}", 0, [6 + i] * (3 + 20 * i)) for i in range(5)])
         drain(generator)

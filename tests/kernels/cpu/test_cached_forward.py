@@ -328,7 +328,9 @@ def test_a_field_that_nobody_allowed_turns_the_kernel_off(monkeypatch: pytest.Mo
     assert not passes.supports_config(changed) and passes.supports_config(config)
 
 
-@pytest.mark.parametrize("by", [OneCall, lambda network: network.hidden], ids=["kernel", "modules"])
+@pytest.mark.parametrize(
+    "by", [OneCall, lambda network: network.compute_hidden], ids=["kernel", "modules"]
+)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral", "gpt2"])
 @torch.no_grad()
 def test_a_first_token_sees_the_prefix_before_it(

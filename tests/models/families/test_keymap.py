@@ -64,17 +64,17 @@ def test_writing_is_the_inverse_of_reading(name: str) -> None:
 
     shapes = compute_parameter_shapes(config)
     parameters = {n: torch.randn(s) for n, s in shapes.items()}
-    stored = dict(assemble(keymap.hf_names(), parameters))
+    stored = dict(assemble(keymap.group_by_hf_name(), parameters))
     for n, key in keymap.keys.items():
         assert torch.equal(read(key, shapes[n], stored, None), parameters[n]), n
 
 
 def test_parts_and_layers() -> None:
     keymap = families.get("llama").keymap(tiny_config("llama"))
-    assert keymap.names("embedding") == ["embed.weight"]
-    assert keymap.names("head") == ["norm.weight", "head.weight"]
-    assert len(keymap.names("block", layer=1)) == 9 and all(
-        n.startswith("blocks.1.") for n in keymap.names(layer=1)
+    assert keymap.list_names("embedding") == ["embed.weight"]
+    assert keymap.list_names("head") == ["norm.weight", "head.weight"]
+    assert len(keymap.list_names("block", layer=1)) == 9 and all(
+        n.startswith("blocks.1.") for n in keymap.list_names(layer=1)
     )
     assert set(keymap.select(["embed.weight"]).keys) == {"embed.weight"}
     with pytest.raises(KeyError):

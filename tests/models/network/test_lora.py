@@ -58,7 +58,7 @@ def test_the_formula() -> None:
     )
     x = torch.randn(4, 32)
     expected = x @ layer.weight.T
-    expected[:, layer.rows("v")] = x @ weight.T + 2.0 * (x @ a.T) @ b.T
+    expected[:, layer.find_rows("v")] = x @ weight.T + 2.0 * (x @ a.T) @ b.T
     assert_close(layer(x, None), expected)
 
 

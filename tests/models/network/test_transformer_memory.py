@@ -23,7 +23,7 @@ def kept_bytes(network: Any, x: Any) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        alive = network.hidden(x)
+        alive = network.compute_hidden(x)
     assert alive.requires_grad
     own = {p.untyped_storage().data_ptr() for p in network.parameters()}
     return sum(size for place, size in seen.items() if place not in own)

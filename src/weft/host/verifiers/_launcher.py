@@ -1,6 +1,6 @@
 """A process that forks a process for each program and one for its tests.
 
-Usage: `python -I -B _get_launcher.py`, with a Unix socket as its standard input. It imports nothing of
+Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing of
 weft and contains no secret.
 
 The socket delivers pairs of descriptors, one to read from and one to write to; the reply is the
@@ -78,13 +78,15 @@ def launch(given: int, out: int) -> None:
         os.dup2(nothing, descriptor)
     signal.signal(signal.SIGTERM, lambda *_: _end())
     if sys.platform == "linux":
-        isolation.die_with_parent()
+        isolation.set_death_with_parent()
         isolation.adopt_orphans()
     # Start the program's process before the tests are read.
     first = _read(given)
     ours, theirs = socket.socketpair()
     wanted = [
-        isolation.Wanted(frozenset(first["protections"]), first["limits"], folder, first["disk_mb"])
+        isolation.IsolationSettings(
+            frozenset(first["protections"]), first["limits"], folder, first["disk_mb"]
+        )
         for folder in first["folders"]
     ]
     _start(wanted[0], theirs.fileno(), lambda: _run(first["program"], theirs.fileno()))
@@ -123,7 +125,7 @@ def _end() -> None:
     """Kill the children and the orphans that become children, and exit when none is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
-            for child in isolation.children() or CHILDREN:
+            for child in isolation.list_children() or CHILDREN:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(child, signal.SIGKILL)
             os.wait()
@@ -145,7 +147,7 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> i
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sys.platform == "linux":
-            isolation.die_with_parent()
+            isolation.set_death_with_parent()
         for descriptor in map(int, os.listdir("/dev/fd")):
             if descriptor > 2 and descriptor not in (channel, *kept):
                 with contextlib.suppress(OSError):
@@ -166,7 +168,7 @@ def _create_main_module() -> dict[str, Any]:
 
 def _run(program: str, channel: int) -> None:
     """Run the program to its end, then answer calls of its functions (in the program's process)."""
-    peer = peers.Peer(channel, guarded=False)
+    peer = peers.ObjectPeer(channel, guarded=False)
     sys.stdout = peer.printed
     names = _create_main_module()
     exec(compile(program, "program.py", "exec"), names)
@@ -179,7 +181,7 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
     tests = given["tests"]
     prompt = given["prompt"]
     entry_point = given["entry_point"]
-    peer = peers.Peer(channel, guarded=True)
+    peer = peers.ObjectPeer(channel, guarded=True)
     names = _create_main_module()
     if entry_point is not None:
         _define_helpers(prompt, names)

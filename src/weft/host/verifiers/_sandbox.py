@@ -1,6 +1,6 @@
 """Execution of a Python program and its tests in two processes, behind the system's protections.
 
-`_get_launcher.py` is the process that is started, `_isolation.py` has the protections, and `_peer.py`
+`_launcher.py` is the process that is started, `_isolation.py` has the protections, and `_peer.py`
 lets the tests call the program's functions. docs/code-reward.md describes what is protected and
 what is not.
 """
@@ -87,7 +87,7 @@ class SandboxTask:
 
 
 class ProgramLauncher:
-    """Process that forks others for programs (`_get_launcher.py`). It ends with this process."""
+    """Process that forks others for programs (`_launcher.py`). It ends with this process."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
