@@ -133,7 +133,7 @@ def read_cgroup_limits(
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
             if group.is_relative_to(root):
-                # the root group has no such file; "max" is no number
+                # the root group has no such file; "max" is not a number
                 with contextlib.suppress(OSError, ValueError):
                     limits.append(int((group / name).read_text()))
     return limits

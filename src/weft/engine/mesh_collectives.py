@@ -29,9 +29,10 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice 
 class MeshCollectives:
     """Implement `Collectives` for one rank of `mesh`.
 
-    `holdings` are the slices of parameters on each rank, `stored` returns this rank's parameters.
-    `config` is that of the whole network, or None if the network isn't split. `shards` is set if
-    FSDP2 shards the network.
+    `holdings` are the slices of parameters on each rank, `shapes` the shapes of whole parameters.
+    `stored` returns this rank's parameters. `config` is the configuration of the whole network, or
+    None if the network isn't split. `shards` is set if FSDP2 shards the network, `pipeline` if the
+    layout has several stages.
     """
 
     mesh: RankMesh
@@ -111,6 +112,7 @@ class MeshCollectives:
         ]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Sum over the ranks that have copies of a parameter; FSDP2 summed over data ranks already.
         axes: tuple[str, ...] = ("data", "context")
         if self.shards is not None:
             self.shards.take_gradients()
@@ -122,6 +124,7 @@ class MeshCollectives:
             )
             if apart and (same := self.mesh.expert_copies_group) is not None:
                 self._sum_gradients([p for p in parameters if id(p) in apart], same)
+        # A tied embedding has a copy on the first and on the last pipeline stage.
         two_copies = (
             self.tied and self.pipeline is not None and self.pipeline.placement.last_rank > 0
         )
@@ -133,6 +136,7 @@ class MeshCollectives:
             sum_tied_gradients(
                 [copy for copy in copies if copy.requires_grad], self.mesh.ends_group, self._device
             )
+        # Each tensor rank has a part of the gradients of parameters that are not split.
         if self.mesh.count_ranks("tensor") > 1:
             group = self.mesh.get_group("tensor")
             tensor.sum_gradients(

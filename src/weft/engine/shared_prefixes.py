@@ -43,7 +43,7 @@ class _CommonPrefix:
 
 
 def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
-    """Return the prefixes that save most tokens in all.
+    """Return the prefixes that save the most tokens in total.
 
     Each has at least `least` >= 1 tokens, and never the last token of a prompt.
     """
@@ -78,9 +78,9 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
 
 
 def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]:
-    """Return all common prefixes, given the lengths of those of neighbors.
+    """Return all common prefixes; `common` are the lengths of those of neighboring sequences.
 
-    Longer prefixes of fewer sequences come before shorter ones of more.
+    Longer prefixes of fewer sequences come before shorter prefixes of more sequences.
     """
     made: list[_CommonPrefix] = []
     # prefixes that are not yet in a larger one, by their first and by their last sequence

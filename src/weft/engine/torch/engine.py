@@ -406,7 +406,7 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Write those of the tensors that no other rank writes."""
+        """Write the tensors of `held` that are assigned to this rank."""
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
@@ -427,7 +427,7 @@ class TorchEngine:
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):
             raise CheckpointError(
-                f"{d}: the state is of a role that is "
+                f"{d}: the state belongs to a role that is "
                 f"{'' if self._optimizer is None else 'not '}trained"
             )
         self.onload("weights")

@@ -256,7 +256,7 @@ class MasterWeights:
             self._mover.wait_for_all()
 
     def _group_tensors(self) -> list[list[Tensor]]:
-        """Return groups of tensors: before the first block, of each block, masters."""
+        """Return groups of tensors: those before the first block, one per block, and the masters."""
         groups = [
             [*map(self._select_rank_rows, block.parameters()), *block.buffers()]
             for block in self._blocks
@@ -324,7 +324,7 @@ class MasterWeights:
         gone = sorted(set(self.changed_tensors) - set(tensors))
         if gone:
             raise CheckpointError(
-                f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read"
+                f"the saved state lacks {', '.join(gone[:5])}, which was changed since it was read"
             )
         for name, values in tensors.items():
             _check_known(name, self._canonical)
@@ -359,8 +359,8 @@ def _check_known(name: str, parameters: Mapping[str, StoredParameter]) -> None:
 def _check_wide(name: str, part: StoredParameter) -> None:
     if isinstance(part.data, Quantized):
         raise ConfigError(
-            f"parameter {name!r} is held in few bits (quantize), in which an average stands "
-            f"still; leave that out"
+            f"parameter {name!r} is quantized; a moving average needs full precision: "
+            f"leave quantize out"
         )
 
 

@@ -262,7 +262,7 @@ def _gather_network(
 ) -> Transformer:
     """Return the network with whole parameters and all experts, in the compute dtype.
 
-    With it no rank waits for others at every layer of every token that it generates.
+    With whole parameters, ranks needn't wait for each other at every layer of every token.
     """
     whole = source.build_network(mesh, experts_apart=False)
     if (dtype := DTYPES[choose_dtype(source.spec)]) in HALF:
