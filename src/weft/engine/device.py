@@ -61,8 +61,8 @@ def _parse_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which `device` is the current CUDA device of this thread.
 
-    Each thread has a current device, by default 0. Kernels launched on another device than their
-    tensors' silently give garbage.
+    Each thread has a current device, by default 0. Kernels launched on a device other than that of
+    their tensors silently give garbage.
     """
     if device.type == "cuda":
         current: AbstractContextManager[None] = torch.cuda.device(device)
@@ -182,7 +182,7 @@ def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
 def set_threads(count: int) -> None:
     """Set the number of torch's threads, unless it is already `count`.
 
-    Setting it at all makes small matmuls of MKL wait for each other.
+    An equal count isn't set again, because any call makes small matmuls of MKL wait for each other.
     """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)

@@ -36,8 +36,8 @@ class _CommonPrefix:
     longer: list[_CommonPrefix]  # longer common prefixes of some of these sequences
     # sizes of the prefixes of this one in the tree, in ascending order; 0 is the empty prefix
     shorter: list[int] = field(default_factory=lambda: [0])
-    # worth[i]: this prefix is chosen if the longest chosen one of `shorter` is the i-th;
-    # `chosen` is that i
+    # worth[i] is True if choosing this prefix saves tokens when shorter[i] is the longest chosen
+    # prefix of it; `chosen` is the index i that was decided
     worth: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     chosen: int = 0
 
@@ -54,7 +54,8 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
     for one in reversed(tree):
         for longer in one.longer:
             longer.shorter = [*one.shorter, one.size]
-    # most tokens that can be saved, by the start of a prefix and then indexed as `worth`
+    # From the longest prefixes to the shortest: the most tokens that can be saved, by the start of a
+    # prefix, then indexed like `worth`.
     spared: dict[int, npt.NDArray[np.int64]] = {}
     for one in tree:
         alone = one.end - one.start - sum(longer.end - longer.start for longer in one.longer)
@@ -63,6 +64,7 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
             below += spared.pop(longer.start)
         one.worth = below[-1] - one.size > below[:-1]
         spared[one.start] = np.maximum(below[:-1], below[-1] - one.size)
+    # From the shortest to the longest: choose prefixes, and the prefix that each sequence continues.
     belongs = np.full(len(order), -1)
     for number, one in reversed([*enumerate(tree)]):
         if one.worth[one.chosen]:

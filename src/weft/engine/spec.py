@@ -259,8 +259,8 @@ class ModelSpec:
     )
     residual_dropout_lima: bool = option(
         False,
-        "raise residual_dropout from 0 in the first layer to its full value in the last, as LIMA "
-        "does",
+        "raise residual_dropout from 0 in the first layer to its full value in the last, as in "
+        "LIMA",
     )
     freeze_layers: int | None = option(
         None,
@@ -309,9 +309,9 @@ class ModelSpec:
     )
     sequence_parallel: bool = option(
         True,
-        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less "
+        "each tensor-parallel rank (t) has a part of the tokens between attention and MLP: less "
         "memory, as many bytes sent "
-        "(with recomputation a tenth more); with false each holds all of them",
+        "(with recomputation a tenth more); with false each has all of them",
     )
     device_mesh: str | None = option(
         None,
@@ -319,10 +319,10 @@ class ModelSpec:
         "ones",
     )
     prompt_prefix: str = option(
-        "", "text before the prompt when this model reads the text in its own form"
+        "", "text before the prompt in the form in which this model reads text"
     )
     prompt_suffix: str = option(
-        "", "text after the prompt when this model reads the text in its own form"
+        "", "text after the prompt in the form in which this model reads text"
     )
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
     lora: LoRASpec = option(LoRASpec(), "low-rank adapters")

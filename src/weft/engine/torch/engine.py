@@ -70,7 +70,7 @@ def choose_dtype(spec: ModelSpec) -> str:
 
 
 def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
-    """Return the outputs of a batch without ids: a rank's part of a batch may be empty."""
+    """Return the outputs of a batch without ids; a rank's part of a batch may be empty."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
     )
@@ -104,8 +104,8 @@ class BuiltNetwork:
 class RankShard:
     """One rank's part of a network that is distributed over several ranks.
 
-    It says which slice of each parameter this rank has, how to communicate with the other ranks,
-    and how to generate.
+    Contains this rank's slice of each parameter, and functions that create the communication with
+    other ranks and the generator.
     """
 
     shapes: Mapping[str, tuple[int, ...]]  # full shape of every parameter, by canonical name
@@ -166,8 +166,8 @@ class TorchEngine:
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._network = built.network.eval()
         keep_sums_wide(device)
-        # A trained network's parameters are float32 until its backend casts them: passes compute in
-        # the role's dtype.
+        # Measure in the role's dtype, in which passes compute: a trained network's parameters are
+        # still float32 here.
         self._rate = BestMatmulRate(lambda: measure_matmul_rate(device, DTYPES[choose_dtype(spec)]))
         home = choose_master_device(spec, device)
         lane = build_copy_queue(device)
@@ -175,7 +175,7 @@ class TorchEngine:
         dtype_of_masters = torch.promote_types(DTYPES[choose_dtype(spec)], torch.float32)
         self._masters = MasterWeights(
             self._network,
-            # FSDP2 casts
+            # a sharded network stays in the masters' dtype, because FSDP2 casts when it gathers
             dtype_of_masters
             if part is not None and part.shards is not None
             else DTYPES[choose_dtype(spec)],

@@ -34,7 +34,7 @@ class MasterWeights:
     """Master weights and compute copies of the parameters of `network`.
 
     Parameters that require gradients are trained. They arrive in float32, or in `dtype` if adapters
-    were added to frozen weights. The public methods use canonical names
+    were added to frozen weights. Public methods use canonical names
     (`weft.models.network.parameters`); the optimizer uses parameters as they are stored. With a
     `home`, every trained parameter has a master on that device, whatever its dtype and even while
     the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
@@ -107,7 +107,7 @@ class MasterWeights:
     def _build_move_hook(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
-            if copy.grad is None:  # the kernel of a matrix product already added it to the master's
+            if copy.grad is None:  # the matrix kernel already added it to the master's gradient
                 return
             gradient = copy.grad.to(master)
             if master.grad is None:
@@ -244,7 +244,7 @@ class MasterWeights:
     def come(self) -> None:
         """Start fetching all parameters back to the device.
 
-        Forward passes wait for the blocks they need; other uses call `wait_for_copies`, which waits for all.
+        Forward passes wait for the blocks they need; other uses must call `wait_for_copies` first.
         """
         if self._mover is not None:
             self._mover.come()
