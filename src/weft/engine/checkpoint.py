@@ -1,4 +1,4 @@
-"""Exact storage of tensors and plain values of an engine's state: safetensors and JSON, no pickle."""
+"""Exact storage of an engine's tensors and plain values: safetensors and JSON, no pickle."""
 
 from __future__ import annotations
 

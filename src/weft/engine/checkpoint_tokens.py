@@ -13,8 +13,8 @@ def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
     """Return the special tokens under the keys of config.json and generation_config.json.
 
     `eos_token_id` is the token that ends a completion, or a list if several do, so that other
-    programs stop at the same tokens as weft. Tokens that the model lacks are left out, except for a reward
-    model, for which they are None.
+    programs stop at the same tokens as weft. Tokens that the model lacks are left out, except for a
+    reward model, for which they are None.
     """
     stops = tokenizer.list_stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}

@@ -275,7 +275,7 @@ def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) ->
 
 @functools.cache
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large matmul of random matrices: the best of several, measured once."""
+    """Return the best FLOP/s of several large matmuls of random matrices; measured once."""
     return max(
         _measure_rate(size, device, dtype)
         for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])

@@ -87,7 +87,8 @@ class PeakRates:
     gb_per_s: float
 
 
-# The first entry whose words are all in the GPU's name applies. From the makers' data sheets, without sparsity.
+# Rates from the makers' data sheets, without sparsity. The first entry whose words are all in the
+# GPU's name applies.
 PEAKS: tuple[tuple[str, PeakRates], ...] = (
     ("B200", PeakRates(2250, 8000)),
     ("H200 NVL", PeakRates(835, 4800)),

@@ -60,7 +60,7 @@ class NetworkShape:
 
     @property
     def embedding_elements(self) -> int:
-        """Elements of the whole embedding and output matrix, which are gathered for a whole pass."""
+        """Elements of the embedding and output matrix, which are gathered for a whole pass."""
         return min(self.all_parameters, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property

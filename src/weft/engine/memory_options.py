@@ -87,7 +87,7 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
 
 
 def find_install_command(*options: str) -> str:
-    """Return the command that installs the packages these options need, or "" if none is missing."""
+    """Return the command that installs missing packages of these options, or ""."""
     extras = [
         EXTRAS[option][1]
         for option in options

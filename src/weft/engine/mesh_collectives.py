@@ -265,7 +265,7 @@ class MeshCollectives:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Give parameters that have a gradient on another rank, but none here, a gradient of zeros."""
+        """Set missing gradients to zeros for parameters with a gradient on another rank."""
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
@@ -280,7 +280,7 @@ class MeshCollectives:
 
 
 def _group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
+    """Group tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
     bucket: list[Tensor] = []
     for each in tensors:
         if bucket and (

@@ -136,7 +136,7 @@ class PackLayout:
 
     @cached_property
     def segment_lengths(self) -> Index:
-        """Lengths of the pack's segments: shared prefixes, their continuations and whole sequences."""
+        """Lengths of the segments: shared prefixes, continuations and whole sequences."""
         both = np.stack([self.lead_lengths, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 

@@ -54,7 +54,7 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
     for one in reversed(tree):
         for longer in one.longer:
             longer.shorter = [*one.shorter, one.size]
-    # From the longest prefixes to the shortest: the most tokens that can be saved, by the start of a
+    # From the longest prefixes to the shortest: most tokens that can be saved, by the start of a
     # prefix, then indexed like `worth`.
     spared: dict[int, npt.NDArray[np.int64]] = {}
     for one in tree:
@@ -64,7 +64,7 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
             below += spared.pop(longer.start)
         one.worth = below[-1] - one.size > below[:-1]
         spared[one.start] = np.maximum(below[:-1], below[-1] - one.size)
-    # From the shortest to the longest: choose prefixes, and the prefix that each sequence continues.
+    # From the shortest to the longest: choose prefixes, and assign them to sequences.
     belongs = np.full(len(order), -1)
     for number, one in reversed([*enumerate(tree)]):
         if one.worth[one.chosen]:

@@ -418,7 +418,7 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval n of layers, of which every n-th is recomputed in the backward pass; 0 for none."""
+        """Interval n: every n-th layer is recomputed in the backward pass; 0 for none."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property

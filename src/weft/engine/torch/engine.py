@@ -336,7 +336,7 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return the plain values of all data-parallel ranks, in rank order; every rank calls it."""
+        """Return the values of all data-parallel ranks, in rank order; every rank calls it."""
         return self._spread.gather_values(own)
 
     # -- parameters
@@ -352,7 +352,7 @@ class TorchEngine:
         return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values); the values of trained parameters are float32 masters."""
+        """Iterate over (name, slice, values); trained parameters are read from the masters."""
         return self._masters.read(names)
 
     def write(
@@ -460,7 +460,7 @@ class TorchEngine:
             self._built.save(d, whole, tokenizer)
 
     def without_adapters(self) -> BaseWeightsEngine | None:
-        """Return a reference engine for the frozen base weights, or None if there are no adapters."""
+        """Return an engine for the frozen base weights, or None without adapters."""
         if self._built.adapters_off is None:
             return None
         base = [

@@ -152,7 +152,7 @@ class MasterWeights:
 
     @property
     def changed_tensors(self) -> dict[str, Tensor]:
-        """Tensors that may differ from the model directory: trained, or written to since loading."""
+        """Tensors that may differ from the model directory: trained or written to."""
         parts = self._iterate_exact()
         written = self._written
         return {name: p.data for name, p in parts if name in written or self._is_trained(p)}
@@ -256,7 +256,7 @@ class MasterWeights:
             self._mover.wait_for_all()
 
     def _group_tensors(self) -> list[list[Tensor]]:
-        """Return groups of tensors: those before the first block, one per block, and the masters."""
+        """Return groups of tensors: before the first block, one per block, masters."""
         groups = [
             [*map(self._select_rank_rows, block.parameters()), *block.buffers()]
             for block in self._blocks
@@ -274,7 +274,7 @@ class MasterWeights:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice of the whole tensor, values); the next step changes the values."""
+        """Iterate over (name, slice of the whole, values); the next step changes the values."""
         held = self.exact_tensors
         for name in names:
             _check_known(name, self._canonical)

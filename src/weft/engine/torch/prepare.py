@@ -1,4 +1,4 @@
-"""Prepare micro-batches as input of the network, and map outputs back to rows of the micro-batch."""
+"""Prepare micro-batches for the network, and map outputs back to their rows."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """Results of the micro-batches of one minibatch; tensors stay on the device until all are done."""
+    """Results of a minibatch's micro-batches; tensors stay on the device until `collect`."""
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
