@@ -215,7 +215,7 @@ def test_mean_pooling_is_told_and_named(tmp_path: Path, backend: str) -> None:
     base = make_llama(tmp_path / "base")
     engine = engine_of(base, head="score", backend=backend, pooling="mean")
     assert any(
-        "pooling=mean" in note and "transformers cannot say" in note for note in engine.notes
+        "pooling=mean" in note and "transformers cannot express" in note for note in engine.notes
     )
     engine.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(base)))
     values = json.loads((tmp_path / "saved" / "config.json").read_text())

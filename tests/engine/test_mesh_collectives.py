@@ -123,7 +123,7 @@ def test_ranks_that_share_tokens_have_no_prefix(tmp_path: Path) -> None:
     spec = ModelSpec(path=str(path), prefix=PrefixSpec(num_tokens=3), trained=True)
     config = replace(hf_io.read_config(path)[1], prefix_tokens=3)
     with pytest.raises(
-        ConfigError, match=r"\(c\) have no prefix, and .* is to have one of 3 tokens; write c1"
+        ConfigError, match=r"\(c\) have no prefix, and .* has a prefix of 3 tokens; write c1"
     ):
         check_layout(spec, Layout.parse("c2"), config)
 

@@ -13,6 +13,8 @@ from weft.options import option
 
 @dataclass
 class LoRASpec:
+    """Options of low-rank adapters."""
+
     r: int = option(
         0,
         "rank of the adapters; 0: no adapters, train all parameters",
@@ -30,6 +32,8 @@ class LoRASpec:
 
 @dataclass
 class PrefixSpec:
+    """Options of prefix tuning."""
+
     num_tokens: int = option(
         0,
         "tokens whose keys and values are trained in every layer, all weights frozen; 0: no prefix",
@@ -38,7 +42,7 @@ class PrefixSpec:
 
 
 class AdaptedRoleOptions(Protocol):
-    """Properties of a role's weights that its other options set."""
+    """Options of a role that `check_adapters` compares with its adapters."""
 
     lora: LoRASpec
     prefix: PrefixSpec

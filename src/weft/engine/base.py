@@ -54,9 +54,7 @@ class StepStats:
     metrics: Mapping[str, float]
     # reason for skipping the step: a veto or a loss that is not finite
     skipped: str | None = None
-    seen: SequenceSample | None = (
-        None  # `logprobs` or `scores` of a few ids as the loss read them, for people to look at
-    )
+    seen: SequenceSample | None = None  # outputs `logprobs` or `scores` of a few ids, for display
 
 
 @dataclass(frozen=True)
@@ -73,16 +71,16 @@ class Request:
     prompt: Sequence[int]
     step: int = 0
     generated: Partial | None = None
-    max_new_tokens: int | None = None  # lower limit than the settings'
+    max_new_tokens: int | None = None  # limit of this request, below that of the settings
     # settings of this request (see `SettingsTable.index`); None: the generator's
     sampling: GenerationSpec | None = None
-    # id that seeds the draws, if it isn't `id`; requests with the same one draw alike
+    # id that seeds the draws, if it isn't `id`; requests with equal ids use equal random numbers
     draws_as: str | None = None
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Tokens of an aborted request so far; `Request(generated=partial)` continues it."""
+    """Tokens sampled before a request was aborted; `Request(generated=partial)` continues it."""
 
     id: str
     k: int
@@ -110,6 +108,8 @@ class TokenEvent(NamedTuple):
 
 
 class Generator(Protocol):
+    """Sampler of completions with continuous batching; each `step` samples for open requests."""
+
     def submit(self, requests: Sequence[Request]) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def abort(self, ids: Iterable[str]) -> list[Partial]: ...

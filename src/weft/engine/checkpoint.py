@@ -1,4 +1,4 @@
-"""Exact storage of tensors and plain values of an engine's state: safetensors and JSON, no pickle."""
+"""Exact storage of an engine's tensors and plain values: safetensors and JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class SavedTensors:
             missing -= part.numel()
         if found is None or missing:
             raise CheckpointError(
-                f"{self._directory}: a part of {name!r} was not saved; a rank's file is missing"
+                f"{self._directory}: a slice of {name!r} was not saved; a rank's file is missing"
             )
         return found
 

@@ -12,9 +12,9 @@ from weft.engine.spec import ModelSpec
 def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
     """Return the special tokens under the keys of config.json and generation_config.json.
 
-    `eos_token_id` is every token that ends a completion, a list if there are several, so that other
-    programs stop where weft does. Tokens that the model lacks are left out, except for a reward
-    model, for which they are None.
+    `eos_token_id` is the token that ends a completion, or a list if several do, so that other
+    programs stop at the same tokens as weft. Tokens that the model lacks are left out, except for a
+    reward model, for which they are None.
     """
     stops = tokenizer.list_stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
@@ -81,7 +81,7 @@ def list_padding_notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> t
     if spec.head == "score" and spec.trained and pooling == "mean":
         return (
             "pooling=mean: scores are read from the mean over all tokens, which transformers "
-            "cannot say; its classes would "
+            "cannot express; its classes would "
             "read the last token of this checkpoint, so score with weft (rew.path), or train with "
             "pooling=last",
         )

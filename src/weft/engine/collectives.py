@@ -106,7 +106,10 @@ class Collectives(Protocol):
         ...
 
     def select_saved_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names that this rank writes to a recovery point; each tensor is written once."""
+        """Return the names of tensors that this rank writes to a recovery point.
+
+        Each tensor is written by one rank.
+        """
         ...
 
     def name_file(self, stem: str) -> str:

@@ -61,8 +61,8 @@ def _parse_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which `device` is the current CUDA device of this thread.
 
-    Each thread has a current device, by default 0. Kernels launched on another device than their
-    tensors' silently give garbage.
+    Each thread has a current device, by default 0. Kernels launched on a device other than that of
+    their tensors silently give garbage.
     """
     if device.type == "cuda":
         current: AbstractContextManager[None] = torch.cuda.device(device)
@@ -133,7 +133,7 @@ def read_cgroup_limits(
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
             if group.is_relative_to(root):
-                # the root group has no such file; "max" is no number
+                # the root group has no such file; "max" is not a number
                 with contextlib.suppress(OSError, ValueError):
                     limits.append(int((group / name).read_text()))
     return limits
@@ -182,7 +182,7 @@ def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
 def set_threads(count: int) -> None:
     """Set the number of torch's threads, unless it is already `count`.
 
-    Setting it at all makes small matmuls of MKL wait for each other.
+    An equal count isn't set again, because any call makes small matmuls of MKL wait for each other.
     """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
@@ -275,7 +275,7 @@ def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) ->
 
 @functools.cache
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large matmul of random matrices: the best of several, measured once."""
+    """Return the best FLOP/s of several large matmuls of random matrices; measured once."""
     return max(
         _measure_rate(size, device, dtype)
         for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])

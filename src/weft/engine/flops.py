@@ -14,9 +14,10 @@ import numpy.typing as npt
 class TokenCost:
     """Operations of a network per token.
 
-    `products`: parameters that a token meets in matrix products: of experts those it is routed to,
-    and not the embedding, which is a look-up. `late`: those of them that are applied only to rows
-    whose output is read (the head, and the part of the last layer after attention). `attention`:
+    `products`: number of parameters that a token is multiplied with, including the experts it is
+    routed to and excluding the embedding, which is a look-up. `late`: number of those that are
+    applied only to rows whose output is read (the head, and the part of the last layer after
+    attention). `attention`:
     layers x heads x head size. `backward`: cost of a backward pass in forward passes: 2, or 1 if
     most weights are frozen and need no gradient.
     """
@@ -78,7 +79,7 @@ class BestMatmulRate:
 class PeakRates:
     """Peak rates of a GPU according to its maker.
 
-    `tflops` is that of dense bfloat16 products (float16 if it has no bfloat16), summed in float32;
+    `tflops` is the rate of dense bfloat16 products (float16 without bfloat16), summed in float32;
     `gb_per_s` is the memory bandwidth.
     """
 
@@ -86,7 +87,8 @@ class PeakRates:
     gb_per_s: float
 
 
-# The first entry whose words are all in the GPU's name applies. From the makers' data sheets, without sparsity.
+# Rates from the makers' data sheets, without sparsity. The first entry whose words are all in the
+# GPU's name applies.
 PEAKS: tuple[tuple[str, PeakRates], ...] = (
     ("B200", PeakRates(2250, 8000)),
     ("H200 NVL", PeakRates(835, 4800)),
@@ -121,7 +123,8 @@ PEAKS: tuple[tuple[str, PeakRates], ...] = (
 def parse_gpu_model(name: str) -> str | None:
     """Return the GPU's model, such as A100 80GB SXM, from its driver name, or None.
 
-    The driver's name of that one is `NVIDIA A100-SXM4-80GB`. None: the table lacks the GPU.
+    The driver's name of that example is `NVIDIA A100-SXM4-80GB`. Returns None if the table lacks
+    the GPU.
     """
     words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
     return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)

@@ -1,6 +1,6 @@
 """Limits of options of a model and of sampling.
 
-Values beyond a limit are taken for mistakes, or lead to results that are not finite.
+Values beyond a limit are treated as mistakes, or would give results that are not finite.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from weft.errors import ConfigError
 
-MOST_RANK = 2**16  # of adapters
+MOST_RANK = 2**16  # rank of adapters
 MOST_SAMPLES = 2**16
 MOST_PASSES = 10_000  # completions of a prompt, passes over a batch
 MOST_CACHE_GB = 1e6
@@ -17,25 +17,28 @@ LEAST_TEMPERATURE = 1e-4
 
 
 def find_stop_problem(texts: Sequence[str]) -> str | None:
+    """Return what is wrong with stop texts, or None."""
     if "" in texts:
         return "an empty text ends every completion at once; take it out"
     return None
 
 
 def find_stop_ids_problem(ids: Sequence[int]) -> str | None:
+    """Return what is wrong with stop ids, or None."""
     if all(0 <= id < 2**31 for id in ids):
         return None
-    return "must hold ids of tokens, 0 or more"
+    return "must contain token ids, 0 or more"
 
 
 def find_cache_problem(gb: float) -> str | None:
+    """Return what is wrong with a limit of the KV cache in GiB, or None."""
     if not gb > 0.0:
-        return "keys and values take room; write a number above 0, or leave it out"
+        return "keys and values need memory; write a number above 0, or leave it out"
     return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"
 
 
 def check_temperature(temperature: float, greedy: bool) -> None:
-    """Raise `ConfigError` for a temperature by which logits cannot be divided."""
+    """Raise `ConfigError` for a temperature that is too small to divide logits by."""
     if temperature == 0.0 and not greedy:
         raise ConfigError(
             "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # optimizer states for each trained parameter
-# bytes of an optimizer state; 8-bit states have a scale a block
+# bytes per element of an optimizer state; 8-bit states have a float32 scale per block of 256
 STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
@@ -60,7 +60,7 @@ class NetworkShape:
 
     @property
     def embedding_elements(self) -> int:
-        """Elements of the whole embedding and output matrix, which are gathered for a whole pass."""
+        """Elements of the embedding and output matrix, which are gathered for a whole pass."""
         return min(self.all_parameters, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property
@@ -199,6 +199,7 @@ def estimate(
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
         return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
+    # Sizes of the parts of permanent memory, and the largest demands of the calls.
     trainable = shape.trainable if settings.trained else 0
     width = BYTES[settings.dtype]
     apart = settings.dtype != "float32"
@@ -230,10 +231,9 @@ def estimate(
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
     """Return the bytes of parameters and gradients that sharing ranks gather at once.
 
-    They are the embedding and the output matrix, a block and the next one, which is being gathered,
-    and that block's gradient before it is scattered. They are all parameters if these are not
-    scattered in between, and all gradients if those of several micro-batches are summed unsharded
-    (`adds_up`).
+    With `reshards`, the gathered parameters are the embedding, the output matrix, the current block
+    and the next one; otherwise all parameters. Gathered gradients are those of one block before it
+    is scattered, or all if gradients of several micro-batches are summed unsharded (`adds_up`).
     """
     if shape.shards == 1:
         return 0
@@ -273,12 +273,14 @@ def _estimate_call(
         packed = int(PACKED * shape.embedding * WIDE)
     else:
         packed = 0
+    # Generation: the KV cache and the logits of a decode step.
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
         cache = cache if work.cache_limit is None else min(cache, work.cache_limit)
         logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
         logits += shape.vocab * shape.hidden * WIDE * settings.widens
         return logits, cache, logits + (0 if settings.keeps_cache else cache)
+    # A forward pass: layers run one after another, and the head runs last.
     alone = 1 + CAPPED_CHUNKS * shape.capped
     ends = 2 * work.tokens * shape.stream_width * width + work.rows * shape.hidden * width
     if not work.backward:
@@ -291,6 +293,7 @@ def _estimate_call(
         chunks = alone if settings.in_place else SCORING_CHUNKS
         most = ends + max(working, chunks * head + packed)
         return most, 0, most
+    # Training: `kept` are the activations of all layers; recomputed layers keep their input only.
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.count_saved_per_token() * width
     kept = (shape.layers - again) * layer + again * work.tokens * shape.stream_width * width

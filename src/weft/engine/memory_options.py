@@ -87,7 +87,7 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
 
 
 def find_install_command(*options: str) -> str:
-    """Return the command that installs the packages these options need, or "" if none is missing."""
+    """Return the command that installs missing packages of these options, or ""."""
     extras = [
         EXTRAS[option][1]
         for option in options
@@ -103,7 +103,7 @@ def _is_installed(package: str) -> bool:
 def format_fit(cases: Cases, begin: str) -> Iterator[str]:
     """Yield a line that begins with `begin` and names the smallest GPU that holds the run.
 
-    Further lines name changes with which the run fits on smaller GPUs, or the least it needs.
+    Further lines name options with which the run fits on smaller GPUs, or the least memory needed.
     """
     if not any(case.settings.trained for case in cases.values()):
         return
@@ -123,9 +123,9 @@ def format_fit(cases: Cases, begin: str) -> Iterator[str]:
 
 
 def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
-    """Yield lines on the changes with which the run fits in `usable` bytes.
+    """Yield a line for each alternative with which the run fits in `usable` bytes.
 
-    If none suffices, the line names the one that needs least memory.
+    If none fits, one line names the alternative that needs the least memory.
     """
     others = list_memory_options(cases)[1:]
     found = [way for way in others if way.size <= usable]
@@ -140,7 +140,7 @@ def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
 
 
 def format_table(found: Sequence[MemoryOption]) -> list[str]:
-    """Return all ways, one a line."""
+    """Return a line for each memory option: its settings, size and smallest GPU."""
     width = max(len(way.options) for way in found)
     return [
         f"{way.options:<{width}}  {_format_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
@@ -186,7 +186,7 @@ def _change_trained(cases: Cases, change: Callable[[MemorySettings], MemorySetti
 def _with_adapters(case: MemoryCase) -> MemoryCase:
     """Return a trained role with adapters on all matrices of its blocks instead of full training.
 
-    Returns roles with experts, fp8 or adapters unchanged.
+    Roles that are frozen or have experts, fp8 or adapters are returned unchanged.
     """
     shape = case.shape
     refused = not shape.fused or case.settings.fp8

@@ -29,9 +29,10 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice 
 class MeshCollectives:
     """Implement `Collectives` for one rank of `mesh`.
 
-    `holdings` are the slices of parameters on each rank, `stored` returns this rank's parameters.
-    `config` is that of the whole network, or None if the network isn't split. `shards` is set if
-    FSDP2 shards the network.
+    `holdings` are the slices of parameters on each rank, `shapes` the shapes of whole parameters.
+    `stored` returns this rank's parameters. `config` is the configuration of the whole network, or
+    None if the network isn't split. `shards` is set if FSDP2 shards the network, `pipeline` if the
+    layout has several stages.
     """
 
     mesh: RankMesh
@@ -111,6 +112,7 @@ class MeshCollectives:
         ]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Sum over the ranks that have copies of a parameter; FSDP2 summed over data ranks already.
         axes: tuple[str, ...] = ("data", "context")
         if self.shards is not None:
             self.shards.take_gradients()
@@ -122,6 +124,7 @@ class MeshCollectives:
             )
             if apart and (same := self.mesh.expert_copies_group) is not None:
                 self._sum_gradients([p for p in parameters if id(p) in apart], same)
+        # A tied embedding has a copy on the first and on the last pipeline stage.
         two_copies = (
             self.tied and self.pipeline is not None and self.pipeline.placement.last_rank > 0
         )
@@ -133,6 +136,7 @@ class MeshCollectives:
             sum_tied_gradients(
                 [copy for copy in copies if copy.requires_grad], self.mesh.ends_group, self._device
             )
+        # Each tensor rank has a part of the gradients of parameters that are not split.
         if self.mesh.count_ranks("tensor") > 1:
             group = self.mesh.get_group("tensor")
             tensor.sum_gradients(
@@ -261,7 +265,7 @@ class MeshCollectives:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Give parameters that have a gradient on another rank, but none here, a gradient of zeros."""
+        """Set missing gradients to zeros for parameters with a gradient on another rank."""
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
@@ -276,7 +280,7 @@ class MeshCollectives:
 
 
 def _group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
+    """Group tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
     bucket: list[Tensor] = []
     for each in tensors:
         if bucket and (

@@ -17,7 +17,7 @@ def check_quantize(spec: ModelSpec, role: str = "") -> None:
     asked = f"{dot}quantize={spec.quantize}"
     if spec.trained and spec.lora.r == 0:
         raise ConfigError(
-            f"{asked}: weights in few bits cannot be trained; train adapters beside them "
+            f"{asked}: quantized weights cannot be trained; train adapters on top of them "
             f"({dot}lora.r=16), or leave it out"
         )
     others = {

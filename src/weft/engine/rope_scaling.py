@@ -1,5 +1,6 @@
-"""The option `rope_scaling`: positions beyond those a model was trained on (`{type: linear, factor:
-2}`).
+"""The option `rope_scaling`, such as `{type: linear, factor: 2}`.
+
+It extends a model's context beyond the positions it was trained on.
 """
 
 from __future__ import annotations
@@ -7,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}  # type -> the number it takes
+# name of the number that each type needs
+NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}
 
 MOST = 1_000_000
 
@@ -37,5 +39,5 @@ def read_factor(value: Mapping[str, Any]) -> float:
 
 
 def compute_context(value: Mapping[str, Any] | None, positions: int) -> int:
-    """Return the number of positions that a model with `positions` has with the option."""
+    """Return the model's number of positions after applying the option to `positions`."""
     return positions if value is None else int(positions * read_factor(value))

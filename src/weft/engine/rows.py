@@ -60,7 +60,7 @@ class PackLayout:
         """
         if "completion" not in sample.data:
             raise DataError(
-                f"the engine reads the key 'completion'; this batch holds {list(sample.keys)}"
+                f"the engine reads the key 'completion'; this batch has the keys {list(sample.keys)}"
             )
         group = sample.group_of("completion")
         length = sample.lengths["completion"].astype(np.int64)
@@ -79,7 +79,7 @@ class PackLayout:
         """Return the layout in which completions of one id share their prompt.
 
         A prompt is shared if it has `least` tokens (default `LEAST_PROMPT`) or more, and if that
-        saves at least `num_saved_tokens` tokens.
+        saves computing at least `spared` tokens.
         """
         first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
@@ -136,7 +136,7 @@ class PackLayout:
 
     @cached_property
     def segment_lengths(self) -> Index:
-        """Lengths of the pack's segments: shared prefixes, their continuations and whole sequences."""
+        """Lengths of the segments: shared prefixes, continuations and whole sequences."""
         both = np.stack([self.lead_lengths, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
@@ -295,11 +295,11 @@ class SampleRows:
     def __getitem__(self, key: str) -> Tensor:
         """Return the values of a key.
 
-        The shape is `[N]` for one value a completion token (of L + 1 values the first L), `[N, K]`
-        for K values a token, `[S]` for one value a sequence or an id. Raises `KeyError` if the
+        The shape is `[N]` for one value per completion token (the first L if there are L + 1),
+        `[N, K]` for K values per token, `[S]` for one value per sequence or id. Raises `KeyError` if the
         sample lacks the key, `DataError` for any other shape.
         """
-        if key not in self._known:  # a loss reads its keys once for every chunk of rows
+        if key not in self._known:  # cached: a loss reads its keys again for every chunk of rows
             self._known[key] = self._read(key)
         return self._known[key]
 
@@ -307,7 +307,7 @@ class SampleRows:
         sample = self._sample
         layout = self._layout
         if key not in sample.data:
-            raise KeyError(f"the batch has no key {key!r}; it holds {list(sample.data)}")
+            raise KeyError(f"the batch has no key {key!r}; its keys are {list(sample.data)}")
         values = put(sample.data[key], self._device)
         lengths = sample.lengths[key]
         if values.is_floating_point():
@@ -322,7 +322,7 @@ class SampleRows:
         if (lengths == 1).all() and len(lengths) == sample.num_ids:
             return values[self.group]
         raise DataError(
-            f"key {key!r} has neither one value a completion token nor one a sequence; a loss "
+            f"key {key!r} has neither one value per completion token nor one per sequence; a loss "
             f"cannot read it"
         )
 
@@ -379,7 +379,7 @@ def build_given_ids(sample: SequenceSample, device: torch.device) -> Tensor:
     """
     if "given_ids" not in sample.data:
         raise DataError(
-            f"given_logprobs are those of the key 'given_ids'; this batch holds {list(sample.data)}"
+            f"given_logprobs need the key 'given_ids'; this batch has {list(sample.data)}"
         )
     return put(sample.data["given_ids"], device)
 

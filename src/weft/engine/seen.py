@@ -16,14 +16,15 @@ from weft.data.groups import PART
 from weft.data.sample import SequenceSample
 
 IDS = 3  # ids of a minibatch that are kept
-TOKENS = 65_536  # tokens of all completions of an id; one with more is not kept
+TOKENS = 65_536  # maximum tokens of all completions of an id; ids with more are not kept
 KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
     """Return the `IDS` ids that are kept.
 
-    The choice among the choices of all ranks is the choice among all their ids.
+    Ranks may choose among their own ids first: choosing among the results of all ranks gives the
+    same ids as choosing among all ids.
     """
     return sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))[:IDS]
 
@@ -31,11 +32,11 @@ def choose_ids(ids: Iterable[str]) -> list[str]:
 def keep_outputs(
     part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
 ) -> SequenceSample | None:
-    """Return outputs of the chosen ids of a micro-batch: by completion `logprobs` [L] and `scores`
-    [1].
+    """Return the outputs of the chosen ids of a micro-batch.
 
-    They have no gradient and stay on their device. Return None if there are no such ids, if a group
-    was cut, or if the loss reads neither of the two.
+    Each completion has `logprobs` [L] or `scores` [1], without gradient, on their device. Returns
+    None if no chosen id is in the micro-batch, if a group was split, or if the loss reads neither
+    output.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

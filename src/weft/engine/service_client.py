@@ -26,14 +26,14 @@ from weft.protocol.tensors import DATATYPES, Tensor
 
 T = TypeVar("T")
 Vector = npt.NDArray[np.float32]
-Row = tuple[list[int], int]  # token ids, of which so many are the prompt's
+Row = tuple[list[int], int]  # (token ids, number of them that belong to the prompt)
 
-# best first
+# Names of a model's outputs that provide each output; preferred names come first.
 NAMES: Mapping[str, Sequence[str]] = {
     "scores": ("rewards", "scores"),
     "logprobs": ("logprobs", "logits"),
 }
-LOGIT_ROWS = 8  # of a request whose answer is whole logits
+LOGIT_ROWS = 8  # maximum rows of a request whose answer is whole logits
 IDS = "input_ids"
 MASK = "attention_mask"
 STARTS = "prompt_length"
@@ -41,9 +41,9 @@ STARTS = "prompt_length"
 
 @dataclass
 class ServiceClient:
-    """Client that replaces an engine's `forward` for the role of this place.
+    """Client that replaces `Engine.forward` for a role whose network is at `place`.
 
-    `role` is named in errors.
+    `role` is the name of the role in error messages.
     """
 
     role: str
@@ -59,10 +59,10 @@ class ServiceClient:
     def compute(
         self, batch: SequenceSample, want: frozenset[Output], temperature: float
     ) -> SequenceSample:
-        """`scores` [1] a completion or `logprobs` [L], float32.
+        """Return `scores` [1] or `logprobs` [L] of each completion, float32.
 
-        Raises `RunError` saying who, where and why where no answer comes after all retries, and
-        `ConfigError` for what such a model does not give.
+        Raises `RunError` with role, URL and cause if no answer comes after all retries, and
+        `ConfigError` for an output that the model does not provide.
         """
         (wanted,) = want
         if wanted not in NAMES or "support" in batch.keys:
@@ -73,6 +73,7 @@ class ServiceClient:
             raise ConfigError(
                 f"{self.role}.url: a server gives scores and log-probs, not {wanted}{limited}"
             )
+        # Split the sequences into requests.
         name = self._choose_output(wanted, temperature)
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
         rows = [
@@ -86,6 +87,7 @@ class ServiceClient:
         else:
             size = self.spec.rows
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        # Send them concurrently, and join the answers in order.
         made = [
             values
             for part in self._map_concurrently(
@@ -135,7 +137,10 @@ class ServiceClient:
         return found[0]
 
     def _ask(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
-        """One number a row, or the log-probs of each row's completion."""
+        """Send one request; return a number per row, or the log-probs of each row's completion.
+
+        Raises `RunError` if the answer has another shape than the request.
+        """
         assert self._known is not None
         inputs = self._build_inputs(rows, self._known.inputs)
         if name == "logprobs" and temperature != 1.0:
@@ -226,7 +231,7 @@ def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport
 
 
 def _compute_log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:
-    """Log-probs [n] of `ids` under rows of logits [n, V], in float32 sums of float64."""
+    """Return the log-probs [n] of `ids` under logits [n, V] in float32; sums are float64."""
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=-1, keepdims=True)
     chosen = scaled[np.arange(len(ids)), list(ids)]

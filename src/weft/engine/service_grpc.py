@@ -30,10 +30,12 @@ FIXES = {
     grpc.StatusCode.UNAUTHENTICATED: "set the token that the server asks for in the environment variable of service.token_env",
     grpc.StatusCode.NOT_FOUND: "check the model's name at the end of url",
 }
-LARGEST = -1  # bytes of a message: no bound
+LARGEST = -1  # gRPC's value for no limit on the bytes of a message
 
 
 class GRPCTransport:
+    """Implement `ServiceTransport` over gRPC."""
+
     def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place
         self._timeout_s = timeout_s

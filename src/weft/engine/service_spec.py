@@ -11,12 +11,14 @@ from weft.engine.spec import ModelSpec
 from weft.options import option
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
-SERVICE = "service"  # the backend of such a role
-NO_NETWORK = ("null", SERVICE)  # backends of roles that have no network here
+SERVICE = "service"  # backend of a role whose network is behind a URL
+NO_NETWORK = ("null", SERVICE)  # backends without a network in this process
 
 
 @dataclass
 class ServiceSpec:
+    """Options of the requests to a server."""
+
     timeout_s: float = option(60.0, "maximum seconds of one request", at_least=0.001)
     retries: int = option(
         6, "how often a failed request is sent again, with growing delays", at_least=0

@@ -1,4 +1,4 @@
-"""Calls of the inference protocol over HTTP and gRPC; they return an answer or a `RequestFailure`."""
+"""Calls of the inference protocol; they return an answer or a `RequestFailure`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class ServiceMetadata:
 
 
 class ServiceTransport(Protocol):
+    """Calls of the inference protocol over one transport."""
+
     def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
@@ -41,6 +43,8 @@ class ServiceTransport(Protocol):
 
 
 class HTTPTransport:
+    """Implement `ServiceTransport` over HTTP; tensors are sent in binary form."""
+
     def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place
         self._timeout_s = timeout_s
@@ -49,7 +53,8 @@ class HTTPTransport:
             headers = {"Authorization": f"Bearer {place.token}"}
         else:
             headers = {}
-        # Another host would get the token; a proxy cannot reach this machine's own ports.
+        # Don't follow redirects: another host would get the token. Bypass the proxy for loopback
+        # addresses, which it cannot reach.
         self._client = httpx.Client(
             headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=not place.loopback
         )
@@ -126,7 +131,7 @@ def _build_timeout_trouble(timeout_s: float) -> RequestFailure:
 
 def _build_reply_trouble(place: ServiceAddress) -> RequestFailure:
     return RequestFailure(
-        "the answer is none of the inference protocol",
-        f"check that {place.url} is of such a server (KServe v2, Triton)",
+        "the answer does not follow the inference protocol",
+        f"check that {place.url} is a server of that protocol (KServe v2, Triton)",
         False,
     )

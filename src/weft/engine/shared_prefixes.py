@@ -36,14 +36,14 @@ class _CommonPrefix:
     longer: list[_CommonPrefix]  # longer common prefixes of some of these sequences
     # sizes of the prefixes of this one in the tree, in ascending order; 0 is the empty prefix
     shorter: list[int] = field(default_factory=lambda: [0])
-    # worth[i]: this prefix is chosen if the longest chosen one of `shorter` is the i-th;
-    # `chosen` is that i
+    # worth[i] is True if choosing this prefix saves tokens when shorter[i] is the longest chosen
+    # prefix of it; `chosen` is the index i that was decided
     worth: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     chosen: int = 0
 
 
 def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
-    """Return the prefixes that save most tokens in all.
+    """Return the prefixes that save the most tokens in total.
 
     Each has at least `least` >= 1 tokens, and never the last token of a prompt.
     """
@@ -54,7 +54,8 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
     for one in reversed(tree):
         for longer in one.longer:
             longer.shorter = [*one.shorter, one.size]
-    # most tokens that can be saved, by the start of a prefix and then indexed as `worth`
+    # From the longest prefixes to the shortest: most tokens that can be saved, by the start of a
+    # prefix, then indexed like `worth`.
     spared: dict[int, npt.NDArray[np.int64]] = {}
     for one in tree:
         alone = one.end - one.start - sum(longer.end - longer.start for longer in one.longer)
@@ -63,6 +64,7 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
             below += spared.pop(longer.start)
         one.worth = below[-1] - one.size > below[:-1]
         spared[one.start] = np.maximum(below[:-1], below[-1] - one.size)
+    # From the shortest to the longest: choose prefixes, and assign them to sequences.
     belongs = np.full(len(order), -1)
     for number, one in reversed([*enumerate(tree)]):
         if one.worth[one.chosen]:
@@ -78,9 +80,9 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
 
 
 def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]:
-    """Return all common prefixes, given the lengths of those of neighbors.
+    """Return all common prefixes; `common` are the lengths of those of neighboring sequences.
 
-    Longer prefixes of fewer sequences come before shorter ones of more.
+    Longer prefixes of fewer sequences come before shorter prefixes of more sequences.
     """
     made: list[_CommonPrefix] = []
     # prefixes that are not yet in a larger one, by their first and by their last sequence

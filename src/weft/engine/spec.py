@@ -52,17 +52,19 @@ class Schedule:
 
 @dataclass
 class OptimizerSpec:
+    """Optimizer, learning-rate schedule and clipping of a trained role."""
+
     type: str = option("adamw", "optimizer: adamw, sgd, or lion", choices=("adamw", "sgd", "lion"))
     state_dtype: str = option(
         "float32",
-        "what adamw's two moments are kept in: float32, bfloat16 (rounded at random, half the "
+        "dtype of adamw's two moments: float32, bfloat16 (rounded stochastically, half the "
         "memory), or 8bit (a quarter; "
         "embeddings keep float32; needs the extra 8bit)",
         choices=STATE_DTYPES,
     )
     lr: float | None = option(
         None,
-        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5, of a "
+        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5, with a "
         "prefix 1e-2; for critics 5e-6",
         at_least=0.0,
     )
@@ -101,9 +103,9 @@ class OptimizerSpec:
     )
     offload: bool = option(
         False,
-        "keep masters (of what f shards a device's own rows) and optimizer state in host memory "
+        "keep masters (with f, a device's own rows) and optimizer state in host memory "
         "and update them there; the "
-        "device holds a copy to compute with",
+        "device has a copy for computing",
     )
     # epochs at the start in which the role is not trained
     frozen_epochs: int = option(0, "", at_least=0, hidden=True)
@@ -168,6 +170,7 @@ class OptimizerSpec:
 
     @property
     def last_lr(self) -> float:
+        """Final learning rate, from `end_lr` or `min_lr_ratio`."""
         if self.end_lr is not None:
             return self.end_lr
         return self.peak_lr * (self.min_lr_ratio or 0.0)
@@ -175,6 +178,8 @@ class OptimizerSpec:
 
 @dataclass
 class ParallelSpec:
+    """Degrees of parallelism of a role."""
+
     pipeline_parallel_size: int = option(1, "pipeline stages", at_least=1)
     data_parallel_size: int = option(1, "data-parallel ranks", at_least=1)
     model_parallel_size: int = option(1, "tensor-parallel ranks", at_least=1)
@@ -196,8 +201,8 @@ class ModelSpec:
     dtype: str | None = option(
         None,
         "dtype of the computation and of frozen weights; trained weights are float32, or float64 "
-        "with float64, which serves to "
-        "compare layouts. Absent: the actor's; for an actor or model, float32 on a CPU and the "
+        "with float64, which is meant for "
+        "comparing layouts. Absent: the actor's; for an actor or model, float32 on a CPU and the "
         "checkpoint's dtype on a GPU",
         choices=DTYPES,
     )
@@ -233,7 +238,7 @@ class ModelSpec:
     )
     quantize: str | None = option(
         None,
-        "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top "
+        "keep frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top "
         "(QLoRA: lora.r above 0); "
         "computation stays in dtype; 4bit needs the extra 8bit",
         choices=QUANTIZE,
@@ -247,15 +252,15 @@ class ModelSpec:
     )
     residual_dropout: float = option(
         0.0,
-        "dropout of what attention and MLP add to the states, while training, in place of the "
+        "dropout on the outputs of attention and MLP in training, instead of the "
         "config's own rate there",
         at_least=0.0,
         below=1.0,
     )
     residual_dropout_lima: bool = option(
         False,
-        "raise residual_dropout from 0 in the first layer to its full value in the last, as LIMA "
-        "does",
+        "raise residual_dropout from 0 in the first layer to its full value in the last, as in "
+        "LIMA",
     )
     freeze_layers: int | None = option(
         None,
@@ -278,35 +283,35 @@ class ModelSpec:
     )
     pooling: str = option(
         "last",
-        "what a score is computed from: the state of the last token, or the mean over tokens",
+        "hidden state that a score is computed from: last token, or mean over tokens",
         choices=("last", "mean"),
     )
     layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
     zero_stage: int | None = option(
         None,
-        "what data-parallel ranks share, where the layout has no f: 0 nothing, 1 the optimizer, 2 "
-        "and gradients, 3 and "
+        "what is sharded over data-parallel ranks, if the layout has no f: 0 nothing, 1 optimizer "
+        "state, 2 also gradients, 3 also "
         "parameters; absent: 3 for trained roles, 0 for others",
         at_least=0,
         at_most=3,
     )
     pipeline_schedule: str = option(
         "1f1b",
-        "in which order pipeline stages work through micro-batches",
+        "order in which pipeline stages process micro-batches",
         choices=get_args(Kind),
     )
     pipeline_stages_per_rank: int | None = option(
         None,
-        "stages that each rank of a pipeline holds: 2 or more with the interleaved schedules, 2 "
+        "pipeline stages on each rank: 2 or more with the interleaved schedules, 2 "
         "with zbv, 1 with the others; "
         "absent: the fewest",
         at_least=1,
     )
     sequence_parallel: bool = option(
         True,
-        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less "
+        "each tensor-parallel rank (t) has a part of the tokens between attention and MLP: less "
         "memory, as many bytes sent "
-        "(with recomputation a tenth more); with false each holds all of them",
+        "(with recomputation a tenth more); with false each has all of them",
     )
     device_mesh: str | None = option(
         None,
@@ -314,10 +319,10 @@ class ModelSpec:
         "ones",
     )
     prompt_prefix: str = option(
-        "", "text before the prompt when this model reads the text in its own form"
+        "", "text before the prompt in the form in which this model reads text"
     )
     prompt_suffix: str = option(
-        "", "text after the prompt when this model reads the text in its own form"
+        "", "text after the prompt in the form in which this model reads text"
     )
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
     lora: LoRASpec = option(LoRASpec(), "low-rank adapters")
@@ -413,7 +418,7 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval n of layers, of which every n-th is recomputed in the backward pass; 0 for none."""
+        """Interval n: every n-th layer is recomputed in the backward pass; 0 for none."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property
@@ -454,14 +459,14 @@ class GenerationSpec:
     )
     min_new_tokens: int = option(
         0,
-        "no stop before this many tokens; log-probs stay those of the whole vocabulary, the end "
-        "tokens held back included",
+        "minimum tokens of a completion; log-probs stay normalized over the whole vocabulary, "
+        "suppressed end tokens included",
         at_least=0,
     )
     temperature: float = option(1.0, "logits are divided by it before sampling", at_least=0.0)
     top_p: float = option(
         1.0,
-        "sample from the likeliest tokens that hold this much probability; 1 is no limit",
+        "sample from the likeliest tokens with this much probability in total; 1 is no limit",
         at_least=0.0,
         at_most=1.0,
     )
@@ -491,9 +496,9 @@ class GenerationSpec:
     )
     kv_cache_gb: float | None = option(
         None,
-        "GiB that keys and values take at most; a GPU keeps what they needed from one call to the "
+        "maximum GiB of keys and values; a GPU keeps this memory from one call to the "
         "next; absent: a quarter of "
-        "the device's memory, on a GPU 90% of what is free where that is less",
+        "the device's memory, on a GPU at most 90% of the free memory",
         check=find_cache_problem,
     )
     seed: int = option(0, "", hidden=True)

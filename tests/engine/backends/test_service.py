@@ -280,7 +280,7 @@ def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(
         ]
     cases = [
         ((404, b"no", {}), RunError, "status 404: 'no'; check the model's name"),
-        ((200, b"<html>", {}), RunError, "none of the inference protocol"),
+        ((200, b"<html>", {}), RunError, "does not follow the inference protocol"),
         (
             (200, metadata("embedding"), {}),
             ConfigError,

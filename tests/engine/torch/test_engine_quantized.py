@@ -119,7 +119,7 @@ def test_a_reference_shares_the_rounded_base() -> None:
 
 def test_an_average_is_refused(path: Path) -> None:
     engine, source = engine_of(path, quantize="8bit", trained=False), engine_of(path)
-    with pytest.raises(ConfigError, match="an average stands still"):
+    with pytest.raises(ConfigError, match="a moving average needs full precision"):
         engine.write(source.read(source.slices()), version=1, eta=0.5)
 
 

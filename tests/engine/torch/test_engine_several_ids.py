@@ -175,7 +175,7 @@ def test_a_teacher_that_is_its_student_without_adapters(path: Path) -> None:
 
 
 def test_ids_that_are_not_there(path: Path) -> None:
-    with pytest.raises(DataError, match="given_logprobs are those of the key 'given_ids'"):
+    with pytest.raises(DataError, match="given_logprobs need the key 'given_ids'"):
         engine_of(path).train([batch_of(GROUPS)], GKDLoss())
     with pytest.raises(
         ConfigError, match="a network with a value head gives values, not top_ids, top_logprobs"

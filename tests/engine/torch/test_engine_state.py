@@ -115,7 +115,7 @@ def test_a_state_before_the_first_step_and_a_broken_one(path: Path, tmp_path: Pa
     engine.load_state(tmp_path)
     assert engine.version == 0
     assert_equal(before, parameters(engine))
-    with pytest.raises(CheckpointError, match="of a role that is trained"):
+    with pytest.raises(CheckpointError, match="belongs to a role that is trained"):
         engine_of(path, trained=False).load_state(tmp_path)
     file = tmp_path / "parameters.safetensors"
     file.write_bytes(file.read_bytes()[:-10])

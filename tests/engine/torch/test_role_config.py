@@ -251,7 +251,7 @@ def test_prefixes_that_do_not_go_with_a_model(tmp_path: Path) -> None:
     )
     bigcode = tiny_config("gpt_bigcode", vocab_size=tokenizer.vocab_size)
     with pytest.raises(
-        ConfigError, match=r"no form to save a prefix of a gpt_bigcode model in; use lora\.r"
+        ConfigError, match=r"cannot save a prefix of a gpt_bigcode model in; use lora\.r"
     ):
         role_config.adapt_config(spec, bigcode, tokenizer)
     with pytest.raises(

@@ -155,6 +155,6 @@ def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"a reference that is its actor with the adapters off cannot be {what}; give it a path or "
-        f"dtype of its own"
+        f"a reference that is its actor with the adapters off cannot be {what}; give it another path or "
+        f"dtype"
     )

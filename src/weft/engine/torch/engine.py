@@ -70,7 +70,7 @@ def choose_dtype(spec: ModelSpec) -> str:
 
 
 def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
-    """Return the outputs of a batch without ids: a rank's part of a batch may be empty."""
+    """Return the outputs of a batch without ids; a rank's part of a batch may be empty."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
     )
@@ -104,8 +104,8 @@ class BuiltNetwork:
 class RankShard:
     """One rank's part of a network that is distributed over several ranks.
 
-    It says which slice of each parameter this rank has, how to communicate with the other ranks,
-    and how to generate.
+    Contains this rank's slice of each parameter, and functions that create the communication with
+    other ranks and the generator.
     """
 
     shapes: Mapping[str, tuple[int, ...]]  # full shape of every parameter, by canonical name
@@ -166,8 +166,8 @@ class TorchEngine:
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._network = built.network.eval()
         keep_sums_wide(device)
-        # A trained network's parameters are float32 until its backend casts them: passes compute in
-        # the role's dtype.
+        # Measure in the role's dtype, in which passes compute: a trained network's parameters are
+        # still float32 here.
         self._rate = BestMatmulRate(lambda: measure_matmul_rate(device, DTYPES[choose_dtype(spec)]))
         home = choose_master_device(spec, device)
         lane = build_copy_queue(device)
@@ -175,7 +175,7 @@ class TorchEngine:
         dtype_of_masters = torch.promote_types(DTYPES[choose_dtype(spec)], torch.float32)
         self._masters = MasterWeights(
             self._network,
-            # FSDP2 casts
+            # a sharded network stays in the masters' dtype, because FSDP2 casts when it gathers
             dtype_of_masters
             if part is not None and part.shards is not None
             else DTYPES[choose_dtype(spec)],
@@ -336,7 +336,7 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return the plain values of all data-parallel ranks, in rank order; every rank calls it."""
+        """Return the values of all data-parallel ranks, in rank order; every rank calls it."""
         return self._spread.gather_values(own)
 
     # -- parameters
@@ -352,7 +352,7 @@ class TorchEngine:
         return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values); the values of trained parameters are float32 masters."""
+        """Iterate over (name, slice, values); trained parameters are read from the masters."""
         return self._masters.read(names)
 
     def write(
@@ -406,7 +406,7 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Write those of the tensors that no other rank writes."""
+        """Write the tensors of `held` that are assigned to this rank."""
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
@@ -427,7 +427,7 @@ class TorchEngine:
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):
             raise CheckpointError(
-                f"{d}: the state is of a role that is "
+                f"{d}: the state belongs to a role that is "
                 f"{'' if self._optimizer is None else 'not '}trained"
             )
         self.onload("weights")
@@ -460,7 +460,7 @@ class TorchEngine:
             self._built.save(d, whole, tokenizer)
 
     def without_adapters(self) -> BaseWeightsEngine | None:
-        """Return a reference engine for the frozen base weights, or None if there are no adapters."""
+        """Return an engine for the frozen base weights, or None without adapters."""
         if self._built.adapters_off is None:
             return None
         base = [

@@ -104,7 +104,7 @@ class HostMemory:
                     )
                 self._lane.copy(block.host, block.flat)
         self._left = self._lane.mark()
-        self._left.make_device_wait()  # the freed memory may be reused, but only by work after the copies
+        self._left.make_device_wait()  # later work may reuse the freed memory only after the copies
         for block in blocks:
             block.resize(0)
         self._away.update(here)

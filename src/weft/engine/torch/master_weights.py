@@ -34,7 +34,7 @@ class MasterWeights:
     """Master weights and compute copies of the parameters of `network`.
 
     Parameters that require gradients are trained. They arrive in float32, or in `dtype` if adapters
-    were added to frozen weights. The public methods use canonical names
+    were added to frozen weights. Public methods use canonical names
     (`weft.models.network.parameters`); the optimizer uses parameters as they are stored. With a
     `home`, every trained parameter has a master on that device, whatever its dtype and even while
     the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
@@ -107,7 +107,7 @@ class MasterWeights:
     def _build_move_hook(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
-            if copy.grad is None:  # the kernel of a matrix product already added it to the master's
+            if copy.grad is None:  # the matrix kernel already added it to the master's gradient
                 return
             gradient = copy.grad.to(master)
             if master.grad is None:
@@ -152,7 +152,7 @@ class MasterWeights:
 
     @property
     def changed_tensors(self) -> dict[str, Tensor]:
-        """Tensors that may differ from the model directory: trained, or written to since loading."""
+        """Tensors that may differ from the model directory: trained or written to."""
         parts = self._iterate_exact()
         written = self._written
         return {name: p.data for name, p in parts if name in written or self._is_trained(p)}
@@ -244,7 +244,7 @@ class MasterWeights:
     def come(self) -> None:
         """Start fetching all parameters back to the device.
 
-        Forward passes wait for the blocks they need; other uses call `wait_for_copies`, which waits for all.
+        Forward passes wait for the blocks they need; other uses must call `wait_for_copies` first.
         """
         if self._mover is not None:
             self._mover.come()
@@ -256,7 +256,7 @@ class MasterWeights:
             self._mover.wait_for_all()
 
     def _group_tensors(self) -> list[list[Tensor]]:
-        """Return groups of tensors: before the first block, of each block, masters."""
+        """Return groups of tensors: before the first block, one per block, masters."""
         groups = [
             [*map(self._select_rank_rows, block.parameters()), *block.buffers()]
             for block in self._blocks
@@ -274,7 +274,7 @@ class MasterWeights:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice of the whole tensor, values); the next step changes the values."""
+        """Iterate over (name, slice of the whole, values); the next step changes the values."""
         held = self.exact_tensors
         for name in names:
             _check_known(name, self._canonical)
@@ -324,7 +324,7 @@ class MasterWeights:
         gone = sorted(set(self.changed_tensors) - set(tensors))
         if gone:
             raise CheckpointError(
-                f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read"
+                f"the saved state lacks {', '.join(gone[:5])}, which was changed since it was read"
             )
         for name, values in tensors.items():
             _check_known(name, self._canonical)
@@ -359,8 +359,8 @@ def _check_known(name: str, parameters: Mapping[str, StoredParameter]) -> None:
 def _check_wide(name: str, part: StoredParameter) -> None:
     if isinstance(part.data, Quantized):
         raise ConfigError(
-            f"parameter {name!r} is held in few bits (quantize), in which an average stands "
-            f"still; leave that out"
+            f"parameter {name!r} is quantized; a moving average needs full precision: "
+            f"leave quantize out"
         )
 
 

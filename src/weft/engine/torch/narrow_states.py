@@ -57,9 +57,7 @@ class MomentFormat(Protocol):
     def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None: ...
 
     def encode_state(self, state: State) -> State:
-        """Return values of the parameter's shape, and all that is needed to restore the state
-        exactly.
-        """
+        """Return values of the parameter's shape, and any data needed for an exact restore."""
         ...
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
@@ -239,7 +237,7 @@ class NarrowAdamW(EagerOptimizer):
         return loss
 
     def encode_state(self, parameter: nn.Parameter, state: State) -> State:
-        """Return the state as it is written; `state` may be on another device than the parameter."""
+        """Return the state as written; it may be on another device than the parameter."""
         return {**self._moments[id(parameter)].encode_state(state), "step": state["step"]}
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:

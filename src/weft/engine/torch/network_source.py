@@ -60,7 +60,7 @@ class NetworkSource:
             self._reader = None
         else:
             self._reader = hf_io.ParameterReader(path, self.head, spec.type)
-        # default: the pooling named by the model directory
+        # pooling named by the model directory, used if the role asks for no other
         unasked: Pooling = "last" if self._reader is None else self._reader.pooling
         self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
         self.shapes = {
@@ -78,7 +78,7 @@ class NetworkSource:
     ) -> Transformer:
         """Return the whole network or, with a `mesh`, one rank's part of it, on the meta device.
 
-        Adapters are included. For a `RankMesh` the part is connected to those of other ranks.
+        Adapters are included. For a `RankMesh` the part is connected to the parts of other ranks.
         Without `experts_apart`, every rank has all experts, whatever the layout.
         """
         config = self.config
@@ -93,6 +93,7 @@ class NetworkSource:
             if layout.pipeline > 1:
                 layers = [layer for run in self.list_stages(mesh).values() for layer in run]
         spec = self.spec
+        # Build the network, and set what depends on training.
         with torch.device("meta"):
             network = Transformer(config, self.head, self.pooling, layers=layers)
         if isinstance(mesh, RankMesh) and mesh.layout.expert > 1 and experts_apart:
@@ -112,6 +113,7 @@ class NetworkSource:
         if first is not None:
             dtype = DTYPES[choose_dtype(spec)]
             frozen.freeze(network, first, dtype if dtype in HALF else None)
+        # Add adapters or a prefix on frozen weights.
         if spec.has_adapters:
             own = spec.lora
             if own.r:
@@ -129,6 +131,7 @@ class NetworkSource:
             quantized.quantize_matrices(
                 matrices, cast(Kind, spec.quantize), common.choose_reading_dtype(spec)
             )
+        # Connect the part to the parts of other ranks.
         if isinstance(mesh, RankMesh) and mesh.count_ranks("tensor") > 1:
             tensor.join(
                 network, self.config, mesh.get_group("tensor"), shares_rows=spec.sequence_parallel
@@ -149,7 +152,7 @@ class NetworkSource:
         }
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
-        """Fill parameters with their values, of which `places` gives the slice (default: all)."""
+        """Fill the parameters `stored`; `places` are their slices (default: whole parameters)."""
         with torch.no_grad():
             for name, part in stored.items():
                 part.data.copy_(self._read_values(name, places.get(name)))
@@ -180,8 +183,7 @@ class NetworkSource:
     def _with_new_rows(
         self, reader: hf_io.ParameterReader, name: str, where: Slice, added_from: int
     ) -> Tensor:
-        """Return vocabulary rows: existing ones from the directory, new ones as the mean of all old
-        rows.
+        """Return rows of the vocabulary; each new row is the mean of all rows in the directory.
 
         The mean leaves the probabilities of the other tokens nearly unchanged (Hewitt 2021,
         "Initializing new word embeddings for pretrained language models").
@@ -210,16 +212,16 @@ def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) ->
     if layout.context > 1 and config.prefix_tokens:
         raise ConfigError(
             f"layout={layout}: ranks that share the tokens of a sequence (c) have no prefix, and "
-            f"{spec.path} is to have one of "
-            f"{config.prefix_tokens} tokens; write c1, or take lora.r in its place"
+            f"{spec.path} has a prefix of "
+            f"{config.prefix_tokens} tokens; write c1, or use lora.r instead"
         )
     if layout.expert > 1:
         _check_experts(layout, config)
     if layout.pipeline > 1 and spec.trained and spec.freezes:
         raise ConfigError(
-            f"layout={layout}: the stages of a pipeline all have something to train, which "
+            f"layout={layout}: every pipeline stage must have parameters to train, which "
             f"freeze_layers and train_last_layers "
-            "do not leave them; write p1, or leave these out"
+            "do not guarantee; write p1, or leave these out"
         )
     config.narrow_to_rank(layout.tensor, 0)
     topology.compute_stage(config.num_layers, layout.pipeline, 0)

@@ -58,7 +58,7 @@ def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) ->
 def list_decayed_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of the parameters with weight decay.
 
-    They are the tensors with two or more dims, except embeddings; norms and biases have one dim. A
+    Tensors with two or more dims are decayed, except embeddings; norms and biases have one dim. A
     head tied to the embedding is the same parameter, so it isn't decayed either.
     """
     apart = list_embedding_names(network)
@@ -110,7 +110,7 @@ class Optimizer:
     """Optimizer of one role's trained parameters.
 
     `trained` are the stored parameters by canonical name, `decay` the names of those with weight
-    decay, `list_embedding_names` the names of those whose states are never in 8 bits. `steps` counts the
+    decay, `embeddings` the names of those whose states are never in 8 bits. `steps` counts the
     steps taken. State is saved and loaded by canonical name, however parameters are stored.
 
     `scaled` is for networks that compute in float16, whose gradients underflow below 6e-8. The loss
@@ -290,7 +290,7 @@ class Optimizer:
             name for name in (key.rsplit("/", 1)[0] for key in tensors) if name not in self._trained
         ]:
             raise CheckpointError(
-                f"the optimizer state holds {unknown[0]!r}, which this role does not train"
+                f"the optimizer state contains {unknown[0]!r}, which this role does not train"
             )
         self._memory = None  # offloaded state is replaced, not fetched
         self._optimizer.state.clear()

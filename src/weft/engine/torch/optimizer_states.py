@@ -22,7 +22,7 @@ def is_scales(key: str) -> bool:
 
 
 def count_blocks(count: int, size: int) -> int:
-    """Return the number of blocks of `size` elements needed for `count`; the last may be shorter."""
+    """Return the number of blocks of up to `size` elements needed for `count`."""
     return -(-count // size)
 
 

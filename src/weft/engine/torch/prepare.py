@@ -1,4 +1,4 @@
-"""Prepare micro-batches as input of the network, and map outputs back to rows of the micro-batch."""
+"""Prepare micro-batches for the network, and map outputs back to their rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from weft.parallel.microbatch import Microbatch
 
 Want = frozenset[Output]
 SCORED = ("logprobs", "ref_logprobs", "values")
-# Of all tokens, those that sharing whatever the ids must spare in all: to join parts takes a second
-# pass of attention, on an accelerator by a slower kernel.
+# Minimum share of a micro-batch's tokens that sharing prefixes across ids must save: joining prefix
+# and continuation needs a second pass of attention, on an accelerator with a slower kernel.
 LEAST_SHARE = {"cpu": 0.02}
 DEFAULT_LEAST_SHARE = 0.25
 
@@ -108,6 +108,7 @@ def prepare(
     A pass with dropout shares no prompts, because dropout differs between the completions of a
     prompt.
     """
+    # Lay out the tokens, and share prefixes if the network can compute them once.
     layout = PackLayout.from_sample(part)
     if (
         how.dropout is None
@@ -119,6 +120,7 @@ def prepare(
             layout = share_training_prefixes(layout, keys, part, device)
         else:
             layout = share_prompts(layout, keys)
+    # Pack them with all that the pass needs.
     if "given_logprobs" in how.want:
         ids: Tensor | TopIds | None = build_given_ids(part, device)
     else:
@@ -136,6 +138,7 @@ def prepare(
                 *how.dropout, microbatches.list_sequence_keys(part), device
             ),
         )
+    # Compute only the rows whose output is read.
     support = build_support(part, device)
     counts = mask_read_rows(part, layout, how)
     if counts.all() or "scores" in how.want:
@@ -168,7 +171,7 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
 
 @dataclass(frozen=True)
 class ScoringProcessor:
-    """Implement `Work` for scoring: return the outputs of every micro-batch by id."""
+    """Implement `MicrobatchProcessor` for scoring: return the outputs of a micro-batch by id."""
 
     network: nn.Module
     how: PassSettings

@@ -50,6 +50,7 @@ def build_rank_shard(
 
     All ranks of the mesh must call it.
     """
+    # Shard the network; trained parameters that are not in float32 yet are cast first.
     shards = None
     stages = _list_stages(source, network, mesh)
     if mesh.layout.fsdp > 1:
@@ -64,6 +65,7 @@ def build_rank_shard(
         shard.shard(
             stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2)
         )
+    # Allocate memory, and fill this rank's slices with values.
     quantized.allocate_memory(network, device)
     if mesh.layout.fsdp > 1:
         shards = LocalShards(network)
@@ -184,15 +186,17 @@ def _open_generator(
 
     Ranks of one data-parallel part generate in lockstep; different parts generate independently.
     `held` are the stages of `network`. If parameters are gathered for generation, no KV pages are
-    kept for the next call, because it gathers the weights into other memory.
+    kept for the next call, because the next call gathers the weights into other memory.
     """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
+    # Gather sharded parameters and experts, and agree on the size of the KV cache.
     whole = _gather_network(source, network, mesh, device) if apart else network
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agree_on_budget(
         choose_default_budget(layers, device, dtype, spec.kv_cache_gb, kept.num_bytes), mesh
     )
+    # Context-parallel ranks use the tokens that the first of them draws.
     if mesh.count_ranks("context") > 1:
         alike = partial(context.draw_on_first_rank, group=mesh.get_host_group("context"))
     else:
@@ -211,6 +215,7 @@ def _open_generator(
         ) as generator:
             yield generator
         return
+    # Pipeline stages generate for several groups of sequences in turn.
     count = mesh.count_ranks("pipeline")
     stages = _list_stages(source, whole, mesh) if apart else held
     with (
@@ -262,7 +267,7 @@ def _gather_network(
 ) -> Transformer:
     """Return the network with whole parameters and all experts, in the compute dtype.
 
-    With it no rank waits for others at every layer of every token that it generates.
+    With whole parameters, ranks needn't wait for each other at every layer of every token.
     """
     whole = source.build_network(mesh, experts_apart=False)
     if (dtype := DTYPES[choose_dtype(source.spec)]) in HALF:

@@ -36,7 +36,7 @@ def adapt_config(
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration with the prefix to train, or else with the directory's prefix.
+    """Return the configuration with the prefix to train or, without one, the directory's prefix.
 
     Raises `ConfigError` if the two conflict.
     """
@@ -45,7 +45,7 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
     trains = spec.trained or spec.mirrors
     if asked and config.family in NO_PREFIX:
         raise ConfigError(
-            f"prefix.num_tokens={asked}: PEFT has no form to save a prefix of a {config.family} "
+            f"prefix.num_tokens={asked}: PEFT cannot save a prefix of a {config.family} "
             f"model in; use lora.r"
         )
     if there and trains and asked != there:

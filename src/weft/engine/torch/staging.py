@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.kernels import CopyMark, CopyQueue
 
 SLOTS = 4
-SLOT_BYTES = 2**25  # of pinned memory: 128 MiB in each direction
+SLOT_BYTES = 2**25  # bytes of a pinned buffer: SLOTS buffers are 128 MiB in each direction
 
 
 @dataclass(frozen=True)

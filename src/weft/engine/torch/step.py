@@ -39,7 +39,7 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """Results of the micro-batches of one minibatch; tensors stay on the device until all are done."""
+    """Results of a minibatch's micro-batches; tensors stay on the device until `collect`."""
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
@@ -87,6 +87,7 @@ class MinibatchSums:
 
     @classmethod
     def join(cls, ranks: Sequence[MinibatchSums]) -> MinibatchSums:
+        """Return the sums over ranks."""
         return cls(
             sum(rank.loss for rank in ranks),
             [stats for rank in ranks for stats in rank.stats],
@@ -122,6 +123,7 @@ class BatchedReadback:
         return made
 
     def read_all(self) -> None:
+        """Copy all registered numbers to the host, and set their placeholders."""
         by_device: dict[torch.device, list[tuple[Tensor, _PendingNumber]]] = {}
         for value, made in self._waiting:
             by_device.setdefault(value.device, []).append((value, made))
@@ -171,7 +173,7 @@ class AuxLoss:
     )
 
     def compute(self, uneven: Tensor) -> Tensor:
-        """Return the weighted loss, with its gradient divided by the number of ranks."""
+        """Return the weighted loss; its gradient is divided by the number of ranks."""
         value = self.weight * uneven
         if self.ranks == 1:
             return value
@@ -199,21 +201,18 @@ class OptimizerStep:
     dropout_seed: int | None  # None without dropout
     aux_loss: AuxLoss
     rate: BestMatmulRate
-    checked: list[
-        Loss
-    ]  # losses whose `row_gradients` declaration was verified; shared with the engine
+    checked: list[Loss]  # losses whose `by_row` declaration was verified; shared with the engine
     ready: Callable[[], None]  # waits for pending copies of gradients and masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
-        """Accumulate the gradient of the minibatch, check its statistics, and update unless a check
-        fails.
-        """
+        """Accumulate the gradient of a minibatch, and update unless a check fails."""
         started = time.perf_counter()
         total = self._sum_denominators(minibatch, loss)
         if total is None:
             return StepStats(
                 {"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING
             )
+        # Accumulate gradients over the micro-batches, then over the ranks.
         passes = PassResults(chosen=choose_ids(minibatch.ids))
         parts = microbatches.split_batch(minibatch, self.max_tokens, loss.unit)
         self.spread.run(
@@ -222,6 +221,7 @@ class OptimizerStep:
         self.ready()
         self.spread.reduce_gradients(self.optimizer.parameters)
         norm = self.spread.compute_gradient_norm(self.optimizer.collect_gradients())
+        # Collect the statistics of all ranks.
         own, grad_norm = passes.collect(norm)
         ranks = self.spread.gather_values(own, stages=True)
         done = MinibatchSums.join(ranks)
@@ -234,11 +234,13 @@ class OptimizerStep:
             "grad_norm": grad_norm,
             "learning_rate": self.optimizer.learning_rate,
         }
+        # Update the weights, unless the loss is not finite or `veto` objects.
         skipped = self._find_objection(done.not_finite, metrics, reduced, minibatch, veto)
         if skipped is None:
             self.optimizer.step(norm)
         self.optimizer.zero_grad()
         self.optimizer.attempts += 1
+        # Measure the speed.
         wait_for_device(self.device)
         seconds = time.perf_counter() - started
         tokens = float(done.tokens)
@@ -268,7 +270,8 @@ class OptimizerStep:
     ) -> str | None:
         """Return the reason to skip the update, or None.
 
-        Removes values that are not finite from `metrics`. Raises `NotFinite`.
+        Removes values that are not finite from `metrics`. Raises `NotFinite` if the loss or the
+        gradient is not finite and `on_nonfinite` is "stop".
         """
         ids = list(not_finite)
         what = "loss"
@@ -297,7 +300,10 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class _TrainingProcessor:
-    """Implement `Work` for a micro-batch: compute its share of the loss and collect its results."""
+    """Implement `MicrobatchProcessor` for training; results are collected in `passes`.
+
+    `finish` returns the micro-batch's share of the loss. `total` are the denominators.
+    """
 
     step: OptimizerStep
     loss: Loss
