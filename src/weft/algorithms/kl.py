@@ -58,7 +58,7 @@ class KLController(Protocol):
     value: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Update the weight after a batch.
+        """Update the weight of the KL penalty after a batch.
 
         `kl` is the mean over sequences of the KL summed over their tokens, in nats; `num_sequences`
         is the number of sequences in the batch.
@@ -120,7 +120,7 @@ class AdaptiveKLController:
 
 @dataclass
 class ValueNormalizer:
-    """Running mean and standard deviation of returns, the unit of the critic's values.
+    """Running mean and standard deviation of returns, by which the critic's values are normalised.
 
     `exp`: m <- beta m + (1 - beta) batch mean, likewise for the mean of squares; both are divided
     by 1 - beta^t to remove the bias of early batches towards 0 (PopArt's moments, van Hasselt et

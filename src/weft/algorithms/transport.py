@@ -42,8 +42,8 @@ class TransportLoss(Loss):
     """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), a and b having the same rank.
 
     `aot`: a is the policy's log pi(better) - log pi(worse), b the reference's. `aot_unpaired`: a is
-    the log-ratio to the reference of a better completion, b that of a worse one. `label_smoothing`
-    as in cDPO.
+    the log-ratio to the reference of a better completion, b the log-ratio of a worse one.
+    `label_smoothing` as in cDPO.
 
     Keys: `rank` (and `comparison`), `ref_logprobs`, and `partner`. For `aot`, `partner` is b,
     stored at the better completion of a pair. For `aot_unpaired`, it is b at a better completion
