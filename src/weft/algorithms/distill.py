@@ -74,8 +74,8 @@ class GKDLoss(Loss):
     The divergence is `compute_generalised_jsd`.
 
     Keys: `given_ids` [N, K], the teacher's most likely ids, most likely first; `teacher_logprobs`
-    [N, K + 1], their log-probs and the log-prob of any other id; `sampled` [S], 1 if the student wrote the
-    completion (all 0 if absent).
+    [N, K + 1], their log-probs and the log-prob of any other id; `sampled` [S], 1 if the student
+    wrote the completion (all 0 if absent).
 
     Other implementations: TRL's GKDTrainer compares complete logits, at temperature 1 regardless of
     the sampler's (here both use the sampler's); its trainer for a teacher on a server also has the

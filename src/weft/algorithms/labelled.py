@@ -71,8 +71,8 @@ class LabelledLoss(Loss):
     Metrics, with "chosen" for desirable and "rejected" for undesirable completions:
     `rewards/{chosen,rejected,margins}` = beta * score; `logps/{chosen,rejected}`;
     `rewards/accuracies`, the share of rewards on the correct side of the threshold (beta * z0 or
-    delta), where a reward equal to the threshold up to rounding is on neither side (see `is_above`);
-    and the threshold itself under its key.
+    delta), where a reward equal to the threshold up to rounding is on neither side (see
+    `is_above`); and the threshold itself under its key.
     """
 
     loss_type: str = "kto"

@@ -34,9 +34,9 @@ from weft.registry import register_loss
 class RatioClip:
     """The range [1 - low, 1 + high] of the importance ratio; outside it a token has no gradient.
 
-    A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); None means `low`. `dual`
-    (c > 1) bounds the loss of a token with a negative advantage by c * |advantage| (Ye et al. 2020,
-    eq. 5); None means no bound.
+    A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); None means
+    `low`. `dual` (c > 1) bounds the loss of a token with a negative advantage by c * |advantage|
+    (Ye et al. 2020, eq. 5); None means no bound.
     """
 
     low: float = 0.2

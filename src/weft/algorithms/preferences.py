@@ -223,8 +223,8 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
 class PreferenceLossKind:
     """A pairwise loss as a function of (better, worse, options), with its requirements.
 
-    `score` is the kind of score that the loss compares (one of `SCORES`), `options` the names of the
-    options that it reads, and `defaults` its own defaults where they differ from those of other
+    `score` is the kind of score that the loss compares (one of `SCORES`), `options` the names of
+    the options that it reads, and `defaults` its own defaults where they differ from those of other
     losses. `divergences` is True if a divergence can be chosen.
     """
 

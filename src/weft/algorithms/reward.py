@@ -87,8 +87,8 @@ class RewardLoss(Loss):
     over pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a
     over the pairs that the ranking orders (equal to tau-b where nothing is tied).
 
-    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k has the
-    weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of two completions
+    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k has
+    the weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of two completions
     (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their difference).
     """
 

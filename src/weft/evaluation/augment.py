@@ -1,8 +1,8 @@
 """Add bad replies to rankings, in last place: replies of a weak model, or degraded good replies.
 
 The output is written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume
-with the same result. The first line of the unfinished file contains the options. Random draws depend
-only on the seed and on the row or the number of its part.
+with the same result. The first line of the unfinished file contains the options. Random draws
+depend only on the seed and on the row or the number of its part.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class AgreementSummary:
 
     `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over
     rows. `best_accuracy`: share of rows whose best reply scores above the worst. `kendalltau`: mean
-    over rows of (right - wrong) / pairs. `margin`: mean over rows of the best reply's score minus the
-    worst's.
+    over rows of (right - wrong) / pairs. `margin`: mean over rows of the best reply's score minus
+    the worst's.
     """
 
     rows: int

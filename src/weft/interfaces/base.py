@@ -96,8 +96,8 @@ class Minibatches:
     def count_for_batch(self, batch: SequenceSample) -> int:
         """Return the number of minibatches per epoch that this batch is split into.
 
-        It is smaller than the configured number if the batch has fewer ids (or completions, depending
-        on `unit`).
+        It is smaller than the configured number if the batch has fewer ids (or completions,
+        depending on `unit`).
         """
         if self.count == 1 and self.size is None:
             return 1

@@ -32,8 +32,8 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 class InferInterface:
     """Compute `outputs` of the role's network; each becomes a key of that name.
 
-    `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in `top_ids` and
-    `top_logprobs`.
+    `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in
+    `top_ids` and `top_logprobs`.
 
     `prompt_prefix` and `prompt_suffix` surround the prompt's text, to give the form that the role's
     model was trained on. Without them, prompts that are messages are rendered with the role's own
@@ -155,8 +155,8 @@ class OutputSums:
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
     """Return the means of the outputs over all ranks.
 
-    For scores, also their spread, under the metric names of reward nodes. `prompts_in_part` is the share
-    of prompts with a part that the role's template omits; absent if there are none.
+    For scores, also their spread, under the metric names of reward nodes. `prompts_in_part` is the
+    share of prompts with a part that the role's template omits; absent if there are none.
     """
     context = HostContext()
     for key in parts[0].sums:

@@ -49,8 +49,8 @@ class ProcessRewardInterface:
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Return the keys `token_rewards` and `scores` by id.
 
-        `token_rewards` [L] is NaN except at the last token of each step. `scores` [1] is their sum (0
-        for a completion without steps). Raises `ConfigError` like `check_tokens`.
+        `token_rewards` [L] is NaN except at the last token of each step. `scores` [1] is their sum
+        (0 for a completion without steps). Raises `ConfigError` like `check_tokens`.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.

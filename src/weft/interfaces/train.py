@@ -30,7 +30,8 @@ class TrainInterface:
 
     A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L]
     (versions of the weights that sampled its tokens), the metrics `staleness` (mean over trained
-    tokens) and `staleness_max` are the number of train steps by which the trained weights are newer.
+    tokens) and `staleness_max` are the number of train steps by which the trained weights are
+    newer.
     """
 
     def __init__(

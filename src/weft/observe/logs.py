@@ -64,7 +64,7 @@ class LoggedFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether it only reports a lost peer, and so follows from another failure."""
+        """Return whether the failure only reports a lost peer, a consequence of another failure."""
         return any(sign in self.summary for sign in TRANSPORTS)
 
 

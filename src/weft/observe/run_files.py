@@ -47,8 +47,8 @@ QUIET_SECONDS = 600.0  # a run that has written nothing for this long does not c
 class RunFiles:
     """Contents of one run's directory.
 
-    `lines` are the lines of metrics.jsonl that have a step, oldest first; `samples` are those of a
-    few steps; `record` is the content of run.json, which says how the run was started.
+    `lines` are the lines of metrics.jsonl that have a step, oldest first; `samples` are the samples
+    of a few steps; `record` is the content of run.json, which says how the run was started.
     """
 
     directory: Path

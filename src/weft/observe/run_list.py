@@ -65,7 +65,7 @@ def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[R
     """Return the runs in `root` and up to two levels below, newest first.
 
     `root` can be a run itself. `alive` returns whether a run with the status `running` has a live
-    process; without it, a run that has written nothing for ten minutes is unfinished.
+    process; without `alive`, a run that has written nothing for ten minutes is unfinished.
     """
     runs = [summarize(path, alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
