@@ -92,7 +92,7 @@ def compute_sapo_loss(
     """Return -sigmoid(t (w - 1)) * 4 / t * A, t = `positive` if A > 0, else `negative`, [N].
 
     SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate instead of clipping. Its gradient equals
-    that of w A on-policy and fades as w moves away from 1, faster for larger t.
+    the gradient of w A on-policy and fades as w moves away from 1, faster for larger t.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ones = xp.ones_like(advantages)
@@ -206,6 +206,7 @@ class GRPOLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         logprobs = out["logprobs"]
         advantages = batch["advantages"]
+        # Policy loss of each token.
         log_ratio = logprobs - find_old_logprobs(batch)
         if self.importance_level == "sequence":
             log_ratio = compute_sequence_log_ratio(log_ratio, batch)
@@ -213,6 +214,7 @@ class GRPOLoss(Loss):
         each = weight_policy_loss(each, log_ratio, batch, self.control)
         stats = compute_policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
+        # KL penalty and entropy bonus.
         if self.kl_coef:
             each = each + self.kl_coef * estimate_kl(
                 logprobs, batch["ref_logprobs"], self.kl_estimator

@@ -185,9 +185,9 @@ def compute_apo_zero_loss(
 ) -> Float[Array, "P"]:
     """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
 
-    Raises the likelihood of the better answer and lowers that of the worse one, for data whose
-    better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored Preference
-    Optimization", arXiv 2408.06266, eq. 7).
+    Raises the likelihood of the better answer and lowers the likelihood of the worse one, for data
+    whose better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored
+    Preference Optimization", arXiv 2408.06266, eq. 7).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))

@@ -1,10 +1,11 @@
 """AOT: alignment of the score distributions of better and worse completions.
 
-The distribution of the better completions' scores should lie above that of the worse ones,
-regardless of which pair a completion belongs to (Melnyk et al. 2024, "Distributional Preference
-Alignment of LLMs via Optimal Transport", arXiv 2406.05882). Both sides are sorted and compared rank
-by rank. Sorting needs the whole batch, so the host function `optimal_transport` provides each
-completion's counterpart as the key `partner`, and the batch must be trained in one step.
+The distribution of the better completions' scores should lie above the distribution of the worse
+ones, regardless of which pair a completion belongs to (Melnyk et al. 2024, "Distributional
+Preference Alignment of LLMs via Optimal Transport", arXiv 2406.05882). Both sides are sorted and
+compared rank by rank. Sorting needs the whole batch, so the host function `optimal_transport`
+provides each completion's counterpart as the key `partner`, and the batch must be trained in one
+step.
 """
 
 from __future__ import annotations

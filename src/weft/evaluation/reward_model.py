@@ -1,4 +1,4 @@
-"""Compare a reward model's order of replies with that of people: accuracy and Kendall's tau.
+"""Compare a reward model's order of replies with people's order: accuracy and Kendall's tau.
 
 Results are over all rows and by category.
 """

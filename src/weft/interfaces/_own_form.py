@@ -113,7 +113,7 @@ def convert_to_own_tokens(
 def _encode_as_text(
     tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
-    """Encode a prompt and its completions as plain text; add the role's EOS to those that ended."""
+    """Encode a prompt and its completions as plain text; add the role's EOS if a completion ended."""
     made = []
     for text, ended in said:
         own = tokenizer.encode(text, bos=False)

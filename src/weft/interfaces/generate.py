@@ -125,7 +125,10 @@ class GenerateInterface:
     def _sample(
         self, model: Model, batch: SequenceSample
     ) -> tuple[SequenceSample, GenerationCounts]:
-        """Return (completions of every prompt, counts for the metrics)."""
+        """Return (completions of every prompt, counts for the metrics).
+
+        The counts are of this rank alone.
+        """
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.list_stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         # One request per completion.

@@ -116,7 +116,7 @@ def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
 
 
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
-    """Return a node's colour, which is that of its role.
+    """Return a node's colour, which is the colour of its role.
 
     `roles` maps nodes to colours, from the timeline; for other nodes the role is read from the name
     (`actor_train`).

@@ -273,7 +273,7 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return (the usual cause, options to try, whether good runs can have it too)."""
+    """Return (usual cause, options to try, True if good runs can have it too)."""
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
@@ -495,7 +495,7 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Find repetitive completions in the last step, if those of the first step were not."""
+    """Find repetitive completions in the last step if the first step had few of them."""
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = [row for row in answers if isinstance(row.get("completion"), str)]
     steps = [float(row["step"]) for row in written if is_finite(row.get("step"))]

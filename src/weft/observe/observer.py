@@ -77,6 +77,7 @@ class RunObserver:
         output is a terminal and `progress` is on, else plain lines. Raises `UserError` if a logger
         cannot start, or if a file's path is taken by something that is not a file.
         """
+        # Check the files before a logger starts.
         earlier = max(
             (int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row),
             default=0,

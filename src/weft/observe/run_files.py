@@ -66,7 +66,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
-        """Read a run's directory. Raises `ConfigError` if `directory` is not that of a run."""
+        """Read a run's directory. Raises `ConfigError` if it is not the directory of a run."""
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no such directory; give the folder of a run, such as "

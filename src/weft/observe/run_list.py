@@ -112,7 +112,7 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """Summarize one run from those of its files that can be read."""
+    """Summarize one run from its readable files."""
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
     top = _read_top_keys(run / CONFIG)
@@ -248,7 +248,7 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
 def _read_ranges(
     path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
 ) -> list[dict[str, Any]]:
-    """Return the lines in the given byte ranges of a file, without those that are incomplete."""
+    """Return the complete lines in the given byte ranges of a file."""
     rows: list[str] = []
     if not path.is_file():
         return []

@@ -110,6 +110,7 @@ class SpansByStep:
         It contains names, their colours and lanes, and for each step its spans as `[name, lane,
         start, seconds]`: indices of name and lane, and the start in seconds since the step's start.
         """
+        # Names, lanes in the order of `GROUPS`, and colours.
         names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
         lanes = list(
             dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans)
@@ -119,6 +120,7 @@ class SpansByStep:
         name_at, lane_at = (
             {value: at for at, value in enumerate(listed)} for listed in (names, lanes)
         )
+        # Spans of each step, with times relative to its start.
         steps = []
         for step in self.steps:
             spans = self.listed[step]

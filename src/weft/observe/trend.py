@@ -178,7 +178,7 @@ class CurveNoise:
         return self.single * math.sqrt(sum(map(self._compute_mean_variance, counts)))
 
     def _compute_mean_variance(self, count: int) -> float:
-        """Return the variance of a mean of AR(1) noise, relative to that of one value."""
+        """Return the variance of a mean of AR(1) noise, relative to the variance of one value."""
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
         ) / count
