@@ -92,7 +92,8 @@ def evaluate(
     """
     if kind not in ORDERED:
         raise ConfigError(
-            f"--type {kind}: a reward model is evaluated on ordered replies; use {', '.join(ORDERED)}"
+            f"--type {kind}: a reward model is evaluated on ordered replies; use "
+            f"{', '.join(ORDERED)}"
         )
     # Read and tokenize the rows.
     made: type[TableDataset] = datasets.get(kind)

@@ -131,7 +131,8 @@ def _render_prompt(
     if model.tokenizer.chat_template is None:
         raise ConfigError(
             f"role {model.role!r} has another tokenizer than the data and no chat template, so it "
-            f"cannot read prompts that are messages; set {model.role}.tokenizer.chat_template to a jinja file, or "
+            f"cannot read prompts that are messages; set "
+            f"{model.role}.tokenizer.chat_template to a jinja file, or "
             f"{model.role}.prompt_suffix (and "
             "prompt_prefix) to the text that surrounds a prompt"
         )
@@ -140,7 +141,8 @@ def _render_prompt(
     except UserError as error:
         raise ConfigError(
             f"role {model.role!r} cannot read the prompt of row {id!r}: {error}; set "
-            f"{model.role}.tokenizer.chat_template to another template; with {model.role}.prompt_suffix (and "
+            f"{model.role}.tokenizer.chat_template to another template; with "
+            f"{model.role}.prompt_suffix (and "
             f"prompt_prefix) it reads plain text"
         ) from error
 
