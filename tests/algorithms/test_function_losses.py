@@ -82,7 +82,7 @@ def test_a_result_of_another_shape_names_the_loss() -> None:
         return logprobs.sum()
 
     register_loss("test-summed", summed, per="token")
-    with pytest.raises(ConfigError, match=r"test-summed.*shape \(\).*one value a token, \(6,\)"):
+    with pytest.raises(ConfigError, match=r"test-summed.*shape \(\).*one value per token, \(6,\)"):
         evaluate(losses.get("test-summed")(), MASKED, {"logprobs": LOGPROBS})
 
 

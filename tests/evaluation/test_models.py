@@ -25,7 +25,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_policy_is_no_scorer(policy: Path) -> None:
-    with pytest.raises(CheckpointError, match="no reward model"):
+    with pytest.raises(CheckpointError, match="not a reward model"):
         open_scorer(ModelSpec(path=str(policy)))
 
 

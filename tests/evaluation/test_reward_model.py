@@ -90,7 +90,7 @@ def test_rows_by_category_agree_with_scores_one_by_one(opened: OpenedModel, tmp_
 
 def test_what_cannot_be_used_is_named(opened: OpenedModel, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(ConfigError, match="a reward model is tried on ordered replies"):
+    with pytest.raises(ConfigError, match="a reward model is evaluated on ordered replies"):
         evaluate(opened, str(file), "chat")
     with pytest.raises(DataError, match="no row has a column 'kind'"):
         evaluate(opened, str(file), "preference", category="kind")

@@ -48,7 +48,7 @@ def test_a_file_in_open_assistants_form(tmp_path: Path) -> None:
     [
         ("warm: {temprature: 1}", "did you mean temperature"),
         ("warm: {top_p: 3}", "must be at most 1"),
-        ("[1, 2]", "must hold settings by name"),
+        ("[1, 2]", "must contain settings by name"),
         ("warm: 3", "must be a mapping"),
         ("configurations: 3", "must be a list"),
         ("a: {num_beams: 4}", "no sampling setting is left"),

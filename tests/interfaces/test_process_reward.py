@@ -107,5 +107,5 @@ def test_other_tokens_and_no_step_are_refused(tokenizer: Tokenizer, tmp_path: Pa
         ConfigError, match=r"role 'rew' has another tokenizer .* leave out rew_step"
     ):
         ProcessRewardInterface("\n").inference(model, batch_of(tokenizer, [["a"]]))
-    with pytest.raises(ConfigError, match="step='' ends nothing"):
+    with pytest.raises(ConfigError, match="step must not be empty"):
         cast(Any, ProcessRewardInterface)("")

@@ -39,7 +39,7 @@ def make_loss_constructor(
     The function returns the loss of every token [N], or with `per="completion"` of every completion
     [S]; or `(losses, statistics)`, where `statistics` maps names to arrays of the same shape. The
     loss of a minibatch is the mean over its trained tokens (or over its completions), and so are
-    the statistics. `by_row` as in `Loss`.
+    the statistics. `by_row` has the meaning of `Loss.by_row`.
 
     Raises `ConfigError` for a function that reads no output of the network, and for `*`, `**` or
     positional-only parameters.
@@ -49,7 +49,7 @@ def make_loss_constructor(
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
         raise ConfigError(
-            f"loss {name!r}: its parameters are named one by one, without *, ** and /"
+            f"loss {name!r}: its function cannot have *, ** or positional-only parameters"
         )
     reads = tuple(p.name for p in parameters if p.default is p.empty)
     takes = [p.name for p in parameters if p.default is not p.empty]
@@ -119,7 +119,7 @@ class FunctionLoss(Loss):
             if tuple(getattr(values, "shape", ())) != tuple(weights.shape):
                 raise ConfigError(
                     f"loss {self.name!r}: {what} has the shape "
-                    f"{tuple(getattr(values, 'shape', ()))}; it is one value a "
+                    f"{tuple(getattr(values, 'shape', ()))}; it must have one value per "
                     f"{self.per}, {tuple(weights.shape)} here (per={self.per!r})"
                 )
         return compute_masked_sum(losses, weights) / max(total[f"{self.per}s"], 1.0), {

@@ -75,7 +75,7 @@ class RowBatch(Protocol):
     sequence: Array  # [N] int64, the sequence of each row
     # [S] int64, the group of each sequence, counted from 0 within the micro-batch
     group: Array
-    lengths: Array  # [S] float, number of trained rows per sequence (sum of its mask)
+    lengths: Array  # [S] float, number of trained rows of each sequence (sum of its mask)
     # [N] float, 1 for trained rows: the sample's `loss_mask` if it has one, else all ones
     mask: Array
 
@@ -119,7 +119,8 @@ class Loss(Protocol):
     """
 
     outputs: frozenset[Output]
-    unit: Literal["sequence", "group"]  # group: needs all completions of an id together
+    # "group": all completions of an id must be in the same micro-batch
+    unit: Literal["sequence", "group"]
 
     @property
     def by_row(self) -> bool:
@@ -157,7 +158,7 @@ class Loss(Protocol):
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics to log, computed from the reduced statistics.
 
-        Metrics that are no sum over samples (a perplexity, an explained variance) are computed
+        Metrics that are not sums over samples (perplexity, explained variance) are computed
         here, after the statistics of all micro-batches and ranks have been combined.
         """
         return dict(stats)

@@ -69,11 +69,13 @@ def compute_generalised_jsd(
 @register_loss("gkd")
 @dataclass(frozen=True)
 class GKDLoss(Loss):
-    """Mean over trained tokens of `compute_generalised_jsd` + `sft_coef` * -log p(token) of data tokens.
+    """Mean over trained tokens of a generalised JSD + `sft_coef` * -log p(token) of data tokens.
+
+    The divergence is `compute_generalised_jsd`.
 
     Keys: `given_ids` [N, K], the teacher's most likely ids, most likely first; `teacher_logprobs`
-    [N, K + 1], their log-probs and that of any other id; `sampled` [S], 1 if the student wrote the
-    completion (all 0 if absent).
+    [N, K + 1], their log-probs and the log-prob of any other id; `sampled` [S], 1 if the student
+    wrote the completion (all 0 if absent).
 
     Other implementations: TRL's GKDTrainer compares complete logits, at temperature 1 regardless of
     the sampler's (here both use the sampler's); its trainer for a teacher on a server also has the

@@ -29,9 +29,10 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 class PairwiseLoss(Loss):
     """Mean over the minibatch's pairs of a loss of `KINDS` plus `rpo_alpha` * cross-entropy.
 
-    A pair is two completions of one comparison, the better first. The cross-entropy is that of the
-    better completion, averaged over its tokens (Pang et al. 2024, "Iterative Reasoning Preference
-    Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages over all tokens of a micro-batch.
+    A pair is two completions of one comparison, the better first. The cross-entropy is computed on
+    the better completion, averaged over its tokens (Pang et al. 2024, "Iterative Reasoning
+    Preference Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages over all tokens of a
+    micro-batch.
 
     Keys: `rank` (and `comparison`), and `ref_logprobs` unless the loss type needs no reference.
 
@@ -63,6 +64,7 @@ class PairwiseLoss(Loss):
         kind = KINDS[self.loss_type]
         logprobs = out["logprobs"]
         xp = array_api_compat.array_namespace(logprobs)
+        # Scores of completions, and the loss of each pair.
         sums, logps = compute_completion_scores(
             logprobs, None if kind.score == "free" else batch["ref_logprobs"], batch
         )
@@ -71,6 +73,7 @@ class PairwiseLoss(Loss):
         scores = scores if kind.score == "sum" else divide_by_tokens(scores, batch)
         better, worse = batch.pairs()
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
+        # Metrics: implicit rewards and summed log-probs.
         rewards = (
             self.beta * fixed(xp.take(shown, better)),
             self.beta * fixed(xp.take(shown, worse)),
@@ -81,6 +84,7 @@ class PairwiseLoss(Loss):
         else:
             terms = (self.beta * both[0], self.beta * both[1])
         stats = compute_pair_stats(rewards, both, terms)
+        # Cross-entropy of the better completions.
         if self.rpo_alpha:
             nll = -xp.take(
                 divide_by_tokens(compute_completion_scores(logprobs, None, batch)[0], batch), better
@@ -104,7 +108,7 @@ BETA = 0.1
 
 
 def find_default_beta(loss_type: str) -> float:
-    """Return the default beta of a loss type; simpo's is in other units than the rest."""
+    """Return the default beta of a loss type; the beta of simpo has other units than the others."""
     if loss_type in KINDS:
         return KINDS[loss_type].defaults.get("beta", BETA)
     return BETA
@@ -126,8 +130,8 @@ def build_preference_loss(
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
     """Return the preference loss `loss_type`, one of `LOSS_TYPES`.
 
-    `options` are those of `DEFAULTS`. Raises `ConfigError` if an option that the loss type does not
-    read differs from its default, or if a value is out of range.
+    `options` are some of the options in `DEFAULTS`. Raises `ConfigError` if an option that the loss
+    type does not read differs from its default, or if a value is out of range.
     """
     if loss_type not in LOSS_TYPES:
         raise build_unknown_name_error("dpo.loss_type", loss_type, LOSS_TYPES)
@@ -139,6 +143,7 @@ def build_preference_loss(
             raise ConfigError(
                 f"dpo.{name}={value} has no meaning for dpo.loss_type={loss_type}; leave it out"
             )
+    # A value equal to the general default is replaced by the loss type's own default.
     own = KINDS[loss_type].defaults if loss_type in KINDS else {}
     given = {name: options.get(name, default) for name, default in DEFAULTS.items() if name in read}
     chosen = {

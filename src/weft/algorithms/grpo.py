@@ -92,7 +92,7 @@ def compute_sapo_loss(
     """Return -sigmoid(t (w - 1)) * 4 / t * A, t = `positive` if A > 0, else `negative`, [N].
 
     SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate instead of clipping. Its gradient equals
-    that of w A on-policy and fades as w moves away from 1, faster for larger t.
+    the gradient of w A on-policy and fades as w moves away from 1, faster for larger t.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ones = xp.ones_like(advantages)
@@ -124,16 +124,16 @@ class GRPOLoss(Loss):
                   micro-batch size
         dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4), which
                   has no length bias
-    `importance_level`: "token", one ratio per token; "sequence", GSPO's one ratio per completion
-    (TRL and the paper combine it with `grpo`).
+    `importance_level`: "token" has one ratio per token; "sequence" has one ratio per completion, as
+    in GSPO (TRL and the paper combine it with `grpo`).
     `surrogate`: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and therefore
     suits one update per batch.
     `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
     `kl_estimator`: k3 as in DeepSeekMath and TRL; k2 has the true gradient; the gradient of k1
     vanishes in expectation (`estimate_kl`). TRL multiplies the KL by the ratio by default; here, as
     in the paper, it is not multiplied.
-    Keys: `advantages`, `logprobs`; `ref_logprobs` if `kl_coef` is above 0; `find_old_logprobs` and
-    `compute_sampler_weights` if present; `high_covariance` unless `covariance` is none.
+    Keys: `advantages`, `logprobs`; `ref_logprobs` if `kl_coef` is above 0; `old_logprobs` and
+    `sampler_weights` if present; `high_covariance` unless `covariance` is none.
     """
 
     loss_type: str = "dapo"
@@ -174,6 +174,7 @@ class GRPOLoss(Loss):
 
     @property
     def clip(self) -> RatioClip:
+        """Range of the importance ratio, with the defaults of `RANGES`."""
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # a single given bound applies to both sides
             low = self.eps_clip
@@ -205,6 +206,7 @@ class GRPOLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         logprobs = out["logprobs"]
         advantages = batch["advantages"]
+        # Policy loss of each token.
         log_ratio = logprobs - find_old_logprobs(batch)
         if self.importance_level == "sequence":
             log_ratio = compute_sequence_log_ratio(log_ratio, batch)
@@ -212,6 +214,7 @@ class GRPOLoss(Loss):
         each = weight_policy_loss(each, log_ratio, batch, self.control)
         stats = compute_policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
+        # KL penalty and entropy bonus.
         if self.kl_coef:
             each = each + self.kl_coef * estimate_kl(
                 logprobs, batch["ref_logprobs"], self.kl_estimator

@@ -25,7 +25,7 @@ def estimate_kl(
 ) -> Float[Array, "..."]:
     """Estimate KL(policy || reference) at each sampled token, in nats, from its two log-probs.
 
-    Both arrays have the same shape, which is also that of the result. With r = log policy - log
+    Both arrays and the result have the same shape. With r = log policy - log
     reference of tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
 
         k1 = r                  unbiased, large variance, can be negative
@@ -37,8 +37,8 @@ def estimate_kl(
     (rule 5.4). TRL clips neither.
 
     As loss terms, their gradients differ from the estimates: the gradient of k1 vanishes in
-    expectation, that of k2 is the gradient of the true KL, and k3 is the term that DeepSeekMath
-    (2024, eq. 4) and TRL add to the loss.
+    expectation, the gradient of k2 is the gradient of the true KL, and k3 is the term that
+    DeepSeekMath (2024, eq. 4) and TRL add to the loss.
     """
     xp = array_api_compat.array_namespace(logprobs, reference)
     ratio = logprobs - reference
@@ -58,7 +58,7 @@ class KLController(Protocol):
     value: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Update the weight after a batch.
+        """Update the weight of the KL penalty after a batch.
 
         `kl` is the mean over sequences of the KL summed over their tokens, in nats; `num_sequences`
         is the number of sequences in the batch.
@@ -91,9 +91,9 @@ class AdaptiveKLController:
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon
 
-    The KL is that of whole sequences, as in the paper: a target of 6 means 6 nats per sequence, not
-    per token. The weight is updated once per batch (implementations that update it inside the loss
-    do so once per micro-batch).
+    The KL is summed over whole sequences, as in the paper: a target of 6 means 6 nats per sequence,
+    not per token. The weight is updated once per batch (implementations that update it inside the
+    loss do so once per micro-batch).
     """
 
     value: float
@@ -120,7 +120,7 @@ class AdaptiveKLController:
 
 @dataclass
 class ValueNormalizer:
-    """Running mean and standard deviation of returns, the unit of the critic's values.
+    """Running mean and standard deviation of returns, by which the critic's values are normalised.
 
     `exp`: m <- beta m + (1 - beta) batch mean, likewise for the mean of squares; both are divided
     by 1 - beta^t to remove the bias of early batches towards 0 (PopArt's moments, van Hasselt et

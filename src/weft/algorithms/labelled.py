@@ -71,8 +71,8 @@ class LabelledLoss(Loss):
     Metrics, with "chosen" for desirable and "rejected" for undesirable completions:
     `rewards/{chosen,rejected,margins}` = beta * score; `logps/{chosen,rejected}`;
     `rewards/accuracies`, the share of rewards on the correct side of the threshold (beta * z0 or
-    delta), where a reward equal to the threshold up to rounding is on neither side (see `is_above`);
-    and the threshold itself under its key.
+    delta), where a reward equal to the threshold up to rounding is on neither side (see
+    `is_above`); and the threshold itself under its key.
     """
 
     loss_type: str = "kto"
@@ -95,11 +95,13 @@ class LabelledLoss(Loss):
         key = LABELLED[self.loss_type]
         labels = batch["label"]
         baseline = batch[key]
+        # Weights: 0 for completions without trained tokens.
         taken = xp.astype(batch.lengths > 0, scores.dtype)
         good = xp.astype(labels > 0.5, scores.dtype) * taken
         weights = self.desirable_weight * good + self.undesirable_weight * (taken - good)
         kto = self.loss_type == "kto"
         each = (compute_kto_loss if kto else compute_bco_loss)(scores, labels, baseline, self.beta)
+        # Metrics: implicit rewards, and the share on the correct side of the threshold.
         threshold = self.beta * baseline if kto else baseline
         terms = self.beta * logps  # magnitude of the operands of `rewards`
         rewards = self.beta * fixed(scores)

@@ -34,9 +34,9 @@ from weft.registry import register_loss
 class RatioClip:
     """The range [1 - low, 1 + high] of the importance ratio; outside it a token has no gradient.
 
-    `high` above `low` is DAPO's clip-higher (Yu et al. 2025, section 3.1); None means `low`. `dual`
-    (c > 1) bounds the loss of a token with a negative advantage by c * |advantage| (Ye et al. 2020,
-    eq. 5); None means no bound.
+    A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); None means
+    `low`. `dual` (c > 1) bounds the loss of a token with a negative advantage by c * |advantage|
+    (Ye et al. 2020, eq. 5); None means no bound.
     """
 
     low: float = 0.2
@@ -46,8 +46,7 @@ class RatioClip:
     def __post_init__(self) -> None:
         if not 0.0 <= self.low <= 1.0:
             raise ConfigError(
-                f"eps_clip={self.low} must be at least 0 and at most 1, where there is no lower "
-                f"bound"
+                f"eps_clip={self.low} must be at least 0 and at most 1 (1 means no lower bound)"
             )
         if self.high is not None and self.high < 0.0:
             raise ConfigError(
@@ -109,8 +108,8 @@ def compute_clipped_surrogate(
 def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
     """Return the log-probs of the policy in the ratio's denominator, [N].
 
-    These are the batch's `find_old_logprobs`, computed by the trained network before its first update on
-    the batch; or `logprobs`, as sampled, if the batch has no `find_old_logprobs`.
+    These are the batch's `old_logprobs`, computed by the trained network before its first update on
+    the batch; or `logprobs`, as sampled, if the batch has no `old_logprobs`.
     """
     if "old_logprobs" in batch:
         found: Array = batch["old_logprobs"]
@@ -125,10 +124,11 @@ def weight_policy_loss(
     batch: RowBatch,
     control: CovarianceControl,
 ) -> Float[Array, "N"]:
-    """Apply covariance control and `compute_sampler_weights` to the policy loss of each token, [N].
+    """Apply covariance control and `sampler_weights` to the policy loss of each token, [N].
 
-    High-covariance tokens lose their loss or get a penalty (`weft.algorithms.covariance`); then all
-    losses are multiplied by the batch's `compute_sampler_weights`, if any (`weft.algorithms.sampler`).
+    The loss of high-covariance tokens is set to 0 or increased by a penalty
+    (`weft.algorithms.covariance`); then all losses are multiplied by the batch's `sampler_weights`,
+    if any (`weft.algorithms.sampler`).
     """
     xp = array_api_compat.array_namespace(each)
     if control.method != "none":
@@ -182,13 +182,16 @@ def compute_policy_stats(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds on policy drift above which a minibatch takes no optimizer step; None is no bound."""
+    """Bounds on policy drift above which a minibatch takes no optimizer step; None means no bound."""
 
     imp_ratio: float | None = None
     kl: float | None = None
 
     def __call__(self, stats: Mapping[str, float]) -> str | None:
-        """Return the reason to skip the step, given reduced `compute_policy_stats`, or None to take it."""
+        """Return the reason to skip the step, or None to take it.
+
+        `stats` are the reduced statistics of `compute_policy_stats`.
+        """
         ratio = stats.get("importance_ratio")
         kl = stats.get("approx_kl")
         if self.imp_ratio is not None and ratio is not None and ratio > self.imp_ratio:
@@ -203,10 +206,10 @@ class EarlyStop:
 @register_loss("ppo_actor")
 @dataclass(frozen=True)
 class PPOActorLoss(Loss):
-    """Mean over the minibatch's trained tokens of `compute_clipped_surrogate` - entropy_coef * entropy.
+    """Mean over trained tokens of `compute_clipped_surrogate` - entropy_coef * entropy.
 
     Keys: `advantages` (whitened by the host function); `logprobs`, as sampled, the denominator of
-    the ratio unless the batch has `find_old_logprobs`; `compute_sampler_weights` if present; `high_covariance`
+    the ratio unless the batch has `old_logprobs`; `sampler_weights` if present; `high_covariance`
     unless `covariance` is none.
 
     The mean is over tokens, as in the descendants of InstructGPT's PPO (ReaLHF, OpenRLHF, verl);

@@ -4,7 +4,7 @@
 reference's log-probs of the L trained tokens of a completion:
 
     sum     f of the sum of log pi(y_t) - log ref(y_t), where f belongs to a divergence
-    mean    the same, divided by L                                IPO, sigmoid_norm
+    mean    the score `sum`, divided by L                         IPO, sigmoid_norm
     free    sum of log pi(y_t) / L, no reference                  SimPO, ORPO
 """
 
@@ -185,9 +185,9 @@ def compute_apo_zero_loss(
 ) -> Float[Array, "P"]:
     """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
 
-    Raises the likelihood of the better answer and lowers that of the worse one, for data whose
-    better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored Preference
-    Optimization", arXiv 2408.06266, eq. 7).
+    Raises the likelihood of the better answer and lowers the likelihood of the worse one, for data
+    whose better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored
+    Preference Optimization", arXiv 2408.06266, eq. 7).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
@@ -223,9 +223,9 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
 class PreferenceLossKind:
     """A pairwise loss as a function of (better, worse, options), with its requirements.
 
-    `score` is the kind of scores it compares, `options` the names of the options it reads,
-    `defaults` the defaults in which it differs from other losses; `divergences` is True if a
-    divergence can be chosen.
+    `score` is the kind of score that the loss compares (one of `SCORES`), `options` the names of
+    the options that it reads, and `defaults` its own defaults where they differ from those of other
+    losses. `divergences` is True if a divergence can be chosen.
     """
 
     loss: Callable[[Array, Array, Any], Array]
@@ -238,7 +238,7 @@ class PreferenceLossKind:
 def _build_delta_kind(
     loss: Callable[[Array, Any], Array], *options: str, score: str = "sum"
 ) -> PreferenceLossKind:
-    """Return the `PreferenceLossKind` of a loss that depends on delta alone; it supports all divergences."""
+    """Return the kind of a loss that depends on delta alone; it supports all divergences."""
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True
     )

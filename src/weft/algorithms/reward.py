@@ -65,7 +65,7 @@ def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
     else:
         comparison = np.zeros_like(rank)
     group = minibatch.group_of("rank")
-    # Pairs of a comparison = C(n, 2) less those of equal rank.
+    # A comparison has C(n, 2) pairs, minus the pairs of equal rank.
     pairs = np.zeros(minibatch.num_ids, dtype=np.int64)
     for columns, sign in (((group, comparison), 1), ((group, comparison, rank), -1)):
         rows, counts = np.unique(np.stack(columns, axis=-1), axis=0, return_counts=True)
@@ -76,7 +76,7 @@ def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
 @register_loss("rw")
 @dataclass(frozen=True)
 class RewardLoss(Loss):
-    """Mean over groups of the mean over a group's pairs (all C(k, 2) of a ranking) of
+    """Mean over groups of the mean over a group's pairs (a ranking of k has C(k, 2)) of
 
         -log sigmoid(s_better - s_worse - margin) + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
 
@@ -87,9 +87,9 @@ class RewardLoss(Loss):
     over pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a
     over the pairs that the ranking orders (equal to tau-b where nothing is tied).
 
-    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k weighs
-    as C(k, 2) pairs: cross-entropy of which of two is better (Open-Assistant's `RMCLSLoss`; softmax
-    over two scores is the sigmoid of their difference).
+    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k has
+    the weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of two completions
+    (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their difference).
     """
 
     score_l2: float = 0.0

@@ -51,10 +51,10 @@ class SFTLoss(Loss):
 
     `average`: "token", every trained token of the minibatch has the same weight (the definition of
     cross-entropy; TRL since 2025); "sequence", every answer has the same weight, regardless of its
-    length. Older trainers average within each micro-batch and then average the results, which is
-    neither and depends on the micro-batch size.
+    length. Older trainers average within each micro-batch and then average the results; that is
+    neither of the two and depends on the micro-batch size.
 
-    `loss_type=compute_poly_loss` adds `poly_eps` (1 - p(token)) to every term; the metric `nll` remains the
+    `loss_type=poly` adds `poly_eps` (1 - p(token)) to every term; the metric `nll` remains the
     cross-entropy.
     """
 

@@ -1,10 +1,11 @@
 """AOT: alignment of the score distributions of better and worse completions.
 
-The distribution of the better completions' scores should lie above that of the worse ones,
-regardless of which pair a completion belongs to (Melnyk et al. 2024, "Distributional Preference
-Alignment of LLMs via Optimal Transport", arXiv 2406.05882). Both sides are sorted and compared rank
-by rank. Sorting needs the whole batch, so the host function `optimal_transport` provides each
-completion's counterpart as the key `partner`, and the batch must be trained in one step.
+The distribution of the better completions' scores should lie above the distribution of the worse
+ones, regardless of which pair a completion belongs to (Melnyk et al. 2024, "Distributional
+Preference Alignment of LLMs via Optimal Transport", arXiv 2406.05882). Both sides are sorted and
+compared rank by rank. Sorting needs the whole batch, so the host function `optimal_transport`
+provides each completion's counterpart as the key `partner`, and the batch must be trained in one
+step.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class TransportLoss(Loss):
     """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), a and b having the same rank.
 
     `aot`: a is the policy's log pi(better) - log pi(worse), b the reference's. `aot_unpaired`: a is
-    the log-ratio to the reference of a better completion, b that of a worse one. `label_smoothing`
-    as in cDPO.
+    the log-ratio to the reference of a better completion, b the log-ratio of a worse one.
+    `label_smoothing` as in cDPO.
 
     Keys: `rank` (and `comparison`), `ref_logprobs`, and `partner`. For `aot`, `partner` is b,
     stored at the better completion of a pair. For `aot_unpaired`, it is b at a better completion

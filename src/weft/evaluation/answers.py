@@ -33,7 +33,7 @@ def sample_answers(
     plain: bool = False,
     progress: Progress | None = None,
 ) -> list[list[list[SampledAnswer]]]:
-    """Return the answers as `[prompt][setting][sample_answers]`.
+    """Return the answers as `[prompt][setting][sample]`.
 
     Greedy settings give one answer per prompt, since all would be equal. All requests share one
     generator, so a slow answer does not delay the others. Raises `DataError` for a prompt that

@@ -1,8 +1,8 @@
 """Add bad replies to rankings, in last place: replies of a weak model, or degraded good replies.
 
-The output is written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume with the
-same result. The first line of the unfinished file has the options. Random draws depend only on the
-seed and on the row or the number of its part.
+The output is written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume
+with the same result. The first line of the unfinished file contains the options. Random draws
+depend only on the seed and on the row or the number of its part.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from weft.evaluation.prompts import MAX_REPORTED, EvaluationPrompt
 from weft.evaluation.settings import SamplingSettings
 from weft.writing import open_file, replace_file
 
-ROWS_PER_PART = 64  # rows per part
+ROWS_PER_PART = 64
 
 
 @dataclass(frozen=True)
 class AugmentationOptions:
     """Options of the bad replies.
 
-    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row, of
-    which a reward model, if there is one, selects the best. Bad replies are added to a `share` of
-    the rows.
+    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row; if
+    there is a reward model, it selects the best of them. `share` is the fraction of rows that get
+    bad replies.
     """
 
     kinds: tuple[str, ...] = ()
     samples: int = 1
     share: float = 1.0
     seed: int = 1
-    pairs: bool = False  # {chosen, rejected} rows in place of rankings
+    pairs: bool = False  # write {chosen, rejected} rows instead of rankings
 
 
 @dataclass(frozen=True)
 class WeakModel:
     """The model whose replies rank last, with its sampling settings.
 
-    `reward` selects among several replies.
+    `reward` is the reward model that selects the best of several replies.
     """
 
     opened: OpenedModel
@@ -68,7 +68,7 @@ class AugmentationCounts:
 def read(paths: Sequence[str]) -> list[PromptReplies]:
     """Read the rows with replies from the files; ids are made unique.
 
-    Raises `DataError` with each row that has no replies.
+    Raises `DataError` that lists the rows without replies, or if there are no rows.
     """
     found = list[PromptReplies]()
     wrong = list[str]()
@@ -103,8 +103,8 @@ def write(
 ) -> AugmentationCounts:
     """Write `file`, or resume from the unfinished file of an interrupted command.
 
-    `said` are the options; an unfinished file with other options is refused. Raises `ConfigError`
-    in that case, and if `file` exists.
+    `said` are the command's options, written to the first line of the unfinished file. Raises
+    `ConfigError` if `file` exists, or if the unfinished file has other options.
     """
     if file.exists():
         raise ConfigError(
@@ -194,7 +194,7 @@ def _augment_part(
 def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
     """Yield a ranking with the bad replies, or a pair of the best reply with each bad one.
 
-    A row with one reply alone is no ranking and is left out.
+    Without a bad reply to add, a row with a single reply is left out: it is not a ranking.
     """
     if pairs:
         for place, reply in enumerate(bad):

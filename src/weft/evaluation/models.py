@@ -32,9 +32,9 @@ SCORED = (
 class OpenedModel:
     """A model with its tokenizer.
 
-    `path` is the directory or hub name, and `context` the maximum number of tokens if the config
-    states it. `adapter` is the folder of the adapter that was merged into the weights. `notes` are
-    for the user.
+    `path` is the directory or hub name. `context` is the maximum number of tokens, or None if the
+    config does not state it. `adapter` is the folder of the adapter that was merged into the
+    weights. `notes` are messages for the user.
     """
 
     engine: Engine
@@ -59,7 +59,7 @@ def open_policy(spec: ModelSpec) -> OpenedModel:
     adapter = _find_adapter(str(spec.path))
     if adapter and spec.quantize is not None:
         raise CheckpointError(
-            f"{adapter} is an adapter, which rounding to few bits would blur; leave "
+            f"{adapter} is an adapter, and quantized weights would distort it; leave "
             f"quantize={spec.quantize} out, or "
             "merge it into its model first: weft convert merge"
         )
@@ -81,7 +81,7 @@ def open_scorer(spec: ModelSpec) -> OpenedModel:
     kinds = _read_architectures(path)
     if kinds and not is_scorer(path):
         raise CheckpointError(
-            f"{path} is no reward model ({kinds[0]} has no score head); train one with weft "
+            f"{path} is not a reward model ({kinds[0]} has no score head); train one with weft "
             f"quickstart rw"
         )
     return _open(spec.with_head("score", trained=False), None)

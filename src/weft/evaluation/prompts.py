@@ -45,8 +45,8 @@ def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
     """Read the prompts of a JSON, JSONL(.gz), Parquet or .txt file.
 
     A .txt file has one prompt per line, a JSONL file can have one quoted text per line. Rows have a
-    prompt or messages in the columns that datasets use. Raises `DataError` with each row that has
-    none.
+    prompt or messages in the columns that datasets use. Raises `DataError` that lists the rows
+    without a prompt.
     """
     prompts = list[EvaluationPrompt]()
     wrong = list[str]()
@@ -60,7 +60,7 @@ def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
             if len(wrong) == MAX_REPORTED:
                 break
     if wrong:
-        raise DataError("\n".join(["these rows are no prompts:", *wrong]))
+        raise DataError("\n".join(["these rows are not prompts:", *wrong]))
     if not prompts:
         raise DataError(f"{path}: there are no prompts in it")
     return prompts
@@ -70,7 +70,7 @@ def _parse_prompt(row: Any, number: str) -> EvaluationPrompt:
     if isinstance(row, UnreadableRow):
         raise BadRow(row.reason)
     if not isinstance(row, Mapping):
-        raise BadRow("it is no JSON object")
+        raise BadRow("it is not a JSON object")
     key = require_prompt_key(row, None, "prompt")
     asked = tuple(read_conversation(row, key))
     if isinstance(row[key], str):

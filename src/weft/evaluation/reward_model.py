@@ -1,4 +1,4 @@
-"""Compare a reward model's order of replies with that of people: accuracy and Kendall's tau.
+"""Compare a reward model's order of replies with people's order: accuracy and Kendall's tau.
 
 Results are over all rows and by category.
 """
@@ -31,7 +31,7 @@ class PairCounts:
     right: int
     wrong: int
     tied: int
-    gap: float  # mean score of the best-ranked replies less that of the worst-ranked
+    gap: float  # mean score of the best-ranked replies minus mean score of the worst-ranked
 
     @property
     def num_pairs(self) -> int:
@@ -45,7 +45,8 @@ class AgreementSummary:
 
     `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over
     rows. `best_accuracy`: share of rows whose best reply scores above the worst. `kendalltau`: mean
-    over rows of (right - wrong) / pairs. `margin`: mean of the best reply's score less the worst's.
+    over rows of (right - wrong) / pairs. `margin`: mean over rows of the best reply's score minus
+    the worst's.
     """
 
     rows: int
@@ -58,7 +59,7 @@ class AgreementSummary:
 
     @classmethod
     def from_counts(cls, groups: Sequence[PairCounts]) -> AgreementSummary:
-        """Summarize the groups of several rows."""
+        """Summarize the pair counts of several rows."""
         pairs = np.array([group.num_pairs for group in groups], dtype=np.float64)
         right = np.array([group.right for group in groups], dtype=np.float64)
         wrong = np.array([group.wrong for group in groups], dtype=np.float64)
@@ -83,15 +84,16 @@ def evaluate(
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[PairCounts]:
-    """Score every row of `path`, a dataset of type `kind`, and return one group per row.
+    """Score every row of `path`, a dataset of type `kind`, and return the pair counts of each row.
 
-    Rows without two replies of different rank have no group. `category` is the column that groups
+    Rows without two replies of different rank are omitted. `category` is the column that groups
     rows, `name` the name of the dataset in messages. Raises `ConfigError` for a type without an
     order of replies, `DataError` for rows that cannot be used.
     """
     if kind not in ORDERED:
         raise ConfigError(
-            f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}"
+            f"--type {kind}: a reward model is evaluated on ordered replies; use "
+            f"{', '.join(ORDERED)}"
         )
     # Read and tokenize the rows.
     made: type[TableDataset] = datasets.get(kind)
@@ -131,7 +133,7 @@ def _count_pairs(
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
 ) -> list[PairCounts]:
-    """Return one group for a row, over all pairs within a comparison that differ in rank.
+    """Return [pair counts of one row], over all pairs within a comparison that differ in rank.
 
     The list is empty if there is no such pair.
     """

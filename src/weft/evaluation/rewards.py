@@ -38,8 +38,8 @@ def score_replies(
         short, _ = fit_to_limits(whole, lengths, opened.tokenizer.bos_id)
         if short is None:
             raise DataError(
-                f"prompt {prompt.id!r}: nothing of its replies fits into the {opened.context} "
-                f"tokens of the model"
+                f"prompt {prompt.id!r}: its replies do not fit into the {opened.context} "
+                f"tokens of the model's context"
             )
         encoded.append(short)
     table = TokenTable.from_rows(

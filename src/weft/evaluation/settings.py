@@ -89,7 +89,7 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], 
     values = read_yaml(Path(path).expanduser(), f"--settings {path}", ConfigError)
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(
-            f"{path}: must hold settings by name, such as {{warm: {{temperature: 0.7}}}}"
+            f"{path}: must contain settings by name, such as {{warm: {{temperature: 0.7}}}}"
         )
     found = list[SamplingSettings]()
     notes = list[str]()

@@ -113,7 +113,7 @@ def convert_to_own_tokens(
 def _encode_as_text(
     tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
-    """Encode a prompt and its completions as plain text; add the role's EOS to those that ended."""
+    """Encode a prompt and its completions as plain text; add the role's EOS if a completion ended."""
     made = []
     for text, ended in said:
         own = tokenizer.encode(text, bos=False)
@@ -124,25 +124,25 @@ def _encode_as_text(
 def _render_prompt(
     model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any
 ) -> tuple[Ids, frozenset[str]]:
-    """Return (prompt rendered with the role's template, parts of its messages in no token).
+    """Return (prompt rendered with the role's template, message parts that it omits).
 
     Raises `ConfigError` if the role has no template or the template rejects the messages.
     """
     if model.tokenizer.chat_template is None:
         raise ConfigError(
             f"role {model.role!r} has another tokenizer than the data and no chat template, so it "
-            f"cannot be shown prompts that "
-            f"are messages; set {model.role}.tokenizer.chat_template to a jinja file, or "
+            f"cannot read prompts that are messages; set "
+            f"{model.role}.tokenizer.chat_template to a jinja file, or "
             f"{model.role}.prompt_suffix (and "
-            "prompt_prefix) to the text that stands around a prompt"
+            "prompt_prefix) to the text that surrounds a prompt"
         )
     try:
         return model.tokenizer.encode_context(messages, tools)
     except UserError as error:
         raise ConfigError(
-            f"role {model.role!r} cannot be shown the prompt of row {id!r}: {error}; the option "
-            f"of this role is "
-            f"{model.role}.tokenizer.chat_template, and with {model.role}.prompt_suffix (and "
+            f"role {model.role!r} cannot read the prompt of row {id!r}: {error}; set "
+            f"{model.role}.tokenizer.chat_template to another template; with "
+            f"{model.role}.prompt_suffix (and "
             f"prompt_prefix) it reads plain text"
         ) from error
 

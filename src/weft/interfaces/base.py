@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class PendingUpdates(Protocol):
-    """Requests to a role's devices that arrive during one of its calls, above all new weights.
+    """Requests to a role's devices that arrive during one of its calls, mostly new weights.
 
     An interruptible call polls for requests between its steps; requests that it does not handle are
     handled after the call. Ranks that step together poll together and get the same answer.
@@ -52,7 +52,7 @@ class Model:
     dtype: str
     step: int = 0  # index of the node's firing, from 0; seeds generation
     seed: int = 0
-    schedule: Schedule | None = None  # of a trained role, in optimizer steps of the real run
+    schedule: Schedule | None = None  # schedule of a trained role, in optimizer steps of the run
     # Publishes the outputs of completed ids during the call, so that host functions can start on
     # them; the call returns them as well. None if no host function can start early.
     announce: Callable[[SequenceSample], None] | None = None
@@ -68,8 +68,8 @@ class Model:
     def gather(self, own: T) -> list[T]:
         """Return the values of all ranks that have a part of the batch, in the order of the parts.
 
-        For metrics over the whole batch. Every rank calls it with plain values; on one device it
-        returns [own].
+        Used for metrics over the whole batch. A collective operation: every rank calls it with
+        plain values. On one device it returns [own].
         """
         gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
         return [own] if gather is None else gather(own)
@@ -96,7 +96,8 @@ class Minibatches:
     def count_for_batch(self, batch: SequenceSample) -> int:
         """Return the number of minibatches per epoch that this batch is split into.
 
-        It is smaller than the configured number if the batch has fewer ids (or completions, per `unit`).
+        It is smaller than the configured number if the batch has fewer ids (or completions,
+        depending on `unit`).
         """
         if self.count == 1 and self.size is None:
             return 1
@@ -111,7 +112,7 @@ class Minibatches:
 class MFCResult:
     """Result of a model function call.
 
-    `outputs` are the new keys by id (None if the call makes none), `metrics` are logged as
+    `outputs` are the new keys by id (None if the call has no outputs), `metrics` are logged as
     `{node}/{metric}`, and `seen` is the network's output for a few ids (`StepStats.seen`), shown
     with the samples of a step.
     """

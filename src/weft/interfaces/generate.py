@@ -52,11 +52,12 @@ class GenerateInterface:
             raise ConfigError(f"samples_per_prompt={samples_per_prompt}: must be at least 1")
         if not 0.0 < share <= 1.0:
             raise ConfigError(
-                f"share={share}: must be above 0 and at most 1; without sampling leave out the call"
+                f"share={share}: must be above 0 and at most 1; to sample nothing, leave out the call"
             )
         if share < 1.0 and record_support:
             raise ConfigError(
-                f"share={share} with record_support: what nobody sampled was not limited to any ids"
+                f"share={share} with record_support: completions of the rows have no sampling limits "
+                f"to record; set share to 1 or record_support to false"
             )
         self.samples_per_prompt = samples_per_prompt
         self.share = share
@@ -124,7 +125,10 @@ class GenerateInterface:
     def _sample(
         self, model: Model, batch: SequenceSample
     ) -> tuple[SequenceSample, GenerationCounts]:
-        """Return (completions of every prompt, counts for the metrics)."""
+        """Return (completions of every prompt, counts for the metrics).
+
+        The counts are of this rank alone.
+        """
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.list_stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         # One request per completion.
@@ -260,7 +264,7 @@ def _compute_metrics(ranks: Sequence[GenerationCounts]) -> dict[str, float]:
     """Return the metrics of a generation over all ranks, or none if nothing was sampled.
 
     `response_length` and `response_length_max` in tokens, `truncated_fraction` (truncated at the
-    length limit), `compute_tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
+    length limit), `tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
     ranks.
     """
     lengths = [length for rank in ranks for length in rank.lengths]

@@ -32,8 +32,8 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 class InferInterface:
     """Compute `outputs` of the role's network; each becomes a key of that name.
 
-    `temperature` is that of the sampler. `top_k` is the number of ids per token in `top_ids` and
-    `top_logprobs`.
+    `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in
+    `top_ids` and `top_logprobs`.
 
     `prompt_prefix` and `prompt_suffix` surround the prompt's text, to give the form that the role's
     model was trained on. Without them, prompts that are messages are rendered with the role's own
@@ -71,8 +71,7 @@ class InferInterface:
         if tokenwise and (self._has_form or not have_same_tokens(own, data)):
             raise ConfigError(
                 f"role {role!r} has another tokenizer or prompt form than the data, so it cannot "
-                f"give "
-                f"{', '.join(tokenwise)} for the data's tokens; use one tokenizer, and no "
+                f"give {', '.join(tokenwise)} for the data's tokens; use one tokenizer, and no "
                 f"prompt_prefix or prompt_suffix"
             )
 
@@ -120,8 +119,9 @@ class InferInterface:
 class OutputSums:
     """Sums of one rank's part of the batch, for the metrics.
 
-    `sums` has (sum, count) of each tokenwise output, `owners` the id of each score, and `cut` the
-    number of ids whose prompt the role's template cuts, or None if it cuts none.
+    `sums` has (sum, count) of each tokenwise output, `owners` the id of each score, `ids` the
+    number of ids, and `cut` the number of ids for which the role's template omits a part of the
+    prompt, or None if there are none.
     """
 
     sums: Mapping[str, tuple[float, int]]
@@ -155,8 +155,8 @@ class OutputSums:
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
     """Return the means of the outputs over all ranks.
 
-    Scores also have their spread, under the names of reward nodes. `prompts_in_part` is the share
-    of prompts with a part that the role's template omits; it is absent if there are none.
+    For scores, also their spread, under the metric names of reward nodes. `prompts_in_part` is the
+    share of prompts with a part that the role's template omits; absent if there are none.
     """
     context = HostContext()
     for key in parts[0].sums:

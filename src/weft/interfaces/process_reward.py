@@ -22,7 +22,7 @@ from weft.registry import register_interface
 
 @register_interface("process_reward")
 class ProcessRewardInterface:
-    """Compute the rewards of steps by a role whose head has one value per token.
+    """Compute the rewards of steps with a role whose head has one output per token.
 
     `step` is the text that ends a step; the last step ends with the completion.
 
@@ -32,7 +32,7 @@ class ProcessRewardInterface:
     def __init__(self, step: str) -> None:
         if not step:
             raise ConfigError(
-                "step='' ends nothing; set it to the text that a step ends with, such as a blank "
+                "step must not be empty; set it to the text that a step ends with, such as a blank "
                 "line"
             )
         self.step = step
@@ -49,8 +49,8 @@ class ProcessRewardInterface:
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Return the keys `token_rewards` and `scores` by id.
 
-        `token_rewards` [L] is NaN except at the last token of each step. `scores` [1] is the sum (0
-        for a completion without steps). Raises `ConfigError` like `check_tokens`.
+        `token_rewards` [L] is NaN except at the last token of each step. `scores` [1] is their sum
+        (0 for a completion without steps). Raises `ConfigError` like `check_tokens`.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.

@@ -23,14 +23,15 @@ ADDED = ("num_tokens", "seconds")
 
 @register_interface("train")
 class TrainInterface:
-    """Train a role on a registered loss, constructed with `build_loss_args`.
+    """Train a role on a registered loss, constructed with `loss_args`.
 
     A batch is split into `num_minibatches`, or into minibatches of `mini_batch_size` completions,
     for `epochs` epochs. `temperature` divides the logits, as in the sampler.
 
-    A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L] (of
-    the weights that sampled its tokens), the metrics `compute_staleness` (mean over trained tokens) and
-    `staleness_max` are the number of train steps by which the trained weights are newer.
+    A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L]
+    (versions of the weights that sampled its tokens), the metrics `staleness` (mean over trained
+    tokens) and `staleness_max` are the number of train steps by which the trained weights are
+    newer.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ ComparedRun = tuple[str, ColourPair, RunFiles]  # (name on the page, colour, run
 def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
     """Return (HTML of the shared prompts with each run's latest answer, token data).
 
-    A prompt is shown if at least two runs answered it; at most `PROMPTS` prompts are shown, those
-    answered by the most runs first. The token data lets the page's script colour tokens.
+    A prompt is shown if at least two runs answered it. At most `PROMPTS` prompts are shown, first
+    the ones that most runs answered. The token data lets the page's script colour tokens.
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}

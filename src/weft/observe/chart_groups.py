@@ -62,7 +62,7 @@ def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]
     """Split a metric's name into (node, measure).
 
     `chosen` and `rejected` share a measure, as do a mean and its `_max` if the mean is in `names`.
-    All `time/` metrics are of the node `run` and have one measure.
+    All `time/` metrics belong to the node `run` and share one measure.
     """
     if name.startswith(TIME):
         return RUN, SECONDS
@@ -135,7 +135,7 @@ def drop_repeats(
 class SeriesIndex(Generic[Scope]):
     """Index of series that finds equal ones without comparing every pair.
 
-    With it, a report of thousands of metrics takes seconds instead of minutes.
+    The index reduces the time of a report with thousands of metrics from minutes to seconds.
     """
 
     def __init__(self) -> None:

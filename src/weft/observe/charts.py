@@ -43,7 +43,7 @@ KEPT = 1000  # maximum points of a line in the page's data, shown when the reade
 PAGE_POINTS = 200_000  # maximum points of all lines of a page
 FEWEST = 100  # points kept of each line on a page with very many lines
 DOTTED = 12  # lines of at most this many points show each point
-FIRST = 12  # charts shown without a click
+FIRST = 12  # number of charts shown without a click
 EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured: never smoothed
 
 
@@ -66,8 +66,8 @@ class ChartLine:
 class Chart:
     """Lines over one pair of axes.
 
-    `node` names the nodes that the lines belong to, `missing` counts values that were not finite.
-    If `of_runs`, each line is a different run and the legend names the run.
+    `node` names the nodes that the lines belong to, `missing` is the number of values that were not
+    finite. If `of_runs` is True, each line is a different run and the legend names the run.
     """
 
     title: str
@@ -116,7 +116,7 @@ def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
 
 
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
-    """Return a node's colour, which is that of its role.
+    """Return a node's colour, which is the colour of its role.
 
     `roles` maps nodes to colours, from the timeline; for other nodes the role is read from the name
     (`actor_train`).
@@ -148,9 +148,9 @@ def thin_series(
 
 
 def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return round numbers within [low, high], as many as a round distance allows, at most `most`.
+    """Return at most `most` equally spaced round numbers within [low, high].
 
-    If `whole`, the distance is a whole number.
+    Their distance is a round number; if `whole` is True, also a whole one.
     """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for factor in (1, 2, 2.5, 5, 10, 20):

@@ -55,7 +55,7 @@ NAME = "compare.html"
 MOST = len(HUES)
 REWARD = "reward"
 CLOSE = 0.01  # relative difference up to which two values count as equal
-RUNNING = "running"
+RUNNING = "running"  # status of a run in progress
 Names = list[str | None]  # a measure's name in each run; None if the run does not have it
 APART = (
     '<p class="note">A metric has several charts if its meaning differs between the runs, such as the losses of two '
@@ -95,6 +95,7 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
     """
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
+    # Build the charts; the one of the deciding metric comes first.
     listed = name_runs(runs)
     measures = _list_measures(listed)
     found = _build_charts(listed, measures)
@@ -103,6 +104,7 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
         (chart for chart in found if main and any(line.name in main for line in chart.lines)), None
     )
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
+    # Assemble the page.
     said, tokens = render_answers([(each.label, each.hue, each.run) for each in listed])
     return Page(
         title=" · ".join(each.label for each in listed),
@@ -578,7 +580,7 @@ def _is_same_curve(run: RunFiles, name: str, other: str) -> bool:
 def _build_measure_key(name: str) -> tuple[Any, ...]:
     """Return the key that makes a metric comparable across runs.
 
-    It holds the measure, and also the node if the measure's meaning depends on it.
+    The key contains the measure, and also the node if the measure's meaning depends on the node.
     """
     node, measure = split_metric_name(name)
     last = get_last_part(name)
@@ -609,7 +611,7 @@ def _build_title(name: str) -> str:
 
 
 def _build_label(name: str) -> str:
-    """Return a measure's label in the table, including its node if that is needed."""
+    """Return a measure's label in the table, with its node if the nodes differ in their measures."""
     if _differs_by_node(name) and "/" in name:
         return f"{_build_title(name)}, {name.partition('/')[0]}"
     return _build_title(name)

@@ -29,7 +29,7 @@ Alive = Callable[[Path], bool]
 class DashboardAnswer:
     """An HTTP answer: status, page and tag.
 
-    `tag` changes when the page does. `body` is empty if the reader already has the page.
+    `tag` changes when the page changes. `body` is empty if the reader already has the page.
     """
 
     status: int

@@ -25,9 +25,9 @@ from weft.observe.metrics import (
     is_finite,
 )
 
-LEAST_STEPS = 8  # a shorter run is not judged
+LEAST_STEPS = 8  # a run with fewer steps is not diagnosed
 FACTS = 4  # maximum findings in the text of a diagnosis
-FIXES = 2  # maximum options to try in it
+FIXES = 2  # maximum options to try in the text of a diagnosis
 # Shipped algorithms; each has a group of options of the same name.
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
@@ -52,10 +52,10 @@ Config = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DiagnosisFinding:
-    """One thing that is out of range.
+    """One problem of a run, such as a metric that is out of range.
 
-    `fact` states it with its number, `means` the usual cause, `fixes` options to try. A `weak`
-    finding also occurs in good runs, and counts only together with one that is not weak.
+    `fact` states the problem with its number, `means` its usual cause, `fixes` the options to try.
+    A `weak` finding also occurs in good runs, and counts only together with one that is not weak.
     """
 
     key: str
@@ -158,7 +158,7 @@ class DiagnosedRun:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """Return the learning rate option of the role that the node trains, times `factor`."""
+        """Return the option of the learning rate of the node's role, times `factor`."""
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
     def find_role(self, name: str | None) -> str:
@@ -173,8 +173,8 @@ def diagnose_run(
 ) -> RunDiagnosis | None:
     """Diagnose a run; returns None if it has too few steps.
 
-    `lines` are those of metrics.jsonl, oldest first; for a long run the first and the last ones
-    suffice. `samples` are rows of its last steps.
+    `lines` are the lines of metrics.jsonl, oldest first; for a long run the first and the last ones
+    suffice. `samples` are rows of samples.jsonl. `config` returns the run's options.
     """
     if len(lines) > sum(ENDS):
         lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
@@ -184,7 +184,7 @@ def diagnose_run(
     if len(run.lines) < LEAST_STEPS:
         return None
     found = [finding for check in CHECKS for finding in check(run)]
-    # KL comes first. Weak findings alone do not count.
+    # Findings on the KL come first. Weak findings alone do not count.
     strong = sorted(
         (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
     )
@@ -230,7 +230,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether the metric's bounds apply to this run."""
+    """Return whether the bounds of the metric `pattern` apply to this run."""
     kind = run.kind
     if pattern.startswith("kl"):
         return kind in (*POLICIES, "")
@@ -273,7 +273,7 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return (the usual cause, options to try, whether good runs can have it too)."""
+    """Return (usual cause, options to try, True if good runs can have it too)."""
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
@@ -495,7 +495,7 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Find repetitive completions in the last step, if those of the first step were not."""
+    """Find repetitive completions in the last step if the first step had few of them."""
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = [row for row in answers if isinstance(row.get("completion"), str)]
     steps = [float(row["step"]) for row in written if is_finite(row.get("step"))]

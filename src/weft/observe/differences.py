@@ -30,7 +30,7 @@ FACTS = ("commit", "host", "hardware")
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return option -> its value in each run for options that differ; the algorithm comes first.
 
-    An option in the algorithm's group is matched with that of another algorithm:
+    An option in the algorithm's group is matched with the same option of another algorithm:
     `grpo|ppo.gen.max_new_tokens`. An option that not all runs have, or that belongs to two
     algorithms, counts only if a user set it. Values that weft chose for unset options do not count.
     """

@@ -58,7 +58,7 @@ def read_row(line: str) -> dict[str, Any] | None:
         if not isinstance(row, dict) or not is_step(row.get("step")):
             return None
         if line.count("[") + line.count("{") > MOST_DEPTH:
-            clean_value(row)  # raises ValueError if the row nests too deep
+            clean_value(row)  # raises ValueError if the row is nested too deeply
         return row
     except (ValueError, RecursionError):
         return None

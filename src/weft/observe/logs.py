@@ -64,7 +64,7 @@ class LoggedFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether it only reports a lost peer, and so follows from another failure."""
+        """Return whether the failure only reports a lost peer, a consequence of another failure."""
         return any(sign in self.summary for sign in TRANSPORTS)
 
 
@@ -76,7 +76,7 @@ def append(run: Path, line: str) -> None:
 
 
 def find_log_files(run: Path) -> list[LogFile]:
-    """Return the run's own log, its workers' logs, and those of its Slurm jobs, oldest first."""
+    """Return the run's own log, its workers' logs, and the logs of its Slurm jobs, oldest first."""
     found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
     for path in sorted(path for path in (run / WORKERS).glob("*.log") if path.is_file()):

@@ -13,7 +13,7 @@ GIB = 2**30
 STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-M_ARENA_MAX = -8  # the three are constants of glibc's malloc.h
+M_ARENA_MAX = -8  # these three are constants of glibc's malloc.h
 # Sizes in bytes, the largest that mallopt accepts; number of arenas.
 HEAP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_MMAP_THRESHOLD: 1 << 25, M_ARENA_MAX: 1}
 # torch reads both; the first is the newer name
@@ -56,8 +56,9 @@ def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory, in a single heap for all threads.
 
     Returning pages to the system and requesting them again costs a page fault each: up to a quarter
-    of a training step of a 13M-parameter model. It affects all allocations of the process, so only
-    processes that weft itself starts call it. Does nothing with another C library.
+    of a training step of a 13M-parameter model. The setting affects all allocations of the process,
+    so only processes that weft itself starts call this function. Does nothing with another C
+    library.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library

@@ -15,7 +15,7 @@ ROWS = "eval/num_rows"  # number of validation rows of all sources
 COUNTERS = ("step", "epoch", ROWS)
 LAST_STEP = 2**53  # the largest step; floats are exact up to here
 LAST_TIME = 2.0**36  # the latest time, in seconds since the epoch: the year 4147
-LARGEST = 1e100  # bound of the numbers shown, so that their squares and sums are finite
+LARGEST = 1e100  # bound of the numbers shown; their squares and sums stay finite
 
 # Last parts of names; the first that a run has is its headline.
 HEADLINES = ("reward", "loss", "accuracy")
@@ -111,7 +111,8 @@ def get_direction(name: str) -> int:
 def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
     """Return the training metric that best shows how a run is doing; None if there is none.
 
-    This is the reward; for reward models and DPO the accuracy; else the loss, else the accuracy.
+    The reward if there is one; for reward models and DPO the accuracy; else the loss; else the
+    accuracy.
     """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     lasts = [get_last_part(name) for name in known]
@@ -128,8 +129,8 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
 def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     """Return the validation metric, over all sources, that matches the training metric `name`.
 
-    If there is none, returns that of the reward, accuracy or loss; None if the run is not
-    evaluated.
+    If there is none, returns the validation metric of the reward, accuracy or loss; None if the run
+    is not evaluated.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], get_last_part(name))

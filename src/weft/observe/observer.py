@@ -36,7 +36,7 @@ class RunObserver:
     """Observer of one run; nothing it does affects the computation.
 
     All methods can be called from the thread that drives the run. `memory` returns the peak memory
-    of the run in GiB, used for `measure_peak_memory_gb` in lines that lack it.
+    of the run in GiB, logged as `peak_memory_gb` in lines that lack this metric.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class RunObserver:
         output is a terminal and `progress` is on, else plain lines. Raises `UserError` if a logger
         cannot start, or if a file's path is taken by something that is not a file.
         """
+        # Check the files before a logger starts.
         earlier = max(
             (int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row),
             default=0,
@@ -112,7 +113,7 @@ class RunObserver:
             )
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
-        """Set the total steps, None if unknown, and the number `done` by earlier processes."""
+        """Set the total steps (None if unknown) and the steps `done` by earlier processes."""
         if done:
             earlier = [
                 row for row in read_rows(self.directory / METRICS) if is_finite(row.get("step"))
@@ -135,7 +136,7 @@ class RunObserver:
             self._log(line)
 
     def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Record one completed step and return the line as written; `metrics` must have `record_step`."""
+        """Record one completed step and return the line as written; `metrics` must have `step`."""
         line = dict(metrics)
         line.setdefault("peak_memory_gb", round(self._memory(), 4))
         with self._explain_write_errors(METRICS):
@@ -151,7 +152,7 @@ class RunObserver:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add late metrics to the line of `record_step`, which is already written, and to the loggers."""
+        """Add late metrics to the already written line of `step`, and to the loggers."""
         with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
         numbers = {name: float(value) for name, value in metrics.items() if is_finite(value)}

@@ -126,7 +126,7 @@ class RunPace:
         return list(found.items())[:count]
 
     def format_step(self) -> str:
-        """Return `record_step 12/60`, or `record_step 12` if the total is not known."""
+        """Return `step 12/60`, or `step 12` if the total is not known."""
         if self.total is not None:
             return f"step {self.done:>{len(str(self.total))}}/{self.total}"
         return f"step {self.done}"
@@ -178,7 +178,7 @@ class RunPace:
 def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
     """Format the first and last value of a metric: `0.33 -> 0.3375 (+0.0075, within noise)`.
 
-    `name` and `rows` are those of an evaluation, as for `trend.compute_change`.
+    `name` and `rows` have the meaning of `trend.compute_change`.
     """
     if len(values) == 1:
         return format_number(values[0])

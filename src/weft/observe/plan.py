@@ -34,7 +34,10 @@ class RunPlan:
         return [*self._format_table(width, short=True), *self.notes]
 
     def format_whole(self, width: int | None = None) -> list[str]:
-        """Return the lines of the table, the notes and the details; `width` as for `format_short`."""
+        """Return the lines of the table, the notes and the details.
+
+        `width` has the meaning of `format_short`.
+        """
         return [*self._format_table(width), *self.notes, *self.details]
 
     def _format_table(self, width: int | None, *, short: bool = False) -> Iterator[str]:

@@ -327,6 +327,7 @@ class LiveView:
         if not pace.done or not pace.latest:
             return None
         lines = [Text()]
+        # The headline metric with its curve and its best value.
         if pace.name is not None and pace.values:
             name = elide_middle(find_title(pace.name), width // 3)
             line = Text.assemble(
@@ -338,6 +339,7 @@ class LiveView:
             )
             line.append(best, QUIET)
             lines.append(_set_ellipsis(line))
+        # Evaluations, other metrics, speed and memory, on as few lines as possible.
         facts = [
             (find_title(name), format_number(values[-1]))
             for name, values in pace.evaluations.items()

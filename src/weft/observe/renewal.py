@@ -39,7 +39,7 @@ def start(directory: Path) -> ReportProcess:
 class ReportRenewal:
     """Rebuilds the report of one run.
 
-    `tell` is called once with a message if a build fails; the run continues.
+    `tell` is called with a message when a build first fails; the run continues.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ QUIET_SECONDS = 600.0  # a run that has written nothing for this long does not c
 class RunFiles:
     """Contents of one run's directory.
 
-    `lines` are the lines of metrics.jsonl that have a step, oldest first; `samples` are those of a
-    few steps; `record` is the content of run.json, which says how the run was started.
+    `lines` are the lines of metrics.jsonl that have a step, oldest first; `samples` are the samples
+    of a few steps; `record` is the content of run.json, which says how the run was started.
     """
 
     directory: Path
@@ -66,7 +66,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
-        """Read a run's directory. Raises `ConfigError` if `directory` is not that of a run."""
+        """Read a run's directory. Raises `ConfigError` if it is not the directory of a run."""
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no such directory; give the folder of a run, such as "

@@ -65,7 +65,7 @@ def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[R
     """Return the runs in `root` and up to two levels below, newest first.
 
     `root` can be a run itself. `alive` returns whether a run with the status `running` has a live
-    process; without it, a run that has written nothing for ten minutes is unfinished.
+    process; without `alive`, a run that has written nothing for ten minutes is unfinished.
     """
     runs = [summarize(path, alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
@@ -112,7 +112,7 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """Summarize one run from those of its files that can be read."""
+    """Summarize one run from its readable files."""
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
     top = _read_top_keys(run / CONFIG)
@@ -248,7 +248,7 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
 def _read_ranges(
     path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
 ) -> list[dict[str, Any]]:
-    """Return the lines in the given byte ranges of a file, without those that are incomplete."""
+    """Return the complete lines in the given byte ranges of a file."""
     rows: list[str] = []
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""`run.json` of a run: how, by which command, and where each of its processes was started.
+"""`run.json` of a run: the command, place and software of each process that worked on it.
 
 The runtime writes it, `weft show` reads it.
 """
@@ -19,8 +19,8 @@ from weft.observe.run_files import RECORD
 class RunStart:
     """One process that worked on the run.
 
-    `step` is the number of steps done before it started; `commit` is that of weft's checkout, if
-    weft runs from one.
+    `step` is the number of steps done before the process started; `commit` is the commit of weft's
+    checkout, if weft runs from one.
     """
 
     time: float  # seconds since the epoch

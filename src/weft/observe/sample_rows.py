@@ -49,7 +49,7 @@ class SampleGroup:
 
 
 def pick(values: Sequence[T], count: int) -> list[T]:
-    """Return at most `count` of `read_values`, evenly spaced, including the first and the last."""
+    """Return at most `count` of `values`, evenly spaced, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]

@@ -65,7 +65,7 @@ def describe_course(run: RunFiles, name: str) -> str:
 
 
 def render_status(word: str, *, flagged: bool = False) -> str:
-    """Render a run's status; `flagged` marks a run with a metric out of range."""
+    """Render a run's status; `flagged` adds a mark for a metric out of range."""
     kind = f"{word} flagged" if flagged else word
     return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
 

@@ -41,8 +41,8 @@ class LoggerSink(Protocol):
 class RunInfo:
     """Information on the run for loggers.
 
-    For a resumed run, `resumed_step` is the step it resumes from, and `logged` the last step in its
-    metrics.jsonl, set by `RunObserver.open`. Both are 0 for a new run.
+    For a resumed run, `resumed_step` is the step that it resumes from, and `logged` the last step
+    in its metrics.jsonl, set by `RunObserver.open`. Both are 0 for a new run.
     """
 
     directory: Path
@@ -84,7 +84,7 @@ def build_missing_error(name: str) -> UserError:
 
 
 def _import_sink(name: str) -> Any:
-    """Import the module of a logger, with `check(options)` and `start(options, run) -> LoggerSink`."""
+    """Return the module of a logger, which has `check(options)` and `start(options, run)`."""
     return importlib.import_module(f"weft.observe.sinks_{name}")
 
 

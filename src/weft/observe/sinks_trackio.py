@@ -14,7 +14,7 @@ COLUMNS = ["step", "id", "prompt", "completion", "reward"]
 def check(options: Mapping[str, Any]) -> None:
     """Check the Hugging Face login, which only a Space needs.
 
-    Raises `UserError` if there is none.
+    Raises `UserError` if there is no login.
     """
     import huggingface_hub
 

@@ -80,8 +80,8 @@ def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
 class Wandb:
     """Logs to Weights & Biases.
 
-    Steps before `first`, which the server already has from before a resume, are skipped: a history
-    there cannot be rewritten.
+    After a resume, steps before `first` are skipped: the server already has them, and its history
+    cannot be rewritten.
     """
 
     def __init__(self, session: Any, prefix: str, first: int) -> None:

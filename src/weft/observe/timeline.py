@@ -203,7 +203,7 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Timel
     """Return the spans of a file, sorted by start.
 
     If a resumed process repeated steps, the spans of the earlier process for these steps are left
-    out, as are its spans outside any step. `head` and `tail` as for `read_events`.
+    out, as are its spans outside any step. `head` and `tail` have the meaning of `read_events`.
     """
     events = read_events(path, head, tail)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}

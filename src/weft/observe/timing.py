@@ -22,15 +22,15 @@ GROUPS = (ROLES, HOST, RUN)
 
 
 def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
-    """Return node -> colour of its role, grey for host functions, from the timeline."""
+    """Return node -> colour of its role, from the timeline; host functions are grey."""
     roles = assign_role_hues(span.lane for span in spans if span.group == ROLES)
     return {span.name: roles.get(span.lane, GREY) for span in spans if span.group in (ROLES, HOST)}
 
 
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
-    """Return (call, mean seconds per step, share) for each call, then the rest of the step.
+    """Return (call, mean seconds per step, share) for each call, then for the rest of the step.
 
-    Concurrent calls can add up to more than the step; shares are then of their sum.
+    Concurrent calls can add up to more than the step; shares are then fractions of their sum.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -107,9 +107,10 @@ class SpansByStep:
     def build_data(self) -> dict[str, Any]:
         """Return the JSON data for the page's script.
 
-        It has names, their colours and lanes, and for each step its spans as `[name, lane, start,
-        seconds]`, with indices of name and lane, and the start relative to the step's.
+        It contains names, their colours and lanes, and for each step its spans as `[name, lane,
+        start, seconds]`: indices of name and lane, and the start in seconds since the step's start.
         """
+        # Names, lanes in the order of `GROUPS`, and colours.
         names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
         lanes = list(
             dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans)
@@ -119,6 +120,7 @@ class SpansByStep:
         name_at, lane_at = (
             {value: at for at, value in enumerate(listed)} for listed in (names, lanes)
         )
+        # Spans of each step, with times relative to its start.
         steps = []
         for step in self.steps:
             spans = self.listed[step]

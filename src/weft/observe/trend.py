@@ -74,7 +74,7 @@ def count_last(count: int) -> int:
 def count_first(count: int) -> int:
     """Return the number of first values, of `count`, that are averaged for the start of a curve.
 
-    It is small, since curves are steep there.
+    The number is small, since curves are steep at the start.
     """
     return max(1, min(EDGE, count // 3))
 
@@ -127,9 +127,9 @@ def compute_change(
 
 
 def compute_end_noise(values: Sequence[float]) -> float | None:
-    """Return the half-width of the 95% interval of `compute_end_mean`; None for fewer than `LEAST` values.
+    """Return the half-width of the 95% interval of `compute_end_mean`.
 
-    The steep beginning of the curve is left out.
+    None for fewer than `LEAST` values.     The steep beginning of the curve is left out.
     """
     if len(values) < LEAST:
         return None
@@ -155,7 +155,7 @@ def compute_sampling_noise(name: str, value: float, rows: float) -> float | None
 
 
 def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
-    """Return the half-width for the difference of the two noisiest; None if one is unknown."""
+    """Return the half-width for the difference of the two noisiest curves; None if one is unknown."""
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
 
@@ -164,9 +164,9 @@ def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
 class CurveNoise:
     """Noise of a curve, as half-widths of 95% intervals.
 
-    `single` is that of one value, and `dependence` the correlation of its noise with that of the
-    next. `of_end` is that of the end of a curve, for noise that lasts several steps; 0 if the curve
-    is too short to compare blocks.
+    `single` is the noise of one value, `dependence` the correlation between the noise of one value
+    and of the next. `of_end` is the noise of the end of a curve, including noise that lasts several
+    steps; 0 if the curve is too short to compare blocks.
     """
 
     single: float
@@ -178,7 +178,7 @@ class CurveNoise:
         return self.single * math.sqrt(sum(map(self._compute_mean_variance, counts)))
 
     def _compute_mean_variance(self, count: int) -> float:
-        """Return the variance of a mean of AR(1) noise, relative to that of one value."""
+        """Return the variance of a mean of AR(1) noise, relative to the variance of one value."""
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
         ) / count
@@ -220,9 +220,9 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
 
 
 def _compute_autocorrelation(values: Sequence[float]) -> float:
-    """Return the correlation of neighbouring values around a line, 0 to `MOST_DEPENDENT`.
+    """Return the correlation of neighbouring values around a line, in [0, `MOST_DEPENDENT`].
 
-    Fitting the line removes a part of it, (2 + 4 r) / n, which is corrected.
+    Fitting the line lowers the correlation by (2 + 4 r) / n, which is added back.
     """
     rest = _compute_residuals(values)
     spread = sum(each * each for each in rest)
