@@ -162,7 +162,7 @@ def test_weft_names_bring_no_note() -> None:
         (
             PPOConfig,
             ["advantages.post_hooks=[]"],
-            "'advantages' is a host function; only calls of a model have",
+            "'advantages' is a host function; only model calls have",
         ),
         (GRPOConfig, ["reward.pre_hooks=[offload]"], "'reward' is a host function"),
         (GRPOConfig, ["advantages={hooks: []}"], "'advantages' is a host function"),
