@@ -69,7 +69,7 @@ def test_what_is_no_run_stays(tmp_path, monkeypatch):
     write_run(nested, "runs/inner")
     for word, why in (
         (folder, "not the directory of a run"),
-        (tmp_path / "e", "holds some"),
+        (tmp_path / "e", "contains runs"),
         (link, "is a link"),
         (tmp_path / "nowhere", "no such run"),
         (nested, "holds another run"),
