@@ -103,7 +103,7 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
         "bad.yaml:1: section 'a': unknown key 'learning_rat'; did you mean learning_rate",
         "bad.yaml:3: section 'b': dtype=int3: must be one of fp16",
         "save_total_limit='many': must be a whole number, such as 8 (c, bad.yaml:5)",
-        "bad.yaml:6: 'stray' stands outside of any section",
+        "bad.yaml:6: 'stray' is outside of any section",
     ):
         assert problem in captured.err
     assert "bad.yaml:7: d is valid for sft" in captured.out
@@ -174,9 +174,9 @@ def test_a_file_that_cannot_be_read_is_listed_with_its_error(
     assert main(["config", "ls", "mine"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mine-good  configs/good.yaml:1  seed") and len(lines) == 3
-    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside") or lines[
+    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' is outside") or lines[
         2
-    ].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside")
+    ].startswith("cannot be used: configs/odd.yaml:2: 'x' is outside")
     assert any(line.startswith("cannot be used: configs/bad.yaml:") for line in lines)
     assert (
         main(["config", "validate", "configs/good.yaml"]) == 0

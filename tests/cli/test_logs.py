@@ -115,7 +115,7 @@ def test_a_run_is_named_as_show_takes_it(run: Path, capsys: pytest.CaptureFixtur
         assert "step 1" in capsys.readouterr().out
     for words, told in (
         (["e/tt"], "e/tt: there is no such run; did you mean runs/e/t?"),
-        (["e/t", "-e", "e"], "names a run, and -e and -f name one too; leave one out"),
+        (["e/t", "-e", "e"], "names a run, and so do -e and -f; leave one out"),
         (
             ["-e", "e"],
             "-f TRIAL is missing; write weft logs -e EXPERIMENT -f TRIAL, or weft logs RUN",

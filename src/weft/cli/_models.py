@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
     parser.add_argument(
         "--dtype",
-        help="float32, bfloat16 or float16 (default: the checkpoint's dtype on a GPU, else float32)",
+        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
     parser.add_argument(
         "--quantize",

@@ -19,8 +19,8 @@ from weft.options import leaves, plain
 from weft.topology import Layout
 
 # Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of
-# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `spellings` of
-# its configuration class.
+# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `spellings`
+# of its configuration class.
 RENAMED = {
     "model_name_or_path": "{first}.path",
     "model_name": "{first}.path",
@@ -112,8 +112,8 @@ class Translation:
     def put(self, target: str, override: Override, value: Any) -> None:
         """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
-        Of two spellings of one option, the one set later counts. Raises `ConfigError` if both are set
-        at the same position.
+        Of two spellings of one option, the one set later counts. Raises `ConfigError` if both are
+        set at the same position.
         """
         before = self.spelled.setdefault(target, override.name)
         if before != override.name:
@@ -341,7 +341,7 @@ def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
 
 
 def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`save_freq_steps` or `eval_freq_steps` for steps, `..._freq_epochs=1` for epoch; no: neither."""
+    """`save_freq_steps` or `eval_freq_steps` for steps, `..._freq_epochs=1` for epoch."""
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
     if value not in ("no", "steps", "epoch"):
@@ -353,7 +353,7 @@ def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> N
 
 
 def _report(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`logger.tensorboard=true`, `logger.wandb.mode=online` or `logger.trackio.project`; or none."""
+    """`logger.tensorboard=true`, `logger.wandb.mode=online`, `logger.trackio.project` or none."""
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
         settings = {
@@ -368,7 +368,7 @@ def _report(done: Translation, override: Override, given: dict[str, Any]) -> Non
 
 
 def _resume(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`recover_mode=resume` for true, latest or the flag without a value; `resume_from` for a path."""
+    """`recover_mode=resume` for true, latest or the bare flag; `resume_from` for a path."""
     value = given[override.name]
     if value in (True, "latest", "true"):
         done.put_all(["recover_mode"], override, "resume")

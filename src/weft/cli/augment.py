@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
 
     if given.model is None and not given.worse:
         raise ConfigError(
-            f"--model is missing: name a weak model, or kinds of bad replies with --worse ({', '.join(KINDS)})"
+            f"--model is missing: name a weak model, or kinds of bad replies with --worse "
+            f"({', '.join(KINDS)})"
         )
     if given.model is None and given.reward:
         raise ConfigError("--reward chooses among a model's answers: add --model")
@@ -60,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"{given.out}: {made.augmented:,} rows with bad replies, {made.plain:,} without")
     if made.left_out:
         print(
-            f"{made.left_out:,} rows are left out: each has a single reply, and no bad reply was made for it"
+            f"{made.left_out:,} rows are left out: each has a single reply, and no bad reply was "
+            f"made for it"
         )
     print(f"train on it with dataset.train_path={given.out} dataset.type={given.form}")
     return 0
@@ -124,7 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         "--form",
         choices=("ranking", "preference"),
         default="ranking",
-        help="form of the rows: {replies, augmented}, one bad reply drawn per epoch, or {chosen, rejected} (default ranking)",
+        help="form of the rows: {replies, augmented}, one bad reply drawn per epoch, or "
+        "{chosen, rejected} (default ranking)",
     )
     parser.add_argument(
         "--max-new-tokens",

@@ -146,7 +146,8 @@ def _user_files(words: Sequence[str]) -> list[Path]:
 def _config(name: str, words: Sequence[str]) -> Any:
     """Return a quickstart's default configuration.
 
-    A file of user code that registers it is imported, unless it imports torch or another slow package.
+    A file of user code that registers it is imported, unless that file imports a slow package
+    such as torch.
     """
     if name not in registry.quickstarts.names():
         for file in _user_files(words):

@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
     made.add_argument(
         "--dtype",
-        help="float32, bfloat16 or float16 (default: the checkpoint's dtype on a GPU, else float32)",
+        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
     made.add_argument(
         "--quantize",

@@ -85,13 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     copying.add_argument("file", type=Path, help="a new file, such as configs/mine.yaml")
     checking = commands.add_parser(
         "validate",
-        help="check each section of files, or a stack of sections: keys, types, values, names of datasets",
+        help="check each section of files, or a stack of sections: keys, types, values, names of "
+        "datasets",
     )
     checking.add_argument(
         "words",
         nargs="+",
         metavar="FILE|NAME|key=value",
-        help="files or folders of files; or sections left to right, then assignments, as for a quickstart",
+        help="files or folders of files; or sections left to right, then assignments, as for a "
+        "quickstart",
     )
     for name, run in (("ls", ls), ("show", show), ("cp", cp), ("validate", validate)):
         command = commands.choices[name]

@@ -62,8 +62,8 @@ class Shows(Protocol):
 class Chat:
     """One conversation.
 
-    `prompt` and `said` are the token ids of the last prompt and of its answer; `ended` is True if the
-    model finished that answer.
+    `prompt` and `said` are the token ids of the last prompt and of its answer; `ended` is True if
+    the model finished that answer.
 
     `context` is the model's maximum number of tokens; the oldest messages of a longer conversation
     are left out. Without `history` each message is answered independently.

@@ -26,7 +26,7 @@ BARE = {
     "zero_optimization": {"stage": 2}
 }  # default of programs that accept the flag without a file
 _CPU = {"device": "cpu"}
-# Files that Open-Assistant's sections name -> their zero_optimization, used if there is no such file.
+# Files that Open-Assistant's sections name -> zero_optimization to use if there is no such file.
 KNOWN: dict[str, dict[str, object]] = {
     "zero_config.json": {"stage": 2},
     "zero_config_pretrain.json": {"stage": 2},
@@ -37,8 +37,8 @@ KNOWN: dict[str, dict[str, object]] = {
     "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
 }
-# Keys that may be "auto", for Hugging Face's Trainer to fill in -> weft's options with their values.
-# An option with a leading dot belongs to a trained role. Without options the value is 0.
+# Keys that may be "auto", for Hugging Face's Trainer to fill in -> weft's options with their
+# values. An option with a leading dot belongs to a trained role. Without options the value is 0.
 AUTOS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("dataset.train_bs_n_seqs",),
     "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),

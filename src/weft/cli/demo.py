@@ -57,7 +57,7 @@ class Demo:
         return {**own, **others}
 
     def run(self, config: Any, doing: str = "starting") -> Any:
-        """Run one stage, showing progress on one line; add its seconds to `seconds`, by trial name."""
+        """Run one stage with a line of progress; add its seconds to `seconds`, by trial name."""
         from weft.launch.run import run
 
         begun = time.monotonic()

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         "\nBegin with:"
         if given.command == "write"
-        else "\nweft examples write data writes it, and you begin with:"
+        else "\nweft examples write data writes the files; then begin with:"
     )
     print(
         "  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/")

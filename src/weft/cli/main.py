@@ -37,9 +37,7 @@ GROUPS = {
     },
     "look at runs": {
         "ls": "the runs in a folder: status, steps, last reward or loss, size",
-        "show": (
-            "a run: command, versions, options that differ from the defaults, checkpoints, last metrics"
-        ),
+        "show": ("a run: command, versions, changed options, checkpoints, last metrics"),
         "report": "build the page of a run, or a page that compares several",
         "dashboard": "show the pages of all runs in a folder, live in a browser",
         "logs": "print the logs of a run and its workers, starting with the first failure",

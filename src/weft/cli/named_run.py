@@ -51,7 +51,7 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
     if given.run is not None:
         if named != (None, None):
             raise ConfigError(
-                f"weft {command} {given.run}: names a run, and -e and -f name one too; leave one out"
+                f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out"
             )
         return _begun(given.run, root) or find_run(given.run, root)
     if None in named:

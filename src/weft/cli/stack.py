@@ -23,7 +23,7 @@ from weft.options import coerce, leaves, plain
 
 COMMAND_LINE = "command line"
 PPO_CONFIG = "ppo_config"  # section that Open-Assistant's RL trainer always reads
-# Mutually exclusive options, as ends of dotted names; the one set last is kept.
+# Mutually exclusive options, as ends of dotted names; of two, the one set last is kept.
 EXCLUSIVE = (
     ("optimizer.warmup_steps", "optimizer.warmup_steps_proportion", "optimizer.warmup_epochs"),
     ("optimizer.min_lr_ratio", "optimizer.end_lr"),
