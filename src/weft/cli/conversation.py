@@ -264,6 +264,7 @@ class Chat:
         from weft.data.tokenizer import StreamDecoder
         from weft.engine.base import Request
 
+        # Decode the part of the answer that exists already.
         decoder = StreamDecoder(self.tokenizer)
         if self.plain:
             decoder.feed(prompt)  # some tokenizers drop the blank before a text's first word
@@ -275,6 +276,7 @@ class Chat:
             room = None
         else:
             room = max(1, self.context - len(prompt) - len(said))
+        # Sample, and show each token's text.
         with self.view.answer() as answer:
             if self.plain:
                 answer.write(self.messages[-1]["content"], style="dim")
@@ -295,6 +297,7 @@ class Chat:
                     raise
                 finish = "stopped"
             text += answer.write(decoder.flush())
+        # Store the answer.
         self.draws += 1
         self.prompt = prompt
         self.said = [*said, *new]

@@ -230,6 +230,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.models.network import lora
     from weft.models.network.parameters import values
 
+    # Load the base model with the adapter.
     adapter = _adapter(arguments.adapter)
     settings = peft_io.read_adapter_config(adapter)
     head = peft_io.TASKS[settings["task_type"]]
@@ -239,6 +240,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     network = peft_io.load_adapted(
         base, adapter, head, torch.promote_types(stored, dtype), exact=True
     )
+    # Merge, unless the adapter has no effect.
     held = values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
         raise CheckpointError(
@@ -246,6 +248,7 @@ def _merge(arguments: argparse.Namespace) -> None:
         )
     merged = lora.merge(held, lora.scales(network))
     config = network.config
+    # Write the tokenizer, the generation settings and the weights.
     source = _tokenizer_of(adapter, base)
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:

@@ -403,6 +403,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     from weft.data.scan import scan as look
     from weft.data.sources import find_files, read_rows
 
+    # Path -> title of every file to scan: named datasets, and the paths of the options.
     phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec = config.dataset
     console = _console(arguments)
@@ -412,6 +413,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
 
         named |= files_of(spec, arguments.mode)
     named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
+    # Paths of the command line replace them.
     for path, title in ({path: path for path in paths} or named).items():
         read = [each for file in find_files(path) for each in read_rows(file)]
         rows = [(str(place), row) for place, row in read]

@@ -91,7 +91,7 @@ class Taken:
         Raises `ConfigError` for batch sizes that are inconsistent on the run's data-parallel ranks.
         """
         values = dict(flat(to_mapping(config)))
-        if self.batch and config.allocation_mode != SEARCH:  # which finds its ranks later
+        if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
             problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
             if problem:
                 raise ConfigError(f"{self.shown}: {problem}")
@@ -120,12 +120,14 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     else:
         config = BARE
     if not base.trained_roles:
-        raise ConfigError("--deepspeed: nothing is trained here; leave it out")
+        raise ConfigError("--deepspeed: no role is trained here; leave it out")
+    # Map its keys. The longest sequence determines the tokens per micro-batch.
     lengths = [plain(each.value) for each in given if each.name in LENGTHS]
     longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
     mapped = map_config(config, base.trained_roles, longest)
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
+    # Tell which values are used, and which the command line overrides.
     flag = f"--deepspeed{f' {file}' if file else ''}"
     over = {
         each.name: plain(each.value)
@@ -137,9 +139,7 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     differ = {name: value for name, value in over.items() if value != mapped.options[name]}
     if differ:
         theirs = _shown({name: mapped.options[name] for name in differ})
-        notes.append(
-            f"{flag}: {theirs} of the file does not count, since {_shown(differ)} is set beside it"
-        )
+        notes.append(f"{flag}: {theirs} of the file is overridden by {_shown(differ)}")
     if mapped.tuning:
         notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
     assignments = [Override(name, value) for name, value in mapped.options.items()]
@@ -172,7 +172,7 @@ def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
     if len(parts) > 1:
         says = f"is not {shown} = {product}"
     else:
-        says = f"is no multiple of {shown} = {product}"
+        says = f"is not a multiple of {shown} = {product}"
     return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH}=N"
 
 
@@ -192,6 +192,6 @@ def _read(path: Path) -> dict[str, object]:
     config = read_json(path, f"--deepspeed {path}", ConfigError)
     if not isinstance(config, dict):
         raise ConfigError(
-            f"--deepspeed {path}: must hold a JSON object, but holds {type(config).__name__}"
+            f"--deepspeed {path}: must contain a JSON object, but contains {type(config).__name__}"
         )
     return config

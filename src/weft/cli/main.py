@@ -31,13 +31,13 @@ GROUPS = {
             "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a "
             "configuration of your own"
         ),
-        "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
+        "demo": "train a small model with SFT, PPO and GRPO on this CPU, without a download",
         "start": "run an experiment registered by name in user code (--list shows them)",
         "stop": "stop a run; the same command resumes it",
     },
     "look at runs": {
-        "ls": "the runs in a folder: status, steps, last reward or loss, size",
-        "show": ("a run: command, versions, changed options, checkpoints, last metrics"),
+        "ls": "list the runs in a folder: status, steps, last reward or loss, size",
+        "show": ("show a run: command, versions, changed options, checkpoints, last metrics"),
         "report": "build the page of a run, or a page that compares several",
         "dashboard": "show the pages of all runs in a folder, live in a browser",
         "logs": "print the logs of a run and its workers, starting with the first failure",
@@ -54,16 +54,16 @@ GROUPS = {
         "convert": "convert, merge, split and export checkpoints",
     },
     "data": {
-        "examples": "sample data and a small model, without a download: ls, write",
+        "examples": "write sample data and a small model, without a download: ls, write",
         "data": "inspect data as a run reads them: inspect, counts, scan",
     },
     "configuration and devices": {
-        "config": "named sections of settings: ls, show, cp, validate",
+        "config": "list, show, copy and check named sections: ls, show, cp, validate",
         "plan": (
             "show what a run would do: search assigns calls to devices, realloc moves "
             "parameters between layouts, memory finds a GPU"
         ),
-        "completion": "completion of commands and options in bash, zsh and fish",
+        "completion": "complete commands and options in bash, zsh and fish",
     },
 }
 COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}

@@ -297,6 +297,7 @@ def spread(data: LoadedData, limit: int) -> Iterator[str]:
 
 def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     """Print the table; return 2 if a dataset could not be read, after printing the reason."""
+    # Count every source.
     tell = detector() if detect else None
     counted = []
     shares = []
@@ -313,6 +314,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
             )
     if wrong and not counted:
         raise DataError(wrong)
+    # Add the rows per epoch, and the validation file.
     drawn = any(share.fraction or share.size or share.weight for share in shares)
     counted = [
         replace(each, per_epoch=n) for each, n in zip(counted, per_epoch(shares), strict=True)
@@ -326,6 +328,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
             tell,
         )
         counted.append(replace(found, train=0, evaluation=found.train))
+    # Print and write the table, then the problems.
     if counted:
         print(table(counted, drawn))
     if output is not None and counted:

@@ -199,6 +199,7 @@ def realloc(arguments: argparse.Namespace) -> None:
     from weft.realloc.plan import holdings_of, plan
     from weft.realloc.traffic import least, traffic
 
+    # Check the layouts.
     meshes = [_mesh(arguments, side) for side in SIDES]
     config = _config(arguments.model)
     per_node = arguments.devices_per_node
@@ -213,6 +214,7 @@ def realloc(arguments: argparse.Namespace) -> None:
     def node_of(rank: int) -> int:
         return rank // per_node
 
+    # Plan the transfers and count their bytes.
     shapes = parameter_shapes(config)
     source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
     itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])

@@ -67,6 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     case, parameters, trained, layout = case_of(
         path, arguments.options, arguments.tokens, arguments.dtype
     )
+    # Print what is trained, then the GPUs that fit it.
     settings = case.settings
     part = "" if trained == parameters else f", {trained:,} trained"
     if settings.state_dtype == "float32":
@@ -85,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
         "\n".join(
             [
                 *fits.table(fits.ways({"model": case})),
-                *([f"as set it needs {lacks}"] if lacks else []),
+                *([f"these settings need {lacks}"] if lacks else []),
             ]
         )
     )

@@ -176,6 +176,7 @@ def report(given: argparse.Namespace) -> None:
     from weft.evaluation.answers import sample
     from weft.evaluation.prompts import read_prompts
 
+    # Read existing reports, and check the models before any is loaded.
     made = [name for name in given.models if name.endswith(".json")]
     asked = [name for name in given.models if name not in made]
     reports = {name: sampling_report.read(Path(name)) for name in made}
@@ -186,6 +187,7 @@ def report(given: argparse.Namespace) -> None:
     settings = _settings(given)
     _models.check_policies(asked)
     prompts = read_prompts(given.prompts, given.n) if asked else []
+    # Sample with each model, and write its report.
     for name in asked:
         opened = _models.policy(name, given)
         with _models.progress(sampling_report.short(opened.name)) as bar:
@@ -203,6 +205,7 @@ def report(given: argparse.Namespace) -> None:
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
         print(file)
+    # Build the page of all reports.
     page = given.out / "report.html"
     sampling_report.write(
         page,

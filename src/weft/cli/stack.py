@@ -175,7 +175,10 @@ class _Reader:
                         )
 
     def word(self, override: Override, rank: int) -> None:
-        """Add one assignment of the command line."""
+        """Add one assignment of the command line, with `rank` as its position.
+
+        Raises `ConfigError` for an unknown key.
+        """
         if isinstance(override.value, Mapping) and any(
             key.startswith(f"{TRL}{override.name}.") for key in TRLX
         ):
@@ -185,7 +188,7 @@ class _Reader:
         name = self._of_trlx(override.name)
         where = Set(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
-        if override.removed:
+        if override.removed:  # `~key` removes it and all keys below it
             gone = [
                 key
                 for key in (*self.theirs, *self.own)
@@ -200,16 +203,16 @@ class _Reader:
             self._put_theirs(
                 name, Set(plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank)
             )
-        elif inner and group in ("datasets", "datasets_extra"):
+        elif inner and group in ("datasets", "datasets_extra"):  # a parameter of an entry
             self._entry(group, inner, override)
-        elif inner and self._is_theirs(group):
+        elif inner and self._is_theirs(group):  # a key in one of Open-Assistant's groups
             before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
             whole = {
                 **(before.value if isinstance(before.value, Mapping) else {}),
                 inner: plain(override.value),
             }
             self.theirs[group], self.inner[name] = replace(before, value=whole), where
-        elif name in KEYS and not is_spelling(name, self.base):
+        elif name in KEYS and not is_spelling(name, self.base):  # of another trainer
             raise ConfigError(
                 f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; "
                 f"{KEYS[name].says}"

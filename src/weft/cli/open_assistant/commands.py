@@ -259,6 +259,7 @@ def _talk(
     model = done.one("--model_path")
     if model is None:
         raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
+    # Translate the flags one by one.
     made = ["chat", newest_run(model)]
     for flag, why in UNUSED.items():
         if flag in done.named:
