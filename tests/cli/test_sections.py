@@ -112,7 +112,7 @@ def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: 
     [
         ("a: {b: [1, 2\n", r"a.yaml:2: is not YAML"),
         ("a:\n  seed: 1\n  seed: 2\n", r"a.yaml:3: .*'seed' is repeated here, first on line 2"),
-        ("- a\n- b\n", r"a.yaml:1: holds list; write sections as NAME:"),
+        ("- a\n- b\n", r"a.yaml:1: contains list; write sections as NAME:"),
         ("a: !!python/object:os.system {}\n", r"a.yaml:1: is not YAML"),
         ("a: &x {b: *y}\n", r"a.yaml:1: is not YAML"),
     ],

@@ -478,7 +478,7 @@ def _phrases(file: Path) -> list[str]:
         raise DataError(f"--phrases={file}: there is no such file")
     phrases = [line.strip().lower() for line in file.read_text().splitlines() if line.strip()]
     if not phrases:
-        raise DataError(f"--phrases={file}: the file holds no phrases; write one a line")
+        raise DataError(f"--phrases={file}: the file contains no phrases; write one per line")
     return phrases
 
 

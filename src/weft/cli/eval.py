@@ -163,7 +163,7 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
 def _kind(path: str, split: str | None) -> str:
     """Return the form of the first row.
 
-    Raises `ConfigError` if it is no form with ranked replies.
+    Raises `ConfigError` if the row has no ranked replies.
     """
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows

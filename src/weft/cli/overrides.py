@@ -169,7 +169,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: is empty; write options as key: value")
     if not isinstance(values, dict):
         raise ConfigError(
-            f"--config {path}: must hold options as key: value, but holds {type(values).__name__}"
+            f"--config {path}: must contain options as key: value, but contains {type(values).__name__}"
         )
     return values
 

@@ -164,7 +164,7 @@ def read_file(path: Path, shown: str = "") -> Contents:
         return Contents(())
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{shown}:1: holds {type(values).__name__}; write sections as NAME: with key: value "
+            f"{shown}:1: contains {type(values).__name__}; write sections as NAME: with key: value "
             f"below"
         )
     lines = dict(_lines(node, ()))

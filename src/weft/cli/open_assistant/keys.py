@@ -361,7 +361,7 @@ KEYS: dict[str, Key] = {
     "max_length": to("dataset.max_seqlen"),
     "val_max_length": Key("`dataset.valid_max_seqlen`, unless it is `max_length`", _valid_length),
     "num_train_epochs": Key(
-        "`total_train_epochs`; a share below 1 is that share of every data set, drawn anew", _epochs
+        "`total_train_epochs`; below 1: a random share of every dataset", _epochs
     ),
     "logging_steps": to("log_freq_steps"),
     "eval_steps": to("eval_freq_steps"),
@@ -430,7 +430,7 @@ KEYS: dict[str, Key] = {
         "micro-batches are counted in tokens, max_tokens_per_microbatch"
     ),
     "verbose": anyway(
-        "counts of every data set are in the run's log; weft quickstart --verbose prints them"
+        "counts of every dataset are in the run's log; weft quickstart --verbose prints them"
     ),
     **RL_KEYS,
 }

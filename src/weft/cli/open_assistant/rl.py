@@ -350,7 +350,7 @@ TRLX: dict[str, Key] = {
             "`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)
         ),
         "method.chunk_size": anyway(
-            "completions are sampled as many at a time as memory holds", RL
+            "the number of completions sampled at a time depends on memory", RL
         ),
         "method.ppo_epochs": to("{algorithm}.ppo_epochs", RL),
         "method.init_kl_coef": to("{algorithm}.kl_ctl", RL),
@@ -380,7 +380,7 @@ TRLX: dict[str, Key] = {
 
 KEYS: dict[str, Key] = {
     "batch_size": Key("`ppo.mini_batch_size`, times data-parallel ranks", _sizes, (RL,)),
-    "chunk_size": anyway("completions are sampled as many at a time as memory holds", RL),
+    "chunk_size": anyway("the number of completions sampled at a time depends on memory", RL),
     "num_rollouts": Key("`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)),
     "total_steps": Key("`max_steps`, counted in rounds of rollouts", _total, (RL,)),
     "reward_model_batch_size": anyway(
