@@ -113,8 +113,8 @@ def test_bad_llama2c_files_are_exit_2(
     raw = (source / "stories260K.bin").read_bytes()
     for content, said in (
         (raw[:-4], "truncated"),
-        (raw[:10], "no llama2.c"),
-        (b"\xff" * 999, "no llama2.c"),
+        (raw[:10], "not a llama2.c"),
+        (b"\xff" * 999, "not a llama2.c"),
     ):
         broken.write_bytes(content)
         assert (

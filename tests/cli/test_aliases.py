@@ -154,7 +154,7 @@ def test_weft_names_bring_no_note() -> None:
         (SFTConfig, ["learning_rate=1", "model.optimizer.lr=2"], "same option"),
         (SFTConfig, ["gradient_accumulation_steps=4"], "per_device_train_batch_size"),
         (PPOConfig, ["optimizer.lr=1"], "actor.optimizer.lr or critic.optimizer.lr"),
-        (GenConfig, ["optimizer.lr=1"], "nothing is trained"),
+        (GenConfig, ["optimizer.lr=1"], "no role is trained"),
         (SFTConfig, ["save_strategy=sometimes"], "no, steps or epoch"),
         (SFTConfig, ["report_to=paper"], "tensorboard, wandb or trackio"),
         (SFTConfig, ["temperature=1"], "unknown option 'temperature'"),
@@ -162,7 +162,7 @@ def test_weft_names_bring_no_note() -> None:
         (
             PPOConfig,
             ["advantages.post_hooks=[]"],
-            "'advantages' is a host function; only calls of a model have",
+            "'advantages' is a host function; only model calls have",
         ),
         (GRPOConfig, ["reward.pre_hooks=[offload]"], "'reward' is a host function"),
         (GRPOConfig, ["advantages={hooks: []}"], "'advantages' is a host function"),

@@ -37,8 +37,8 @@ def test_rows_that_a_reward_model_is_trained_on(
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        ([], "--model is missing: name a weak model, or bad replies by --worse"),
-        (["--worse", "cut", "--reward", "x"], "--reward chooses among the answers of a model"),
+        ([], "--model is missing: name a weak model, or kinds of bad replies with --worse"),
+        (["--worse", "cut", "--reward", "x"], "--reward chooses among a model's answers"),
     ],
 )
 def test_what_is_wrong(words: list[str], wrong: str, tmp_path: Path) -> None:
@@ -49,9 +49,9 @@ def test_what_is_wrong(words: list[str], wrong: str, tmp_path: Path) -> None:
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists, and files"):
         data.main(["augment", str(rows), "--worse", "cut", "--out", str(rows)])
-    with pytest.raises(ConfigError, match="there are no rows: give a PATH or --datasets NAME"):
+    with pytest.raises(ConfigError, match="no rows are named: give a PATH or --datasets NAME"):
         data.main(["augment", "--worse", "cut", "--out", str(tmp_path / "out.jsonl")])
     with pytest.raises(SystemExit):
         data.main(

@@ -196,8 +196,8 @@ def test_an_empty_line_goes_on_with_a_cut_answer(chat_model: Path) -> None:
     spec = GenerationSpec(max_new_tokens=4)
     chat, engine = talk(chat_model, view, "Once upon a time", " in", spec=spec)
     assert list(engine.requests[1].prompt) == [*engine.requests[0].prompt, *chat.said[:4]]
-    assert "cut at max_new_tokens, an empty line goes on" in " ".join(view.text.split())
-    assert "the answer had ended" in view.text
+    assert "cut at max_new_tokens, an empty line continues it" in " ".join(view.text.split())
+    assert "the answer is complete" in view.text
     assert len(chat.messages) == 2
     assert chat.messages[1]["content"] == chat.tokenizer.decode(chat.said, skip_special=True)
 
@@ -210,7 +210,7 @@ def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
     chat = Chat(cast(Engine, engine), tokenizer, GenerationSpec(), view)
     chat.converse()
     assert len(chat.said) == 3 and not chat.ended
-    assert "stopped, an empty line goes on" in view.text
+    assert "stopped, an empty line continues it" in view.text
 
 
 def test_set_changes_how_answers_are_sampled(chat_model: Path) -> None:
@@ -233,7 +233,7 @@ def test_commands_that_do_not_exist_say_what_is_near(chat_model: Path) -> None:
     chat, _ = talk(chat_model, view, "Yes.")
     assert "did you mean /retry" in view.text
     assert "/save needs the name of a file" in view.text
-    assert "nothing was said yet" in view.text
+    assert "there are no messages yet" in view.text
     assert chat.messages[0]["content"] == "/slash"
     assert "/system [TEXT]" in view.text
     assert view.lines == ["never read"]
@@ -328,7 +328,7 @@ def test_says_when_there_is_no_chat_template(
         == 0
     )
     seen = capfd.readouterr()
-    assert "plain text: every line is continued by itself" in seen.err
+    assert "plain text: each line is continued on its own" in seen.err
     assert "greedy" in seen.err
     assert seen.out.endswith("\n")
 
@@ -562,7 +562,7 @@ def test_a_conversation_longer_than_the_context_loses_its_oldest_turns(chat_mode
 def test_a_message_longer_than_the_context_is_refused_and_forgotten(chat_model: Path) -> None:
     view = Seen("Hello " * 40, "Hi")
     chat, _ = talk(chat_model, view, "Yes?", context=40)
-    assert "the model takes 40 with its answer" in " ".join(view.text.split())
+    assert "context is 40, including the answer" in " ".join(view.text.split())
     assert [m["content"] for m in chat.messages] == ["Hi", "Yes?"]
 
 

@@ -34,7 +34,7 @@ def test_ls_begins_with_recipes_and_what_each_is_for(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     blank = lines.index("")
     assert lines[0].startswith(
-        "recipes: whole runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
+        "recipes: complete runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
     )
     shipped = sorted(path.stem for path in shipped_file("ready").glob("*.yaml"))
     assert [line.split()[0] for line in lines[1:blank]] == shipped
@@ -65,7 +65,7 @@ def test_cp_copies_a_section_to_change(here: Path, capsys: pytest.CaptureFixture
         == 520
     )
     assert main(["config", "cp", "pythia-1B", "configs/mine.yaml"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "mine.yaml exists" in capsys.readouterr().err
     (here / "configs" / "mine.yaml").write_text(
         (here / "configs" / "mine.yaml").read_text().replace("520", "99")
     )
@@ -85,14 +85,14 @@ def test_cp_keeps_comments_and_what_an_anchor_brings(here: Path) -> None:
 def test_cp_of_a_whole_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "cp", "ppo_config", "configs/ppo_config.yaml"]) == 0
     assert main(["config", "validate", "configs/ppo_config.yaml"]) == 0
-    assert "configs/ppo_config.yaml:1: ppo_config is right for ppo" in capsys.readouterr().out
+    assert "configs/ppo_config.yaml:1: ppo_config is valid for ppo" in capsys.readouterr().out
 
 
 def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "good.yaml").write_text("a: {learning_rate: 1e-5}\nb: {ppo.kl_ctl: 0.1}\n")
     assert main(["config", "validate", "good.yaml"]) == 0
     out = capsys.readouterr().out
-    assert "good.yaml:1: a is right for sft" in out and "good.yaml:2: b is right for ppo" in out
+    assert "good.yaml:1: a is valid for sft" in out and "good.yaml:2: b is valid for ppo" in out
     (here / "bad.yaml").write_text(
         "a: {learning_rat: 1e-5}\nb:\n  dtype: int3\nc:\n  save_total_limit: many\nstray: 3\nd: "
         "{seed: 1}\n"
@@ -103,10 +103,10 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
         "bad.yaml:1: section 'a': unknown key 'learning_rat'; did you mean learning_rate",
         "bad.yaml:3: section 'b': dtype=int3: must be one of fp16",
         "save_total_limit='many': must be a whole number, such as 8 (c, bad.yaml:5)",
-        "bad.yaml:6: 'stray' stands outside of any section",
+        "bad.yaml:6: 'stray' is outside of any section",
     ):
         assert problem in captured.err
-    assert "bad.yaml:7: d is right for sft" in captured.out
+    assert "bad.yaml:7: d is valid for sft" in captured.out
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_validate_finds_what_is_there(here: Path, capsys: pytest.CaptureFixture[
         "a: {ppo.kl_ctl: 0.1, dataset.path: rows.jsonl, reward: 'scores_of_mine.py:score'}\n"
     )
     assert main(["config", "validate", "mine.yaml"]) == 0
-    assert "mine.yaml:1: a is right for ppo" in capsys.readouterr().out
+    assert "mine.yaml:1: a is valid for ppo" in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_read_is_listed_with_its_error(
@@ -174,9 +174,9 @@ def test_a_file_that_cannot_be_read_is_listed_with_its_error(
     assert main(["config", "ls", "mine"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mine-good  configs/good.yaml:1  seed") and len(lines) == 3
-    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside") or lines[
+    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' is outside") or lines[
         2
-    ].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside")
+    ].startswith("cannot be used: configs/odd.yaml:2: 'x' is outside")
     assert any(line.startswith("cannot be used: configs/bad.yaml:") for line in lines)
     assert (
         main(["config", "validate", "configs/good.yaml"]) == 0
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_read_is_listed_with_its_error(
     )
     said = capsys.readouterr()
     assert "configs/bad.yaml:" in said.err and "configs/odd.yaml:2" in said.err
-    assert "configs/good.yaml:1: mine-good is right for sft" in said.out
+    assert "configs/good.yaml:1: mine-good is valid for sft" in said.out
     # a run does not go past it: the file may hold another section of the same name
     assert (
         main(["config", "show", "pythia-1b"]) == 2 and "configs/bad.yaml" in capsys.readouterr().err
@@ -196,16 +196,16 @@ def test_validate_takes_a_stack(here: Path, capsys: pytest.CaptureFixture[str]) 
         main(["config", "validate", "defaults", "oasst_export_eu,pythia-1b", "learning_rate=2e-6"])
         == 0
     )
-    assert capsys.readouterr().out == "defaults oasst_export_eu pythia-1b: right for sft\n"
+    assert capsys.readouterr().out == "defaults oasst_export_eu pythia-1b: valid for sft\n"
     assert main(["config", "validate", "defaults_rm", "oasst-rm-1-pythia-1b"]) == 0
-    assert capsys.readouterr().out == "defaults_rm oasst-rm-1-pythia-1b: right for rw\n"
+    assert capsys.readouterr().out == "defaults_rm oasst-rm-1-pythia-1b: valid for rw\n"
     for words, wrong in (
         (["defaults", "pythia-1c"], "unknown section 'pythia-1c'; did you mean"),
         (
             ["defaults", "pythia-1b", "learning_rat=1"],
             "unknown key 'learning_rat'; did you mean learning_rate",
         ),
-        (["learning_rate=1"], "learning_rate=1: goes over sections; name them before it"),
+        (["learning_rate=1"], "learning_rate=1: overrides sections; name them before it"),
     ):
         assert main(["config", "validate", *words]) == 2 and wrong in capsys.readouterr().err
 

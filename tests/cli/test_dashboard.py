@@ -95,7 +95,7 @@ def test_no_path_reaches_the_file_system(runs: Path, target: str) -> None:
     ("words", "told"),
     [
         (["nowhere"], "no such folder"),
-        (["{file}"], "is no folder"),
+        (["{file}"], "is not a folder"),
         (["{folder}", "--port", "70000"], "65535"),
     ],
 )

@@ -293,7 +293,7 @@ def test_phrases_are_sought_in_answers_alone() -> None:
 @pytest.mark.parametrize(
     ("argv", "wrong"),
     [
-        (["inspect"], "there are no data to look at"),
+        (["inspect"], "no data are named"),
         (["inspect", "nowhere.jsonl"], "no such file"),
         (["lengths", "nowhere.jsonl", "--type", "chat"], "--tokenizer is missing"),
         (
@@ -316,7 +316,7 @@ def test_a_file_that_tells_no_type(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"x": 1}')
     with pytest.raises(
         ConfigError,
-        match=r"odd.jsonl:1: this row tells no dataset type \(it has x\); set --type to one of chat",
+        match=r"odd.jsonl:1: this row fits no dataset type \(it has x\); set --type to one of chat",
     ):
         main(["inspect", str(tmp_path / "odd.jsonl"), *words[1:]])
 

@@ -53,8 +53,8 @@ def test_a_file_is_read_and_the_command_line_goes_over_it(
     assert config["model"]["zero_stage"] == 0
     assert "note: --deepspeed ds.json is read as model.optimizer.type=adamw " in captured.err
     assert (
-        "ds.json: model.dtype=bfloat16 of the file does not count, since model.dtype=float32 is "
-        "set beside it" in captured.err
+        "ds.json: model.dtype=bfloat16 of the file is overridden by model.dtype=float32"
+        in captured.err
     )
     assert "note: --deepspeed: these keys only tune DeepSpeed: steps_per_print" in captured.err
 
@@ -74,9 +74,8 @@ def test_what_is_set_beside_the_file_counts_and_is_told(
     assert yaml.safe_load(captured.out)["dataset"]["train_bs_n_seqs"] == 16
     assert captured.err.splitlines() == [
         "note: --deepspeed ds.json is read as model.optimizer.max_grad_norm=1.0",
-        "note: --deepspeed ds.json: dataset.train_bs_n_seqs=32 of the file does not count, since "
-        "dataset.train_bs_n_seqs=16 "
-        "is set beside it",
+        "note: --deepspeed ds.json: dataset.train_bs_n_seqs=32 of the file is overridden by "
+        "dataset.train_bs_n_seqs=16",
     ]
 
 
@@ -135,7 +134,7 @@ def test_sizes_that_do_not_go_together_are_refused(
     assert weft.main([*words, "model.layout=d4t2"]) == 0
     assert weft.main([*words, "model.layout=d3"]) == 2
     assert (
-        "train_batch_size=32 is no multiple of train_micro_batch_size_per_gpu=4 x 3"
+        "train_batch_size=32 is not a multiple of train_micro_batch_size_per_gpu=4 x 3"
         in capsys.readouterr().err
     )
 
@@ -156,7 +155,7 @@ def test_a_supervised_process_leaves_notes_to_its_supervisor(
     ("content", "words", "message"),
     [
         ("{}", ["--deepspeed", "absent.json"], "--deepspeed absent.json: there is no such file"),
-        ("[1]", ["--deepspeed", "ds.json"], "must hold a JSON object"),
+        ("[1]", ["--deepspeed", "ds.json"], "must contain a JSON object"),
         ("{", ["--deepspeed", "ds.json"], "is not JSON"),
         (
             '{"a": 1, "amp": {"enabled": true}}',
@@ -180,4 +179,4 @@ def test_wrong_files_are_exit_2(
 
 def test_nothing_trained_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(["quickstart", "gen", "--deepspeed", "ds.json"]) == 2
-    assert "nothing is trained here" in capsys.readouterr().err
+    assert "no role is trained here" in capsys.readouterr().err

@@ -92,9 +92,9 @@ def test_datasets_by_name_are_read_as_their_training_reads_them(
     file = f"datasets.hh-rlhf.data_path={tmp_path / 'test.jsonl'}"
     assert list(rows("--datasets", "hh-rlhf", file, "max_replies=2").values()) == [1]
     assert main(["eval", "rm", scorer, *named, "--split", "test"]) == 2
-    assert "--split test: of datasets by name must be train or valid" in capsys.readouterr().err
+    assert "--split test: must be train or valid for named datasets" in capsys.readouterr().err
 
 
 def test_no_data_is_exit_2(scorer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "rm", scorer, "max_replies=2"]) == 2
-    assert "there are no data" in capsys.readouterr().err
+    assert "no data are named" in capsys.readouterr().err

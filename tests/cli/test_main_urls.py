@@ -117,4 +117,4 @@ def test_a_place_for_answers_that_is_no_folder_is_refused_before_a_model_is_look
 ) -> None:
     (folder / "file").write_text("a")
     assert main(["sample", "report", "nothing/here", "--prompts", "p.txt", "--out", "file"]) == 2
-    assert capsys.readouterr().err == "error: --out file: is no folder; name another\n"
+    assert capsys.readouterr().err == "error: --out file: is not a folder; name another\n"

@@ -86,8 +86,8 @@ def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
     assert main(words) == 0
     said = capsys.readouterr()
     assert (
-        "joke: would be fetched from https://gist.github.com" in said.err
-        and "--yes fetches them" in said.err
+        "joke: would be downloaded from https://gist.github.com" in said.err
+        and "--yes downloads them" in said.err
     )
     assert "joke" not in said.out and "asked for" not in said.err
     assert main([*words, "--yes"]) == 2
@@ -97,12 +97,12 @@ def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
         main(["counts", "--datasets", "jok"])
     with pytest.raises(
         ConfigError,
-        match="section 'zzzzzz'; weft data counts --datasets all names the datasets, weft conf",
+        match="section 'zzzzzz'; weft data counts --datasets all lists the datasets, weft conf",
     ):
         main(["counts", "--datasets", "zzzzzz"])
     with pytest.raises(ConfigError, match="'xx-en' is not a pair of known languages"):
         main(["counts", "--datasets", "wmt2019_xx-en"])
-    with pytest.raises(ConfigError, match="`all` stands alone"):
+    with pytest.raises(ConfigError, match="`all` cannot be combined"):
         main(["counts", "--datasets", "all", "joke"])
 
 

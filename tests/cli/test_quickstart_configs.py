@@ -109,7 +109,7 @@ def test_a_deepspeed_file_of_the_stack(here: Path, capsys: pytest.CaptureFixture
         ),
         (
             ["--config-dir", "configs"],
-            "--config-dir: holds sections, and none is named; add --configs NAME",
+            "--config-dir: is a folder of sections, and none is named; add --configs NAME",
         ),
         (
             ["--configs", "base", "num_rollouts=3"],

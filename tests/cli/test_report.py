@@ -40,7 +40,7 @@ def test_it_opens_a_browser_where_asked(tmp_path: Path, monkeypatch: pytest.Monk
     ("words", "told"),
     [
         (["nowhere"], "no such run"),
-        (["{run}", "-o", "{run}/none/page.html"], "choose another place with -o"),
+        (["{run}", "-o", "{run}/none/page.html"], "choose another file with -o"),
         (["{run}"] * 9, "2 to 6"),
         (["{run}", "--shut"], "--shut"),
     ],

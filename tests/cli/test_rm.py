@@ -69,10 +69,10 @@ def test_what_is_no_run_stays(tmp_path, monkeypatch):
     write_run(nested, "runs/inner")
     for word, why in (
         (folder, "not the directory of a run"),
-        (tmp_path / "e", "holds some"),
+        (tmp_path / "e", "contains runs"),
         (link, "is a link"),
         (tmp_path / "nowhere", "no such run"),
-        (nested, "holds another run"),
+        (nested, "contains another run"),
     ):
         with pytest.raises(ConfigError, match=why):
             main([str(run), str(word), "--yes"])
@@ -80,7 +80,7 @@ def test_what_is_no_run_stays(tmp_path, monkeypatch):
         "all are looked at before any is removed"
     )
     monkeypatch.chdir(run / "checkpoints")
-    with pytest.raises(ConfigError, match="that you are in"):
+    with pytest.raises(ConfigError, match="contains the current folder"):
         main([str(run), "--yes"])
 
 
@@ -95,7 +95,7 @@ def test_links_are_removed_and_what_they_lead_to_stays(tmp_path, capsys):
     (run / "recover").rmdir()
     (run / "recover").symlink_to(outside)
     assert main([str(run), "--recover", "--yes"]) == 0
-    assert "the link alone" in capsys.readouterr().out
+    assert "only the link" in capsys.readouterr().out
     assert not (run / "recover").is_symlink() and (outside / "precious").exists()
     assert main([str(run), "--yes"]) == 0
     assert (outside / "precious").read_text() == "x"

@@ -66,7 +66,7 @@ def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None
         Library.find().get("pythia-mien")
     with pytest.raises(
         ConfigError,
-        match=r"takes names of sections; a file of options is read with --config configs/a.yaml",
+        match=r"needs names of sections; a file of options is read with --config configs/a.yaml",
     ):
         Library.find().get("configs/a.yaml")
 
@@ -112,7 +112,7 @@ def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: 
     [
         ("a: {b: [1, 2\n", r"a.yaml:2: is not YAML"),
         ("a:\n  seed: 1\n  seed: 2\n", r"a.yaml:3: .*'seed' is repeated here, first on line 2"),
-        ("- a\n- b\n", r"a.yaml:1: holds list; write sections as NAME:"),
+        ("- a\n- b\n", r"a.yaml:1: contains list; write sections as NAME:"),
         ("a: !!python/object:os.system {}\n", r"a.yaml:1: is not YAML"),
         ("a: &x {b: *y}\n", r"a.yaml:1: is not YAML"),
     ],
@@ -132,7 +132,7 @@ def test_options_at_the_top_are_one_section(tmp_path: Path) -> None:
 def test_a_value_outside_of_any_section_is_told_where_it_is(here: Path) -> None:
     write(here / "configs" / "a.yaml", "mine: {seed: 1}\nlearning_rate: 1e-5\n")
     with pytest.raises(
-        ConfigError, match=r"configs/a.yaml:2: 'learning_rate' stands outside of any section"
+        ConfigError, match=r"configs/a.yaml:2: 'learning_rate' is outside of any section"
     ):
         Library.find().get("mine")
 

@@ -49,7 +49,7 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
             token = next(
                 line.rsplit(" ", 1)[1]
                 for line in lines
-                if line.startswith("token, made for this run")
+                if line.startswith("token, generated for this run")
             )
             assert url.startswith("http://127.0.0.1:")
             body = {"model": "policy", "prompt": "Once", "max_tokens": 2}
@@ -79,7 +79,7 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
         (["m", "--reward", "m", "--reward-name", "a b"], "--reward-name='a b'"),
         (["m", "--max-prompt-kb", "0"], "--max-prompt-kb=0"),
         (["m", "--max-load", "0"], "--max-load=0"),
-        (["m", "--no-token", "--host", "0.0.0.0"], "--no-token is for"),
+        (["m", "--no-token", "--host", "0.0.0.0"], "--no-token is allowed only"),
         (["m", "--token-env", "NOT_SET_ANYWHERE"], "not set"),
         (["m", "--token-file", "/nowhere"], "no such file"),
         (["/nowhere/m", "--no-token"], "no such file or directory"),

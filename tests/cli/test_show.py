@@ -57,10 +57,10 @@ def test_names_of_runs(tmp_path, capsys, monkeypatch):
     for word in ("nope", "runs/nope", "runs/x/y"):
         with pytest.raises(
             ConfigError,
-            match=rf"^{word}: there is no such run; weft ls lists those that are there$",
+            match=rf"^{word}: there is no such run; weft ls lists the runs$",
         ):
             main([word])
-    with pytest.raises(ConfigError, match="holds some"):
+    with pytest.raises(ConfigError, match="contains runs"):
         main(["runs/first"])
 
 

@@ -61,7 +61,7 @@ def test_answers_stand_side_by_side_where_there_is_room(model: Path, width: int)
         )
     assert (
         "per second" in view.text
-        and view.text.count("forget the conversation") == 1
+        and view.text.count("clear the conversation") == 1
         and "/a LINE" in view.text
     )
 

@@ -199,7 +199,7 @@ def test_a_value_that_is_refused_is_named_with_file_and_line(here: Path) -> None
     assert sorted(str(caught.value).splitlines()) == [
         "configs/b.yaml:2: section 'bad': dtype=int3: must be one of fp16, float16, bf16, "
         "bfloat16, fp32, float32",
-        "configs/b.yaml:5: section 'bad': datasets[1]: alpaca: 3 is no parameter; an entry is '- "
+        "configs/b.yaml:5: section 'bad': datasets[1]: alpaca: 3 is not a parameter; an entry is '- "
         "name' or '- name:' with its "
         "parameters (fraction, size, val_split, ...) indented below it",
     ]

@@ -142,12 +142,12 @@ def test_a_copy_is_named_on_the_command_line(
     for more, wrong in (
         (
             "data_path=squad.jsonl",
-            "data_path=squad.jsonl: has no folder of gsm8k, squad_v2; write "
+            "data_path=squad.jsonl: has no folder named gsm8k, squad_v2; write "
             "datasets.NAME.data_path",
         ),
         (
             "datasets.gsm8.fraction=0.5",
-            "datasets.gsm8: is none of the data sets .*; did you mean datasets.gsm8k?",
+            "datasets.gsm8: is not among the named datasets; did you mean datasets.gsm8k?",
         ),
         ("datasets.gsm8k=1", "datasets.gsm8k: write datasets.NAME.PARAMETER=value"),
         ("datasets.gsm8k.fraction=2", "datasets.gsm8k.fraction=2: must be above 0"),
@@ -155,7 +155,7 @@ def test_a_copy_is_named_on_the_command_line(
         with pytest.raises(ConfigError, match=wrong):
             main([*words, more])
     with pytest.raises(
-        ConfigError, match="data_path=a: is a copy of a data set by name; add --datasets NAME"
+        ConfigError, match="data_path=a: is a copy of a named dataset; add --datasets NAME"
     ):
         main(["counts", "data_path=a", cache])
 
@@ -195,7 +195,7 @@ def test_the_mode_is_that_of_the_sections(here: Path) -> None:
     assert stacked(["defaults_rm", "oasst-rm-1-pythia-1.4b"], [], None, [])[1] == "rm"
     values, mode = stacked(["defaults_rlhf", "oasst_export_latin_cyrillic_rlhf"], [], None, [])
     assert mode == "rl" and values["dataset"]["sources"][0]["named"] == "oasst_export"
-    with pytest.raises(ConfigError, match=r"mine.yaml:\d+: section 'odd' lists no data sets"):
+    with pytest.raises(ConfigError, match=r"mine.yaml:\d+: section 'odd' lists no datasets"):
         main(["counts", "--datasets", "odd"])
 
 

@@ -239,7 +239,7 @@ def test_experiments_are_found_by_a_pattern(
     assert capsys.readouterr().out == "test-dpo-s1\ntest-dpo-s2\n"
     assert find_config(["-r", "nothing"]) == 0
     assert capsys.readouterr().out == "no registered experiment has such a name\n"
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         find_config(["-r", "["])
 
 

@@ -65,7 +65,7 @@ def test_split_by_tree(trees: str, tmp_path: Path) -> None:
         found.append([{tree["message_tree_id"] for tree in read(file)} for file in files])
     assert [len(part) for part in found[0]] == [80, 20] and not found[0][0] & found[0][1]
     assert found[0] == found[1] != found[2]
-    with pytest.raises(ConfigError, match=r"--valid 1.0: must lie between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"--valid 1.0: must be between 0 and 1"):
         main(["trees", "split", trees, *map(str, files), "--valid", "1"])
 
 

@@ -1,6 +1,4 @@
-"""`python -m weft.apps.main start ...`: the same as `weft start ...`, and so for every other
-command; and `find_config`.
-"""
+"""`python -m weft.apps.main COMMAND ...`: the same as `weft COMMAND ...`; also `find_config`."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from weft.cli.start import find_config
 
 
 def main() -> int:
-    """Run the command of this process's words. Returns the exit code."""
+    """Run the command in `sys.argv` and return the exit code."""
     if sys.argv[1:2] == ["find_config"]:
         return guarded(lambda: find_config(sys.argv[2:]), sys.argv[1:])
     return weft()

@@ -9,7 +9,10 @@ from weft.cli.main import main as weft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. A script that registers a quickstart may end with `sys.exit(main())`."""
+    """Run `weft quickstart` with `argv`, or with `sys.argv`, and return the exit code.
+
+    A script that registers a quickstart can end with `sys.exit(main())`.
+    """
     if argv is None:
         sys.argv.insert(1, "quickstart")
     return weft(None if argv is None else ["quickstart", *argv])

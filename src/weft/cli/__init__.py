@@ -1,1 +1,1 @@
-"""Command line of weft: one module per command, and what they share."""
+"""Command line of weft: one module per command, and modules that several commands use."""

@@ -22,29 +22,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=AUTO,
-        help="torch or hf (default: hf where weft has no family for the model)",
+        help="torch or hf (default: hf if weft does not implement the model's family)",
     )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
     parser.add_argument(
         "--dtype",
-        help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)",
+        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
     parser.add_argument(
         "--quantize",
         choices=QUANTIZE,
-        help="hold the weights in 8 or 4 bits: less memory, slower on a CPU",
+        help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template",
-        help="of the model that answers: a name or a jinja file (default: the model's own)",
+        help="chat template of the policy: a name or a jinja file (default: the model's own)",
     )
 
 
 def policy(name: str, given: argparse.Namespace) -> OpenedModel:
-    """Open the model that answers. For a run, its newest checkpoint is used."""
+    """Open a policy, with its chat template replaced by `--chat-template` if that is given.
+
+    A run means its newest checkpoint. Raises `UserError` for a model that is not a policy.
+    """
     return _told(
         open_policy(_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
     )
@@ -57,7 +60,10 @@ def check_policies(names: Iterable[str]) -> None:
 
 
 def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
-    """Open the reward model with its own tokenizer and chat template."""
+    """Open a reward model with its own tokenizer and chat template.
+
+    `option` is the flag that errors name. A run means its newest checkpoint. Raises `UserError`.
+    """
     return _told(open_scorer(_spec(name, given, ModelQuery(option, SCORERS), None)))
 
 
@@ -91,7 +97,10 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, if that is a terminal."""
+    """Show a progress bar titled `what` on standard error, if that is a terminal.
+
+    Yields a function that sets (number done, total).
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,6 +1,6 @@
 """Alternative spellings of options, from Hugging Face and older programs.
 
-Each spelling is mapped to weft's option, with a note that names the option.
+Each spelling is translated to weft's option, and a note tells the user that option's name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import iterate_options, to_plain
 from weft.topology import Layout
 
-# Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the
-# options of sampling. What only one algorithm has (`beta`, `num_generations`) stands in its config
-# class as `spellings`.
+# Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of
+# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `spellings`
+# of its configuration class.
 RENAMED = {
     "model_name_or_path": "{first}.path",
     "model_name": "{first}.path",
@@ -76,9 +76,9 @@ RENAMED = {
     "rng_seed": "seed",
     "benchmark_steps": "max_steps",
 }
-OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # after MODEL.
-# `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is
-# meant.
+OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # names after `MODEL.`
+# Options that only model function calls have. `args` is left out: `reward.args` belongs to the
+# option `reward` of a run.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
 SHOWN = 2  # number of spellings per option in help
 MADE_OF = {  # spellings whose option depends on their value -> the most common option
@@ -93,13 +93,13 @@ MADE_OF = {  # spellings whose option depends on their value -> the most common 
 }
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LAYOUT = re.compile(r"([a-z]\d+)+")
-EVERY = 500  # default number of steps of Hugging Face's strategy "steps"
+EVERY = 500  # Hugging Face's default interval, in steps, of the strategy "steps"
 LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 
 @dataclass
 class Translation:
-    """Overrides in weft's own names, with one note per alternative spelling."""
+    """Overrides under weft's option names, with one note per alternative spelling."""
 
     config: RunConfig
     known: frozenset[str]
@@ -110,9 +110,10 @@ class Translation:
     ranks: Mapping[str, int] = field(default_factory=dict)
 
     def put(self, target: str, override: Override, value: Any) -> None:
-        """Add one assignment; a spelling set later replaces an earlier one.
+        """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
-        Raises `ConfigError` if two are set at the same position.
+        Of two spellings of one option, the one set later counts. Raises `ConfigError` if both are
+        set at the same position.
         """
         before = self.spelled.setdefault(target, override.name)
         if before != override.name:
@@ -129,7 +130,7 @@ class Translation:
         self.overrides.append(replace(override, name=target, value=value))
 
     def put_all(self, targets: Sequence[str], override: Override, value: Any) -> None:
-        """Assign the same value to each target, and add a note."""
+        """Assign `value` to each option in `targets`, and add a note with their names."""
         for target in targets:
             self.put(target, override, value)
         shown = [target if value is override.value else f"{target}={value}" for target in targets]
@@ -141,9 +142,9 @@ class Translation:
 
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
-    """Return (overrides in weft's own names, notes).
+    """Return (overrides under weft's option names, notes).
 
-    Names that are neither an option nor an alias are left for `options.read`.
+    Unknown names are returned unchanged; `options.read` rejects them.
     """
     done = translation(overrides, config)
     return done.overrides, done.notes
@@ -152,7 +153,7 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
 def translation(
     overrides: Iterable[Override], config: RunConfig, ranks: Mapping[str, int] | None = None
 ) -> Translation:
-    """Translate as `translate` does, and record how each option was spelled.
+    """Translate overrides to weft's option names, and record how the user spelled each option.
 
     `ranks` maps each spelling to the position at which it was set.
     """
@@ -178,14 +179,14 @@ def translation(
 
 
 def spellings(config: RunConfig) -> list[str]:
-    """Return the names of other programs that weft reads for this configuration."""
+    """Return all option names of other programs that this configuration accepts."""
     return [*RENAMED, *SPECIAL, *config.spellings]
 
 
 def spellings_of(config: RunConfig) -> dict[str, list[str]]:
-    """Return option -> its spellings in other programs.
+    """Return option -> up to `SHOWN` spellings of other programs, for help pages.
 
-    Spellings that only leave out the option's group are not included.
+    Spellings that equal the last part of the option's name are not included.
     """
     done = Translation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     found: dict[str, list[str]] = {}
@@ -211,16 +212,16 @@ def is_spelling(name: str, config: RunConfig) -> bool:
         known == name or known.startswith(f"{name}.") for known in done.known
     ):
         return True
-    inside = any(name.startswith(f"{known}.") for known in done.known)  # of a mapping
+    inside = any(name.startswith(f"{known}.") for known in done.known)  # a key of a mapping
     return inside or name.startswith("optimizer.") or bool(_renamed(name, done))
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` for call options of a node that is a host function."""
+    """Raise `ConfigError` if `name` is a call option of a node that runs a host function."""
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
-            f"{name}: {node!r} is a host function; only calls of a model have "
+            f"{name}: {node!r} is a host function; only model calls have "
             f"{', '.join(CALL_OPTIONS)}. Leave it out, or "
             f"change the node in code: experiment.with_mfc({node!r}, args={{..}})"
         )
@@ -234,7 +235,7 @@ def _parts(override: Override, known: frozenset[str]) -> Iterable[Override]:
 
 
 def _renamed(name: str, done: Translation) -> list[str]:
-    """Return the options that the spelling `name` stands for; empty if it is not a spelling."""
+    """Return the options that the spelling `name` sets; empty if it is not a spelling."""
     config = done.config
     if name in done.known:
         return []
@@ -263,7 +264,7 @@ def _of_the_trained_role(config: RunConfig, name: str) -> str:
     if len(config.trained_roles) == 1:
         return f"{config.trained_roles[0]}.{name}"
     if not config.trained_roles:
-        raise ConfigError(f"{name}: nothing is trained here; leave it out")
+        raise ConfigError(f"{name}: no role is trained here; leave it out")
     choices = " or ".join(f"{role}.{name}" for role in config.trained_roles)
     raise ConfigError(f"{name}: several roles are trained; write {choices}")
 
@@ -272,16 +273,14 @@ def _of_the_trained_role(config: RunConfig, name: str) -> str:
 
 
 def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`dataset.train_bs_n_seqs` = per_device_train_batch_size x gradient_accumulation_steps x
-    data-parallel ranks.
-    """
+    """`dataset.train_bs_n_seqs`: batch per device x accumulation steps x data-parallel ranks."""
     if BATCH[0] not in given:
         raise ConfigError(
             f"{BATCH[1]}: multiplies {BATCH[0]}, which is not set; write "
             f"dataset.train_bs_n_seqs=N instead"
         )
     if override.name == BATCH[1]:
-        return  # counted with the other one
+        return  # included when per_device_train_batch_size is translated
     product = 1
     for name, factor in (
         *((n, given.get(n, 1)) for n in BATCH),
@@ -298,9 +297,10 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
 
 
 def data_ranks(done: Translation, given: dict[str, Any]) -> Any:
-    """Return the number of data-parallel ranks of the call that trains the first trained role.
+    """Return the number of data-parallel ranks that train the first trained role.
 
-    Any of the options that set it counts.
+    It is taken from the layout of the training call or of the role, from `allocation_mode`, or from
+    `data_parallel_size`; 1 if none is set.
     """
     role = done.trained[0]
     call = next(
@@ -316,7 +316,7 @@ def data_ranks(done: Translation, given: dict[str, Any]) -> Any:
 
 
 def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`MODEL.optimizer.warmup_steps`, or `warmup_steps_proportion` where it lies below 1."""
+    """`MODEL.optimizer.warmup_steps`; a value below 1 sets `warmup_steps_proportion` instead."""
     value = given[override.name]
     share = isinstance(value, float) and 0 < value < 1
     name = "warmup_steps_proportion" if share else "warmup_steps"
@@ -324,28 +324,26 @@ def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> Non
 
 
 def _half(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`MODEL.dtype=bfloat16` or `float16`."""
+    """`MODEL.dtype`: bfloat16 for bf16=true, float16 for fp16=true."""
     if _truth(override, given):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
         done.put_all([f"{role}.dtype" for role in done.trained], override, dtype)
 
 
 def _cpu(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`device=cpu`."""
+    """`device=cpu` for true."""
     if _truth(override, given):
         done.put_all(["device"], override, "cpu")
 
 
 def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`MODEL.lora.r=16`, unless lora_r says another rank, or num_virtual_tokens that it is a
-    prefix.
-    """
+    """`MODEL.lora.r=16` for true, unless lora_r or num_virtual_tokens is set."""
     if _truth(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
         done.put_all([f"{role}.lora.r" for role in done.trained], override, LORA_RANK)
 
 
 def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """no, steps (`save_freq_steps` or `eval_freq_steps`) or epoch (`..._freq_epochs=1`)."""
+    """`save_freq_steps` or `eval_freq_steps` for steps, `..._freq_epochs=1` for epoch."""
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
     if value not in ("no", "steps", "epoch"):
@@ -357,9 +355,7 @@ def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> N
 
 
 def _report(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """none, or names of loggers: `logger.tensorboard=true`, `logger.wandb.mode=online`,
-    `logger.trackio.project`.
-    """
+    """`logger.tensorboard=true`, `logger.wandb.mode=online`, `logger.trackio.project` or none."""
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
         settings = {
@@ -374,7 +370,7 @@ def _report(done: Translation, override: Override, given: dict[str, Any]) -> Non
 
 
 def _resume(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`recover_mode=resume` for true or latest (or the bare flag); `resume_from` for a path."""
+    """`recover_mode=resume` for true, latest or the bare flag; `resume_from` for a path."""
     value = given[override.name]
     if value in (True, "latest", "true"):
         done.put_all(["recover_mode"], override, "resume")

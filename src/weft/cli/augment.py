@@ -22,10 +22,10 @@ from weft.options import validate
 if TYPE_CHECKING:
     from weft.evaluation.augment import WeakModel
 
-EPILOG = """kinds of bad replies beside a model's:
+EPILOG = """kinds of bad replies that need no model:
   shuffled   the words of the best reply in another order
-  cut        its beginning
-  repeated   its first sentence again and again
+  cut        the beginning of the best reply
+  repeated   the first sentence of the best reply, repeated
   other      the best reply to another prompt
 
 examples:
@@ -43,13 +43,14 @@ def main(argv: Sequence[str]) -> int:
 
     if given.model is None and not given.worse:
         raise ConfigError(
-            f"--model is missing: name a weak model, or bad replies by --worse ({', '.join(KINDS)})"
+            f"--model is missing: name a weak model, or kinds of bad replies with --worse "
+            f"({', '.join(KINDS)})"
         )
     if given.model is None and given.reward:
-        raise ConfigError("--reward chooses among the answers of a model: give --model too")
+        raise ConfigError("--reward chooses among a model's answers: add --model")
     if given.out.exists():
         raise ConfigError(
-            f"--out={given.out}: is there already, and nothing is written over; name another file"
+            f"--out={given.out}: exists, and files are never overwritten; name another file"
         )
     rows = augment.read(_paths(given))[: given.n]
     plan = augment.AugmentationOptions(
@@ -59,7 +60,10 @@ def main(argv: Sequence[str]) -> int:
         made = augment.write(rows, plan, _weak(given), given.out, _said(given, len(rows)), bar)
     print(f"{given.out}: {made.augmented:,} rows with bad replies, {made.plain:,} without")
     if made.left_out:
-        print(f"{made.left_out:,} rows are left out: a single reply, and no bad one for it")
+        print(
+            f"{made.left_out:,} rows are left out: each has a single reply, and no bad reply was "
+            f"made for it"
+        )
     print(f"train on it with dataset.train_path={given.out} dataset.type={given.form}")
     return 0
 
@@ -79,33 +83,36 @@ def _parser() -> argparse.ArgumentParser:
         "--datasets", nargs="+", metavar="NAME", help="datasets by name (docs/named-datasets.md)"
     )
     parser.add_argument(
-        "--mode", choices=("rm", "sft"), default="rm", help="what these are read as (default rm)"
+        "--mode",
+        choices=("rm", "sft"),
+        default="rm",
+        help="purpose for which the datasets are read (default rm)",
     )
     parser.add_argument(
-        "--yes", action="store_true", help="fetch what is not at hand without asking"
+        "--yes", action="store_true", help="download missing datasets without asking"
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="the file to write"
     )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="weak model or run whose answers rank last"
-    )
+    parser.add_argument("--model", metavar="MODEL", help="weak model or run; its answers rank last")
     parser.add_argument(
         "--worse",
         type=_kinds,
         default=(),
         metavar="KIND,...",
-        help=f"bad replies made of good ones: {', '.join(KINDS)}",
+        help=f"bad replies made from good ones: {', '.join(KINDS)}",
     )
     parser.add_argument(
-        "--reward", metavar="MODEL", help="reward model or run; of the samples it keeps the best"
+        "--reward",
+        metavar="MODEL",
+        help="reward model or run that chooses the best of the sampled answers",
     )
     parser.add_argument(
         "--samples",
         type=_count,
         default=1,
         metavar="N",
-        help="answers of the model a row, of which one is kept (default 1)",
+        help="answers sampled per row, of which one is kept (default 1)",
     )
     parser.add_argument(
         "--share",
@@ -114,23 +121,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="share of the rows that get bad replies (default 1)",
     )
-    parser.add_argument("-n", type=_count, metavar="N", help="use the first N rows only")
+    parser.add_argument("-n", type=_count, metavar="N", help="use only the first N rows")
     parser.add_argument(
         "--form",
         choices=("ranking", "preference"),
         default="ranking",
-        help="rows {replies, augmented}, of which an epoch draws one bad reply, or {chosen, rejected} (default ranking)",
+        help="form of the rows: {replies, augmented}, one bad reply drawn per epoch, or "
+        "{chosen, rejected} (default ranking)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=_count, default=256, metavar="N", help="of an answer (default 256)"
+        "--max-new-tokens",
+        type=_count,
+        default=256,
+        metavar="N",
+        help="maximum per answer (default 256)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="of the draws (default 1)"
+        "--temperature", type=float, default=1.0, metavar="X", help="of sampling (default 1)"
     )
     parser.add_argument(
-        "--top-p", type=float, default=0.9, metavar="X", help="of the draws (default 0.9)"
+        "--top-p", type=float, default=0.9, metavar="X", help="of sampling (default 0.9)"
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the draws (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of sampling (default 1)")
     _models.add_options(parser)
     _models.add_template(parser)
     return parser
@@ -146,7 +158,7 @@ def _count(text: str) -> int:
 def _share(text: str) -> float:
     number = float(text)
     if not 0.0 < number <= 1.0:
-        raise argparse.ArgumentTypeError("must lie above 0 and not above 1")
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
     return number
 
 
@@ -154,7 +166,7 @@ def _kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(word for word in text.split(",") if word))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no kind {unknown[0]!r}; known: {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}; known: {', '.join(KINDS)}")
     return kinds
 
 
@@ -162,7 +174,7 @@ def _paths(given: argparse.Namespace) -> list[str]:
     """Return the files to read: named files, and the files of named datasets."""
     if not given.datasets:
         if not given.paths:
-            raise ConfigError("there are no rows: give a PATH or --datasets NAME")
+            raise ConfigError("no rows are named: give a PATH or --datasets NAME")
         return list(given.paths)
     from weft.cli import named_data
 
@@ -171,7 +183,7 @@ def _paths(given: argparse.Namespace) -> list[str]:
         named_data.sources(given.datasets, given.mode, spec), spec, given.yes
     )
     if not allowed:
-        raise ConfigError("--datasets: none of them is at hand; --yes fetches them")
+        raise ConfigError("--datasets: none of them is on this machine; --yes downloads them")
     sources = [named_data.said(source) for source in allowed]
     return [*given.paths, *named_data.files_of(replace(spec, sources=sources), given.mode)]
 

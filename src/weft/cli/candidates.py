@@ -36,13 +36,13 @@ OF_RUNS = (
     "serve",
     "eval",
     "dashboard",
-)  # commands whose words are runs, or paths
+)  # commands whose arguments are runs or paths
 BOOLS = (("true", ""), ("false", ""))
 REGISTERED = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
 HEAVY = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)
 LISTED = re.compile(r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?:$| {2,}))", re.MULTILINE)
 LONG_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
-# Values of options of text, by their last names; the rest says its choices itself.
+# Values of text options, by the last part of their names; the types of other options list them.
 NAMED: dict[str, Callable[[], Iterable[str]]] = {
     "mode": lambda: ("local", "ray", "slurm"),
     "device": lambda: ("cpu", "cuda", "mps"),
@@ -69,9 +69,9 @@ NUMBERS = ("int", "float")
 
 
 def candidates(words: Sequence[str], current: str) -> list[Word]:
-    """Return completions of `current` after `words`, which begin with the command's name.
+    """Return completions of `current`, the word after `words`; `words[0]` is the subcommand.
 
-    Returns an empty list if nothing is known to fit.
+    Returns an empty list if there are none, or if the words before are invalid.
     """
     try:
         return [
@@ -80,7 +80,7 @@ def candidates(words: Sequence[str], current: str) -> list[Word]:
             if word[0].startswith(current)
         ]
     except (UserError, OSError):
-        return []  # a command that is wrong already says so when it is run
+        return []  # an invalid command reports its error when it is run
 
 
 def _candidates(words: list[str], current: str) -> Iterator[Word]:
@@ -123,7 +123,10 @@ def _quickstart(words: list[str], current: str) -> Iterator[Word]:
 
 
 def _quickstart_names(words: Sequence[str]) -> list[str]:
-    """Return the shipped quickstarts and those of user code, which is parsed but not run."""
+    """Return the names of shipped quickstarts, and of those registered in user code.
+
+    User code is searched for calls of `register_quickstart`, not run.
+    """
     named = [
         name
         for file in _user_files(words)
@@ -141,7 +144,11 @@ def _user_files(words: Sequence[str]) -> list[Path]:
 
 
 def _config(name: str, words: Sequence[str]) -> Any:
-    """Return a quickstart's configuration; user code that loads a framework is not imported."""
+    """Return a quickstart's default configuration.
+
+    A file of user code that registers it is imported, unless that file imports a slow package
+    such as torch.
+    """
     if name not in registry.quickstarts.list_names():
         for file in _user_files(words):
             text = file.read_text(errors="replace")
@@ -163,9 +170,9 @@ def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
 
 
 def next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
-    """Iterate over the options that begin with `current`, up to their next dot.
+    """Iterate over the names of `options`, cut after the first dot behind `current`.
 
-    A group that is the only match is expanded.
+    If a group is the only match, its options are returned instead.
     """
     start = current.rfind(".") + 1
     found: dict[str, str] = {}
@@ -183,7 +190,7 @@ def next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[W
 
 
 def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Iterate over the values of the option before the `=`."""
+    """Iterate over completions of `OPTION=VALUE` with the values of that option."""
     option, _, begun = current.partition("=")
     leaf = next(
         (leaf for leaf in iterate_options(_config(name, words)) if leaf.name == option), None
@@ -231,7 +238,7 @@ def _sections(words: Sequence[str]) -> Iterator[Word]:
 
 
 def _command(name: str, words: list[str], current: str) -> Iterator[Word]:
-    """Iterate over the subcommands and flags in the command's help, then over runs or files."""
+    """Iterate over a command's subcommands or flags, read from its help, or over runs or files."""
     if name not in COMMANDS:
         return
     before = words[-1] if words else ""
@@ -288,13 +295,13 @@ def _flags(names: Iterable[str]) -> Iterator[Word]:
     return ((name, "") for name in names)
 
 
-# -- things on the disk
+# -- runs and files
 
 
 def runs_and_paths(begun: str) -> Iterator[Word]:
     """Iterate over the runs in ./runs by their paths, then over other files and folders.
 
-    Folders on the path of an offered run are left out.
+    Parent folders of a listed run are left out.
     """
     runs = [str(run) for run in find_runs(Path(RUNS)) if str(run).startswith(begun)]
     yield from ((run, "a run") for run in runs)

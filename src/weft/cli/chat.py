@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "models",
         nargs="*",
         metavar="MODEL_DIR",
-        help="a model: directory, adapter, run (runs/E/T, runs/E/T@step40) or hub name; two of them answer side by side",
+        help="a model: directory, adapter, run (runs/E/T, runs/E/T@step40) or hub name; two models answer side by side",
     )
     made.add_argument("--model-path", metavar="MODEL_DIR", help="the same as MODEL_DIR")
     made.add_argument("--system", metavar="TEXT", help="system prompt")
@@ -46,44 +46,54 @@ def parser() -> argparse.ArgumentParser:
         "--top-p",
         type=float,
         default=1.0,
-        help="likeliest tokens of this probability (default 1: all)",
+        help="sample from the likeliest tokens that sum to this probability (default 1: all)",
     )
     made.add_argument(
-        "--top-k", type=int, default=0, help="this many likeliest tokens (default 0: all)"
+        "--top-k",
+        type=int,
+        default=0,
+        help="sample from this many of the likeliest tokens (default 0: all)",
     )
     made.add_argument(
-        "--max-new-tokens", type=int, default=512, help="most tokens of an answer (default 512)"
+        "--max-new-tokens",
+        type=int,
+        default=512,
+        help="maximum number of tokens per answer (default 512)",
     )
-    made.add_argument("--seed", type=int, help="seed of the draws (default: another one each time)")
+    made.add_argument(
+        "--seed", type=int, help="seed of sampling (default: a different one each time)"
+    )
     forms = made.add_mutually_exclusive_group()
     forms.add_argument(
         "--chat-template",
         metavar="NAME",
-        help="a template by name or a jinja file; the model's own when absent",
+        help="name of a template or a jinja file (default: the model's own)",
     )
     forms.add_argument(
         "--format",
         choices=FORMATS,
-        help="Open-Assistant's forms v2 and v2.5, or the model's own template (the default)",
+        help="Open-Assistant's formats v2 and v2.5, or the model's own template (the default)",
     )
     made.add_argument(
-        "--plain", action="store_true", help="continue text as it stands, without the chat template"
+        "--plain", action="store_true", help="continue the text without the chat template"
     )
-    made.add_argument("--no-history", action="store_true", help="answer every message by itself")
+    made.add_argument(
+        "--no-history", action="store_true", help="answer each message without the earlier ones"
+    )
     made.add_argument(
         "--backend",
         default=AUTO,
-        help="torch or hf (default: hf where weft has no family for the model)",
+        help="torch or hf (default: hf if weft does not implement the model's family)",
     )
-    made.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
+    made.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
     made.add_argument(
         "--dtype",
-        help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)",
+        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
     made.add_argument(
         "--quantize",
         choices=QUANTIZE,
-        help="hold the weights in 8 or 4 bits: less memory, slower on a CPU",
+        help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
     made.add_argument(
         "--8bit",
@@ -126,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
         chats[0].converse()
         return 0
-    view.note("/help lists the commands, /a and /b speak to one model, Ctrl-D leaves")
+    view.note("/help lists the commands, /a and /b address one model, Ctrl-D leaves")
     from weft.cli.side_by_side import SideBySide
 
     SideBySide(chats, view).converse()
@@ -188,8 +198,8 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, la
         if plain:
             why = "--plain"
         else:
-            why = "this tokenizer has no chat template, so the model is no chat model"
-        view.note(f"plain text: every line is continued by itself, as it stands ({why})")
+            why = "this tokenizer has no chat template, so the model is not a chat model"
+        view.note(f"plain text: each line is continued on its own, without a chat template ({why})")
     if tokenizer.eos_id is None:
         view.note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
     return chat

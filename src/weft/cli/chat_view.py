@@ -26,7 +26,8 @@ def harmless(character: str) -> bool:
 class Wrap:
     """Wraps a stream of text at word boundaries.
 
-    `feed` returns text that can be printed at once; a word is returned when it is complete.
+    `feed` accepts a piece of the stream and returns the text that can be printed; a word is held
+    back until it is complete.
     """
 
     def __init__(self, width: int, indent: int) -> None:

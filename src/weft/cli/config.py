@@ -66,11 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
     listing = commands.add_parser(
-        "ls", help="list the recipes with what they are for, and the sections with what they set"
+        "ls", help="list the recipes with their purpose, and the sections with the keys they set"
     )
-    listing.add_argument("part", nargs="?", default="", help="only names that contain this")
+    listing.add_argument(
+        "part", nargs="?", default="", help="list only names that contain this text"
+    )
     showing = commands.add_parser(
-        "show", help="print the options that sections come to, and where each value is from"
+        "show", help="print the merged options of sections, and where each value comes from"
     )
     showing.add_argument(
         "words",
@@ -78,22 +80,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME|key=value",
         help="sections left to right, then assignments",
     )
-    copying = commands.add_parser(
-        "cp", help="copy a section into a file of your own, to change it there"
-    )
+    copying = commands.add_parser("cp", help="copy a section to a new file, to change it there")
     copying.add_argument("name")
-    copying.add_argument(
-        "file", type=Path, help="a file that is not there yet, such as configs/mine.yaml"
-    )
+    copying.add_argument("file", type=Path, help="a new file, such as configs/mine.yaml")
     checking = commands.add_parser(
         "validate",
-        help="check every section of files, or a stack of sections: keys, types, values, names of data sets",
+        help="check each section of files, or a stack of sections: keys, types, values, names of "
+        "datasets",
     )
     checking.add_argument(
         "words",
         nargs="+",
         metavar="FILE|NAME|key=value",
-        help="files or folders of them; or sections left to right, then assignments, as a quickstart takes them",
+        help="files or folders of files; or sections left to right, then assignments, as for a "
+        "quickstart",
     )
     for name, run in (("ls", ls), ("show", show), ("cp", cp), ("validate", validate)):
         command = commands.choices[name]
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="DIR",
-            help="searched after ./configs",
+            help="folder of sections, searched after ./configs",
         )
         command.add_argument(
             "--import",
@@ -112,20 +112,20 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="NAME",
-            help="module or FILE.py of your own names",
+            help="module or FILE.py that registers names",
         )
         if name in ("show", "validate"):
             command.add_argument(
                 "--for",
                 dest="quickstart",
                 metavar="QUICKSTART",
-                help="sft, rw, ppo, ... (by the sections' keys when absent)",
+                help="sft, rw, ppo, ... (default: chosen by the sections' keys)",
             )
     return parser
 
 
 def ls(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines on recipes and their purpose, other sections, and files that cannot be read."""
+    """Yield lines that list recipes with their purpose, other sections, and unreadable files."""
     broken: list[str] = []
     library = Library.find(given.folders, broken)
     sections = []
@@ -138,16 +138,16 @@ def ls(given: argparse.Namespace) -> Iterator[str]:
     recipes = {section.name: told for section in sections if (told := _recipe(section)) is not None}
     rest = [section for section in sections if section.name not in recipes]
     if recipes:
-        yield "recipes: whole runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
+        yield "recipes: complete runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
         width = max(map(len, recipes))
         yield from (f"  {name:{width}}  {told}" for name, told in sorted(recipes.items()))
     if recipes and rest:
         yield ""
-        yield "sections: settings under a name (weft quickstart ALGORITHM --configs NAME NAME)"
+        yield "sections: named groups of settings (weft quickstart ALGORITHM --configs NAME NAME)"
     yield from _listed(rest)
     yield from (f"cannot be used: {wrong}" for wrong in dict.fromkeys(broken))
     if not sections:
-        raise ConfigError(f"weft config ls {given.part}: no section has this in its name")
+        raise ConfigError(f"weft config ls {given.part}: no section's name contains this")
 
 
 def _listed(sections: Sequence[Section]) -> Iterator[str]:
@@ -189,10 +189,10 @@ def show(given: argparse.Namespace) -> Iterator[str]:
 
 
 def cp(given: argparse.Namespace) -> Iterator[str]:
-    """Write one section to a file, as it is in its own file."""
+    """Copy one section, with its comments, to a new file. Yields the line to print."""
     section = Library.find(given.folders).get(given.name)
     if given.file.exists():
-        raise ConfigError(f"weft config cp: {given.file} is there already; name another file")
+        raise ConfigError(f"weft config cp: {given.file} exists; name another file")
     make_folder(given.file.parent, f"weft config cp: {given.file.parent}", ConfigError)
     with explain_read_errors(f"weft config cp: {given.file}", ConfigError, "name another file"):
         write(given.file, _text(section))
@@ -202,7 +202,7 @@ def cp(given: argparse.Namespace) -> Iterator[str]:
 def _text(section: Section) -> str:
     """Return the section's source text with its comments.
 
-    A section that refers to other parts of its file is returned as plain YAML.
+    A section with an alias of an anchor elsewhere in its file is returned as plain YAML.
     """
     import yaml
 
@@ -220,7 +220,7 @@ def _text(section: Section) -> str:
     text = "\n".join(rows[start:end]) + "\n"
     try:
         alone = yaml.safe_load(text)
-    except yaml.YAMLError:  # an alias of an anchor elsewhere
+    except yaml.YAMLError:  # the section has an alias of an anchor elsewhere in its file
         alone = None
     if isinstance(alone, dict) and section.name in alone:
         return text
@@ -256,7 +256,7 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
     assigned = [word for word in given.words if "=" in word]
     if assigned and not names:
         raise ConfigError(
-            f"weft config validate {assigned[0]}: goes over sections; name them before it"
+            f"weft config validate {assigned[0]}: overrides sections; name them before it"
         )
     if names:
         right, wrong = _problem(
@@ -265,13 +265,13 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
         if wrong:
             problems.append(wrong)
         else:
-            yield f"{' '.join(names)}: right for {right}"
+            yield f"{' '.join(names)}: valid for {right}"
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def _of_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
-    """Check the sections of a file and append problems to `problems`."""
+    """Check each section of a file; yield a line per valid one, append others to `problems`."""
     try:
         contents = read_file(file)
     except ConfigError as error:
@@ -285,7 +285,7 @@ def _of_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iter
         if wrong:
             problems.append(wrong)
         else:
-            yield f"{section.place()}: {section.name} is right for {quickstart}"
+            yield f"{section.place()}: {section.name} is valid for {quickstart}"
 
 
 def _problem(
@@ -317,7 +317,7 @@ def _checked(
 
     base = registry.quickstarts.get(quickstart)()
     if not isinstance(base, RunConfig):
-        raise ConfigError(f"--for {quickstart}: has no options of a run, which sections set")
+        raise ConfigError(f"--for {quickstart}: has no run options for sections to set")
     stack = read_stack(names, library, base, given)
     try:
         config, _ = configure(base, stack.overrides)

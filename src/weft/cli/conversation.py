@@ -25,17 +25,17 @@ LABELS = ("A", "B")  # labels of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
 HELP = """/help            this list
 /retry           another answer to the last message
-/reset           forget the conversation; the system prompt stays
-/system [TEXT]   set the system prompt; "/system off" removes it, without TEXT it is shown
+/reset           clear the conversation; the system prompt stays
+/system [TEXT]   set the system prompt; "/system off" removes it; without TEXT, show it
 /set NAME VALUE  change temperature, top_p, top_k, min_p, max_new_tokens or greedy
 /save FILE       append the conversation to a JSONL file, a row of the `chat` dataset form
 /quit            leave, as do quit and Ctrl-D
-an empty line    go on with an answer that was cut or stopped
+an empty line    continue an answer that was cut or stopped
 Ctrl-C           stop the answer"""
 
 
 class Shown(Protocol):
-    """Protocol of a streamed answer; `style` is a style of rich."""
+    """Protocol of a streamed answer; `write` shows text in a style of rich and returns it."""
 
     def __enter__(self) -> Shown: ...
     def write(self, text: str, style: str = "") -> str: ...
@@ -62,8 +62,8 @@ class Shows(Protocol):
 class Chat:
     """One conversation.
 
-    `prompt` and `said` are the token ids of the last request and of its answer; `ended` tells
-    whether the model finished its answer.
+    `prompt` and `said` are the token ids of the last prompt and of its answer; `ended` is True if
+    the model finished that answer.
 
     `context` is the model's maximum number of tokens; the oldest messages of a longer conversation
     are left out. Without `history` each message is answered independently.
@@ -81,7 +81,7 @@ class Chat:
     prompt: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
     ended: bool = True
-    draws: int = 0  # requests so far; seeds the draws, so that a retry differs
+    draws: int = 0  # number of requests; part of the sampling seed, so that a retry differs
     name: str = ""  # model name, for files with the answers of several models
 
     def converse(self) -> None:
@@ -113,7 +113,7 @@ class Chat:
         return True
 
     def say(self, text: str) -> None:
-        """Answer a message."""
+        """Add a user message and answer it. If that raises `UserError`, the message is removed."""
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
@@ -126,21 +126,21 @@ class Chat:
         """Continue an answer that was cut off or stopped."""
         if self.ended:
             if self.messages:
-                self.view.note("the answer had ended; /retry asks for another one")
+                self.view.note("the answer is complete; /retry samples another one")
             return
         self.messages.pop()
         self._stream(self.prompt, self.said)
 
     def retry(self) -> None:
         if not self.messages:
-            self.view.note("nothing was said yet")
+            self.view.note("there are no messages yet")
             return
         if self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         self._answer()
 
     def settings(self) -> str:
-        """Return a description of the sampling settings."""
+        """Return a line that describes the sampling settings."""
         spec = self.spec
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
@@ -167,7 +167,7 @@ class Chat:
             else:
                 hint = "/help lists them"
             raise ConfigError(
-                f"unknown command /{name}; {hint} (a message that begins with / is written with //)"
+                f"unknown command /{name}; {hint} (write // to begin a message with /)"
             )
         commands[name]()
         return True
@@ -177,7 +177,7 @@ class Chat:
         self.prompt = []
         self.said = []
         self.ended = True
-        self.view.note("the conversation is forgotten")
+        self.view.note("the conversation is cleared")
 
     def _set_system(self, text: str) -> None:
         if text:
@@ -205,7 +205,7 @@ class Chat:
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
         if not self.messages:
-            raise ConfigError("nothing was said yet")
+            raise ConfigError("there are no messages yet")
         pairs = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
         rows = pairs if self.plain else [self._conversation()]
         with open_file(Path(name).expanduser(), "a", encoding="utf-8") as file:
@@ -251,8 +251,8 @@ class Chat:
             prompt = self._within_context()
         if self.context is not None and len(prompt) >= self.context:
             raise ConfigError(
-                f"the message has {len(prompt)} tokens, and the model takes {self.context} with "
-                f"its answer; shorten it"
+                f"the message has {len(prompt)} tokens, and the model's context is {self.context}, "
+                f"including the answer; shorten it"
             )
         self._stream(prompt, [])
 
@@ -264,6 +264,7 @@ class Chat:
         from weft.data.tokenizer import StreamDecoder
         from weft.engine.base import Request
 
+        # Decode the part of the answer that exists already.
         decoder = StreamDecoder(self.tokenizer)
         if self.plain:
             decoder.feed(prompt)  # some tokenizers drop the blank before a text's first word
@@ -275,6 +276,7 @@ class Chat:
             room = None
         else:
             room = max(1, self.context - len(prompt) - len(said))
+        # Sample, and show each token's text.
         with self.view.answer() as answer:
             if self.plain:
                 answer.write(self.messages[-1]["content"], style="dim")
@@ -295,6 +297,7 @@ class Chat:
                     raise
                 finish = "stopped"
             text += answer.write(decoder.flush())
+        # Store the answer.
         self.draws += 1
         self.prompt = prompt
         self.said = [*said, *new]
@@ -303,12 +306,12 @@ class Chat:
         self._tell(finish, len(new), time.perf_counter() - started)
 
     def _tell(self, finish: str | None, count: int, seconds: float) -> None:
-        """Show in a terminal how the answer ended."""
+        """Print the token count, the speed and why the answer ended, in a terminal only."""
         if not self.view.interactive:
             return
         ends = {
-            "length": "; cut at max_new_tokens, an empty line goes on",
-            "stopped": "; stopped, an empty line goes on",
+            "length": "; cut at max_new_tokens, an empty line continues it",
+            "stopped": "; stopped, an empty line continues it",
         }
         self.view.note(
             f"       {count} tokens, {count / seconds:.0f} per second{ends.get(str(finish), '')}"

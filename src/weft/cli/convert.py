@@ -15,12 +15,14 @@ from weft.errors import CheckpointError, ConfigError
 from weft.observe.short_names import POLICIES
 from weft.reading import make_folder
 
-STORES = ".triton_models/model_store_"  # Open-Assistant's path of model stores, before the mode
+STORES = (
+    ".triton_models/model_store_"  # Open-Assistant's path of model stores; rm or sft is appended
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 NORMAL = 1
-NAMED = {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # id -> kind of piece
+NAMED = {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # id of a special piece -> its kind
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     llama = kinds.add_parser(
-        "llama2c", help="a llama2.c checkpoint and its vocabulary become a Llama directory"
+        "llama2c", help="convert a llama2.c checkpoint and its vocabulary to a Llama directory"
     )
     llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
     llama.add_argument(
@@ -59,14 +61,14 @@ def main(argv: Sequence[str]) -> int:
     merge.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype to write; the base's by default",
+        help="dtype to write (default: that of the base model)",
     )
     merge.set_defaults(run=_merge)
     stages = kinds.add_parser(
-        "partition", help="the same model with one weight file a pipeline stage"
+        "partition", help="write a model with one weight file per pipeline stage"
     )
     stages.add_argument("--model_dir", required=True, help="model directory, run or hub name")
-    stages.add_argument("--model_type", help="model family; read from config.json when absent")
+    stages.add_argument("--model_type", help="model family (default: read from config.json)")
     stages.add_argument("--num_stages", required=True, type=int, help="pipeline stages")
     stages.add_argument(
         "--output_dir",
@@ -77,13 +79,17 @@ def main(argv: Sequence[str]) -> int:
     )
     stages.set_defaults(run=_partition)
     triton = kinds.add_parser(
-        "triton", help="a model store for NVIDIA Triton: a TorchScript module and its configuration"
+        "triton",
+        help="write a model store for NVIDIA Triton: a TorchScript module and its configuration",
     )
     triton.add_argument(
         "model", nargs="?", metavar="MODEL", help="model directory, run or hub name"
     )
     triton.add_argument(
-        "--configs", nargs="+", metavar="NAME", help="sections that name it instead"
+        "--configs",
+        nargs="+",
+        metavar="NAME",
+        help="sections that name the model, in place of MODEL",
     )
     triton.add_argument(
         "output",
@@ -99,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         help="rm: rewards of a reward model; sft: log-probs and logits of a policy",
     )
     triton.add_argument(
-        "--name", help="the model's name in the store; that of its directory when absent"
+        "--name", help="the model's name in the store (default: the name of its directory)"
     )
     triton.set_defaults(run=_triton)
     arguments = parser.parse_args(argv)
@@ -128,7 +134,7 @@ def _llama2c(arguments: argparse.Namespace) -> None:
 
     for file in (arguments.checkpoint, arguments.tokenizer):
         if not file.is_file():
-            raise CheckpointError(f"{file} is not there")
+            raise CheckpointError(f"{file}: there is no such file")
     config, parameters = llama2c.read(arguments.checkpoint)
     vocabulary = _read_vocabulary(arguments.tokenizer, config.vocab_size)
     _save_tokenizer(vocabulary, config.max_positions, arguments.output)
@@ -155,12 +161,12 @@ def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
                 pieces.append((text.replace(" ", spm.SPACE), score, kind))
     except (struct.error, UnicodeDecodeError) as broken:
         raise CheckpointError(
-            f"{path} is no llama2.c vocabulary of {size} pieces: {broken}"
+            f"{path} is not a llama2.c vocabulary of {size} pieces: {broken}"
         ) from None
     if at != len(raw):
         raise CheckpointError(
-            f"{path} holds more than the {size} pieces that the checkpoint has; it belongs to "
-            f"another model"
+            f"{path} contains more than the {size} pieces of the checkpoint; it belongs to another "
+            f"model"
         )
     return spm.SentencePieceModel(
         tuple(pieces),
@@ -224,6 +230,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.models.network import lora
     from weft.models.network.parameters import find_canonical_values
 
+    # Load the base model with the adapter.
     adapter = _adapter(arguments.adapter)
     settings = peft_io.read_adapter_config(adapter)
     head = peft_io.TASKS[settings["task_type"]]
@@ -233,6 +240,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     network = peft_io.load_adapted(
         base, adapter, head, torch.promote_types(stored, dtype), exact=True
     )
+    # Merge, unless the adapter has no effect.
     held = find_canonical_values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
         raise CheckpointError(
@@ -240,6 +248,7 @@ def _merge(arguments: argparse.Namespace) -> None:
         )
     merged = lora.merge(held, lora.collect_scales(network))
     config = network.config
+    # Write the tokenizer, the generation settings and the weights.
     source = _tokenizer_of(adapter, base)
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:

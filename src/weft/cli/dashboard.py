@@ -31,8 +31,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 QUIET_SECONDS = 15.0  # idle connections are closed after this time
-EPILOG = """The address holds a token: whoever has it can read the runs.
-Only this machine can ask.
+EPILOG = """The address contains a token: whoever has it can read the runs.
+Only this machine can connect.
 For runs on a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE
 
 examples:
@@ -54,24 +54,26 @@ def parser() -> argparse.ArgumentParser:
         "--port",
         type=int,
         default=None,
-        help=f"port to listen at ({PORT}, or a free one; 0: a free one)",
+        help=f"port to listen on (default {PORT}, or a free one if it is taken; 0: a free one)",
     )
     made.add_argument("--open", action="store_true", help="open a browser")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve the pages until Ctrl-C or SIGTERM, and return exit code 0.
 
     Raises `ConfigError` for a missing folder or a port that is taken.
     """
     given = parser().parse_args(list(argv))
     folder = given.folder.expanduser()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give the folder that holds runs, such as ./runs")
+        raise ConfigError(
+            f"{folder} is not a folder; give the folder with the runs, such as ./runs"
+        )
     if not folder.exists() and given.folder != Path("runs"):
         raise ConfigError(
-            f"{folder}: there is no such folder; give the folder that holds runs, such as ./runs"
+            f"{folder}: there is no such folder; give the folder with the runs, such as ./runs"
         )
     from weft.launch.status import is_alive
 
@@ -154,12 +156,12 @@ def respond(
     Without the token, or under another host name, the answer reveals nothing about any run.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
-        return DashboardAnswer(403, "This address is for this machine alone.")
+        return DashboardAnswer(403, "Only this machine can open this address.")
     split = urlsplit(target)
     given, _, page = unquote(split.path).removeprefix("/").partition("/")
     if not hmac.compare_digest(given.encode(), token.encode()):
         return DashboardAnswer(
-            403, "The address lacks its token; take the one that weft dashboard printed."
+            403, "The address lacks its token; use the address that weft dashboard printed."
         )
     if "/" in page:
         return NOT_FOUND

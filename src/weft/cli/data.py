@@ -31,7 +31,7 @@ FORM = "chatml"
 TEMPLATE = "template"
 END = "<|im_end|>"
 SHOWN = 5  # locations listed per finding of a scan
-EPILOG = """options of a run can be given as they are there:
+EPILOG = """options of a run can be given, written as for a run:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
   dataset.sources='[{path: a.jsonl, fraction: 0.5}, {path: b.jsonl}]'
   tokenizer.chat_template=chat.jinja tokenizer.eos_token='</s>'
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unknown option {unknown[0]}")
-    arguments.words += rest  # paths and assignments may also stand after options
+    arguments.words += rest  # paths and assignments may also follow options
     import_user_folder()
     import_user_code(arguments.imports)
     config, paths = configure(arguments)
@@ -84,25 +84,24 @@ def _parser() -> argparse.ArgumentParser:
         (
             "inspect",
             inspect,
-            "print rows token by token; what is trained is coloured and stands between \u27e6 and "
-            "\u27e7",
+            "print rows token by token; trained tokens are coloured and between \u27e6 and \u27e7",
         ),
         (
             "counts",
             counts,
-            "print how many rows each source gives to train and to evaluate on, and what was cut "
+            "print the number of training and evaluation rows of each source, and of those cut "
             "or left out",
         ),
         (
             "lengths",
             lengths,
-            "print the most tokens of a row, the 99th percentile and how many rows are above a "
+            "print the longest row in tokens, the 99th percentile and the number of rows above a "
             "limit, for each source",
         ),
         (
             "scan",
             scan,
-            "count phrases such as 'As an AI language model', doubles, empty answers, bad and "
+            "count phrases such as 'As an AI language model', duplicates, empty answers, bad and "
             "overlong rows",
         ),
     )
@@ -118,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument(
             "--type",
-            help=f"dataset type, by default guessed from the first row: {', '.join(datasets.list_names())}",
+            help=f"dataset type (default: guessed from the first row): {', '.join(datasets.list_names())}",
         )
         command.add_argument(
             "--tokenizer",
@@ -132,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
             dest="imports",
             action="append",
             default=[],
-            help="module or file of your own types",
+            help="module or FILE.py that registers dataset types",
         )
         command.add_argument(
             "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
@@ -144,33 +143,35 @@ def _parser() -> argparse.ArgumentParser:
         "trees", help="count, filter, split, flatten and build Open-Assistant's message trees"
     )
     commands.add_parser(
-        "augment", help="write rankings in which bad replies of a weak model stand last"
+        "augment", help="write rankings that end with bad replies, for example of a weak model"
     )
     inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
     counting.add_argument(
-        "--output", type=Path, metavar="FILE.csv", help="write the table as CSV too"
+        "--output", type=Path, metavar="FILE.csv", help="also write the table as CSV"
     )
     counting.add_argument(
         "--detect-language",
         action="store_true",
-        help="tell the languages of the texts (langdetect)",
+        help="detect the languages of the texts (with langdetect)",
     )
     measuring.add_argument(
         "--limit",
         type=_count,
         default=4096,
         metavar="N",
-        help="count the rows above it (default 4096)",
+        help="count the rows with more tokens than this (default 4096)",
     )
     inspecting.add_argument(
         "-n", type=_count, default=3, metavar="N", help="rows to print (default 3)"
     )
     inspecting.add_argument(
-        "--skip", type=_count, default=0, metavar="K", help="rows to pass over first"
+        "--skip", type=_count, default=0, metavar="K", help="number of rows to skip first"
     )
-    inspecting.add_argument("--lines", action="store_true", help="one token a line, with its id")
+    inspecting.add_argument(
+        "--lines", action="store_true", help="print one token per line, with its id"
+    )
     scanning.add_argument(
-        "--phrases", type=Path, help="a file of phrases to look for instead, one a line"
+        "--phrases", type=Path, help="a file of other phrases to look for, one per line"
     )
     return parser
 
@@ -199,7 +200,7 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
         sources = spec.sources or [{}]
         if all(isinstance(source, Mapping) and source.get("type") for source in sources):
             return str(sources[0]["type"])
-        raise ConfigError("the dataset type is not known: set --type")
+        raise ConfigError("the dataset type is unknown: set --type")
     place, row = next(read_rows(find_files(first)[0]))
     if not isinstance(row, UnreadableRow) and is_tree(row):
         return USED_AS[mode]
@@ -211,11 +212,11 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     found = None if isinstance(row, UnreadableRow) else guess_type(row)
     if found is None:
         if isinstance(row, UnreadableRow):
-            has = "it is no JSON object"
+            has = "it is not a JSON object"
         else:
             has = f"it has {', '.join(row) or 'no keys'}"
         raise ConfigError(
-            f"{place}: this row tells no dataset type ({has}); set --type to one of "
+            f"{place}: this row fits no dataset type ({has}); set --type to one of "
             f"{', '.join(datasets.list_names())}"
         )
     return found
@@ -402,6 +403,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     from weft.data.scan import scan as look
     from weft.data.sources import find_files, read_rows
 
+    # Path -> title of every file to scan: named datasets, and the paths of the options.
     phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec = config.dataset
     console = _console(arguments)
@@ -411,6 +413,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
 
         named |= files_of(spec, arguments.mode)
     named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
+    # Paths of the command line replace them.
     for path, title in ({path: path for path in paths} or named).items():
         read = [each for file in find_files(path) for each in read_rows(file)]
         rows = [(str(place), row) for place, row in read]
@@ -475,7 +478,7 @@ def _phrases(file: Path) -> list[str]:
         raise DataError(f"--phrases={file}: there is no such file")
     phrases = [line.strip().lower() for line in file.read_text().splitlines() if line.strip()]
     if not phrases:
-        raise DataError(f"--phrases={file}: the file holds no phrases; write one a line")
+        raise DataError(f"--phrases={file}: the file contains no phrases; write one per line")
     return phrases
 
 

@@ -1,6 +1,6 @@
 """Options of `weft data`: those that define a run's data.
 
-They come from files, sections, dataset names and assignments.
+Files, sections, dataset names and assignments set them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DataConfig:
 
     dataset: DatasetSpec = option(DatasetSpec(), "data")
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer")
-    seed: int = option(1, "seed of the draws and the order")
+    seed: int = option(1, "seed of the order of rows, and of sampling them")
 
 
 def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
@@ -37,17 +37,17 @@ def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> No
         "--datasets",
         nargs="+",
         metavar="NAME",
-        help="datasets by name, sections of settings that list some, or all (docs/named-datasets.md); "
-        "data_path=FILE_OR_FOLDER is a copy, datasets.NAME.PARAMETER=value a parameter of one",
+        help="names of datasets, or of sections that list datasets, or all (docs/named-datasets.md); "
+        "data_path=FILE_OR_FOLDER reads a copy, datasets.NAME.PARAMETER=value sets a parameter",
     )
     if modes:
         command.add_argument(
             "--mode",
             choices=MODES,
-            help="what they are used for (default sft; with --configs by the sections' keys)",
+            help="purpose of the datasets (default sft; with --configs by the sections' keys)",
         )
     command.add_argument(
-        "--yes", action="store_true", help="fetch what is not at hand without asking"
+        "--yes", action="store_true", help="download missing datasets without asking"
     )
 
 
@@ -57,7 +57,7 @@ def stack_options(command: argparse.ArgumentParser) -> None:
         "--configs",
         nargs="+",
         metavar="NAME",
-        help="sections of settings, as a quickstart takes them: their data sets",
+        help="read the datasets of these sections, given as for a quickstart",
     )
     command.add_argument(
         "--config-dir",
@@ -65,7 +65,7 @@ def stack_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="searched after ./configs",
+        help="folder of sections, searched after ./configs",
     )
 
 
@@ -95,14 +95,14 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     spec = config.dataset
     if not (paths or spec.path or spec.train_path or spec.sources or spec.named or spec.args):
         raise ConfigError(
-            "there are no data to look at: give a PATH, --datasets, --config, --configs, or "
+            "no data are named: give a PATH, --datasets, --config, --configs, or "
             "dataset.sources=..."
         )
     return config, paths
 
 
 def assignments_behind(arguments: argparse.Namespace, *options: str) -> list[str]:
-    """Remove and return the assignments among the values of list options, keeping the names."""
+    """Move the assignments out of the values of list options, and return them."""
     words = list[str]()
     for name in options:
         given = getattr(arguments, name) or []
@@ -120,7 +120,7 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
     if arguments.datasets or arguments.configs:
         from weft.cli.stacked_data import by_name, stacked
 
-        _, given = by_name(given)  # parameters of data sets come over what is listed
+        _, given = by_name(given)  # parameters of datasets override those in the sections' lists
     if arguments.configs:
         own = [each for each in given if each.name.startswith("tokenizer.")]
         names = [name for word in arguments.configs for name in word.split(",") if name]
@@ -128,7 +128,7 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
         values, arguments.mode = stacked(names, arguments.folders, arguments.mode, of_stack)
         config = read(config, _of_run(values))
         if arguments.command == "counts":
-            config.tokenizer.path = None  # rows are counted, unless a tokenizer is asked for
+            config.tokenizer.path = None  # only rows are counted, unless a tokenizer is named
         given = own
     arguments.mode = arguments.mode or MODES[0]
     values = {}
@@ -154,11 +154,11 @@ def _by_name(
     settings = Settings(arguments.folders, copy, parameters, of_data)
     wanted = named_data.sources(arguments.datasets, arguments.mode, config.dataset, settings)
     if arguments.command == "counts" and config.tokenizer.path is None:
-        allowed = wanted  # it asks itself
+        allowed = wanted  # `weft data counts` asks before it downloads
     else:
         allowed = named_data.allow(wanted, config.dataset, arguments.yes)
     if not allowed:
-        raise ConfigError("no data set that is named is at hand; --yes fetches them")
+        raise ConfigError("none of the named datasets is on this machine; --yes downloads them")
     config.dataset = replace(
         config.dataset, sources=[named_data.said(source) for source in allowed], named=None
     )

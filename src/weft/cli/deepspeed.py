@@ -26,8 +26,7 @@ BARE = {
     "zero_optimization": {"stage": 2}
 }  # default of programs that accept the flag without a file
 _CPU = {"device": "cpu"}
-# The files that Open-Assistant's sections name: what they decide, where there is no file of that
-# name.
+# Files that Open-Assistant's sections name -> zero_optimization to use if there is no such file.
 KNOWN: dict[str, dict[str, object]] = {
     "zero_config.json": {"stage": 2},
     "zero_config_pretrain.json": {"stage": 2},
@@ -38,8 +37,8 @@ KNOWN: dict[str, dict[str, object]] = {
     "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
 }
-# What Hugging Face's Trainer fills in, and the options of weft that say it (none: it is 0); those
-# of a trained role begin with a dot.
+# Keys that may be "auto", for Hugging Face's Trainer to fill in -> weft's options with their
+# values. An option with a leading dot belongs to a trained role. Without options the value is 0.
 AUTOS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("dataset.train_bs_n_seqs",),
     "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),
@@ -92,7 +91,7 @@ class Taken:
         Raises `ConfigError` for batch sizes that are inconsistent on the run's data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
-        if self.batch and config.allocation_mode != SEARCH:  # which finds its ranks later
+        if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
             problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
             if problem:
                 raise ConfigError(f"{self.shown}: {problem}")
@@ -121,12 +120,14 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     else:
         config = BARE
     if not base.trained_roles:
-        raise ConfigError("--deepspeed: nothing is trained here; leave it out")
+        raise ConfigError("--deepspeed: no role is trained here; leave it out")
+    # Map its keys. The longest sequence determines the tokens per micro-batch.
     lengths = [to_plain(each.value) for each in given if each.name in LENGTHS]
     longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
     mapped = map_config(config, base.trained_roles, longest)
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
+    # Tell which values are used, and which the command line overrides.
     flag = f"--deepspeed{f' {file}' if file else ''}"
     over = {
         each.name: to_plain(each.value)
@@ -138,9 +139,7 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     differ = {name: value for name, value in over.items() if value != mapped.options[name]}
     if differ:
         theirs = _shown({name: mapped.options[name] for name in differ})
-        notes.append(
-            f"{flag}: {theirs} of the file does not count, since {_shown(differ)} is set beside it"
-        )
+        notes.append(f"{flag}: {theirs} of the file is overridden by {_shown(differ)}")
     if mapped.tuning:
         notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
     assignments = [Override(name, value) for name, value in mapped.options.items()]
@@ -173,7 +172,7 @@ def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
     if len(parts) > 1:
         says = f"is not {shown} = {product}"
     else:
-        says = f"is no multiple of {shown} = {product}"
+        says = f"is not a multiple of {shown} = {product}"
     return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH}=N"
 
 
@@ -193,6 +192,6 @@ def _read(path: Path) -> dict[str, object]:
     config = read_json(path, f"--deepspeed {path}", ConfigError)
     if not isinstance(config, dict):
         raise ConfigError(
-            f"--deepspeed {path}: must hold a JSON object, but holds {type(config).__name__}"
+            f"--deepspeed {path}: must contain a JSON object, but contains {type(config).__name__}"
         )
     return config

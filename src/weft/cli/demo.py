@@ -23,7 +23,7 @@ from weft.observe.metrics import format_duration
 from weft.observe.progress import DisplayOptions
 
 NAME = "demo"
-HELD_OUT = 200  # number of problems that no stage trains on
+HELD_OUT = 200  # number of problems held out from training
 LAST = 10  # number of final steps averaged for a stage's result
 
 
@@ -57,7 +57,7 @@ class Demo:
         return {**own, **others}
 
     def run(self, config: Any, doing: str = "starting") -> Any:
-        """Run one stage, showing progress on one line; its time counts for its trial's name."""
+        """Run one stage with a line of progress; add its seconds to `seconds`, by trial name."""
         from weft.launch.run import run
 
         begun = time.monotonic()
@@ -177,14 +177,14 @@ def grpo(demo: Demo, model: Path) -> Path:
 def walk(demo: Demo, say: Callable[[str], None]) -> None:
     """Run all stages and report the accuracy on held-out problems before and after each."""
     prepare(demo)
-    say("[bold]weft demo[/]: a small model learns to add, and outgrows its teacher.")
-    say("Accuracy is the share of right answers to 200 sums that no stage trains on.")
+    say("[bold]weft demo[/]: a small model learns to add, and surpasses its teacher.")
+    say("Accuracy is the share of correct answers to 200 sums that no stage trains on.")
     say("")
-    say("[bold]1. SFT[/]  random weights learn sums such as 47+8 from a careless teacher")
+    say("[bold]1. SFT[/]  random weights learn sums such as 47+8 from an unreliable teacher")
     demo.measure("start", demo.material / "model")
     actor = supervise(demo)
     say(_rise(demo, "start", actor, "sft") + f"; the teacher is right in {task.RIGHT:.0%}")
-    say("[bold]2. Reward model[/]  learns to tell right sums from the model's own mistakes")
+    say("[bold]2. Reward model[/]  learns to prefer correct sums to the model's own mistakes")
     reward, first, last = judge(demo, actor)
     say(
         f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in "
@@ -193,7 +193,7 @@ def walk(demo: Demo, say: Callable[[str], None]) -> None:
     say("[bold]3. PPO[/]  with that reward model")
     actor = ppo(demo, actor, reward)
     say(_rise(demo, "sft", actor, "ppo"))
-    say("[bold]4. GRPO[/]  with a verifier: 1 for the right number, 0 otherwise")
+    say("[bold]4. GRPO[/]  with a verifier: 1 for the correct number, 0 otherwise")
     actor = grpo(demo, actor)
     say(_rise(demo, "ppo", actor, "grpo"))
 

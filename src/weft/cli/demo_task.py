@@ -12,9 +12,9 @@ from typing import Any
 from weft.writing import write
 
 CHARACTERS = "0123456789+="
-RIGHT = 0.55  # share of the teacher's answers that are right
-# A problem is answered on its own: the template shows the model what follows the last question, not
-# the talk before it.
+RIGHT = 0.55  # share of the teacher's answers that are correct
+# Each problem is answered on its own: the template renders only the messages from the last question
+# on.
 CHAT_TEMPLATE = (
     "{% set last = namespace(at=0) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
@@ -73,7 +73,7 @@ def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[s
 
 
 def slip(answer: str, draw: random.Random) -> str:
-    """Return the answer with one digit wrong."""
+    """Return the answer with one digit replaced by a wrong one."""
     at = draw.randrange(len(answer))
     wrong = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
     return answer[:at] + wrong + answer[at + 1 :]

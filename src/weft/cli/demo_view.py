@@ -1,6 +1,6 @@
 """Progress display of the demo: one line per running stage, removed when the stage ends.
 
-The runs' logs contain the rest.
+All other output is in the runs' logs.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class StageView:
         return [self._pace.format_line()] if shown else []
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show nothing; completions are for the report."""
+        """Ignore sampled completions; the report shows them."""
 
     def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def print_note(self, line: str) -> None:
-        """Show nothing; notes are in the log."""
+        """Ignore notes; they are in the log."""
 
     def show_stop_request(self, line: str) -> None:
         self._doing = line

@@ -31,14 +31,17 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = made.add_subparsers(dest="command", metavar="{rm}", required=True)
     rm = commands.add_parser(
-        "rm", help="a reward model on pairs and rankings", epilog=EPILOG, formatter_class=form
+        "rm",
+        help="evaluate a reward model on pairs and rankings",
+        epilog=EPILOG,
+        formatter_class=form,
     )
-    rm.add_argument("model", metavar="MODEL", help="reward model or run of one")
+    rm.add_argument("model", metavar="MODEL", help="reward model, or run that trained one")
     rm.add_argument(
         "data",
         nargs="*",
         metavar="DATA|argument=value",
-        help="files, folders or hub names; dataset.args of their form",
+        help="files, folders or hub names; then assignments of dataset.args",
     )
     rm.add_argument(
         "--type",
@@ -46,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
     )
     rm.add_argument(
         "--split",
-        help="the files of this split; of datasets by name train or valid (default: both)",
+        help="split of the data; for named datasets train or valid (default: both)",
     )
     named_options(rm, modes=False)
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
-    rm.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     _models.add_options(rm)
     return made
 
@@ -64,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     from weft.evaluation.reward_model import evaluate, summarize_by_category
 
     if given.out is not None:
-        resolve_destination(given.out)  # refused before the model is loaded
+        resolve_destination(given.out)  # raises before the model is loaded
     tried = _tried(given)
     opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
@@ -89,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Rows on which the model is evaluated."""
+    """A file or dataset on which the model is evaluated."""
 
     name: str
     path: str
@@ -115,7 +118,7 @@ def _tried(given: argparse.Namespace) -> list[_Tried]:
         tried += _by_name(given, of_names, args)
     if not tried:
         raise ConfigError(
-            "weft eval rm: there are no data; name a file, a folder or a hub name, or --datasets "
+            "weft eval rm: no data are named; name a file, a folder or a hub name, or --datasets "
             "NAME"
         )
     return tried
@@ -135,7 +138,7 @@ def _by_name(
     settings = Settings((), copies[-1] if copies else None, parameters)
     spec = DatasetSpec()
     if given.split not in (None, "train", "valid"):
-        raise ConfigError(f"--split {given.split}: of datasets by name must be train or valid")
+        raise ConfigError(f"--split {given.split}: must be train or valid for named datasets")
     tried = []
     for source in named_data.allow(
         named_data.sources(given.datasets or [], "rm", spec, settings), spec, given.yes
@@ -160,7 +163,7 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
 def _kind(path: str, split: str | None) -> str:
     """Return the form of the first row.
 
-    Raises `ConfigError` if it is no form with ranked replies.
+    Raises `ConfigError` if the row has no ranked replies.
     """
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows
@@ -174,7 +177,7 @@ def _kind(path: str, split: str | None) -> str:
         found = guess_type(row)
     if found is None:
         raise ConfigError(
-            f"{place}: this row tells no form; set --type to preference, paired_comparison or "
+            f"{place}: this row fits no form; set --type to preference, paired_comparison or "
             f"ranking"
         )
     return found

@@ -16,12 +16,11 @@ from typing import Any
 CHARACTERS = "0123456789+="
 SPECIAL = ("<pad>", "</s>", "<unk>")
 TEXT_SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
-# share of the SFT answers that are right, so that there is something left to learn from a reward
+# share of correct SFT answers; below 1, so that training with a reward can improve the model
 RIGHT = 0.7
 LESSONS = 8  # SFT rows per sum
 SEED = 1
-# A sum is answered on its own: the template shows the model what follows the last question, not the
-# talk before it.
+# Each sum is answered on its own: the template renders only the messages from the last question on.
 CHAT_TEMPLATE = (
     "{% set last = namespace(at=0) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
@@ -34,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama."""
+    """Sizes of a Llama model."""
 
     hidden: int
     inner: int
@@ -54,7 +53,7 @@ TEXT_TEMPLATE = (
 
 
 def files() -> dict[str, bytes]:
-    """Return file contents by path in the folder."""
+    """Return path -> contents of every file; paths are relative to the folder written."""
     sums = [(left, right) for left in range(10) for right in range(10)]
     draw = random.Random(SEED)
     draw.shuffle(sums)
@@ -229,7 +228,7 @@ def _tokenizer(
 
 
 def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
-    """Return random weights by name.
+    """Return name -> random weight.
 
     `RandomState` draws the same numbers in every version of numpy.
     """

@@ -17,12 +17,12 @@ from weft.experiments._common_options import EXAMPLES
 FIRST = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
 WHAT = {
     "sft.jsonl": "prompts with answers, three of ten wrong: sft",
-    "chat.jsonl": "the same as conversations: sft with dataset.type=chat",
-    "pairs.jsonl": "a right and a wrong answer to each prompt: rw, dpo",
-    "prompts.jsonl": "prompts with the right answer, for a verifier: ppo, grpo, gen",
-    "model": "a Llama of 400,000 random weights that reads digits, + and =",
+    "chat.jsonl": "the same rows as conversations: sft with dataset.type=chat",
+    "pairs.jsonl": "a correct and a wrong answer to each prompt: rw, dpo",
+    "prompts.jsonl": "prompts with the correct answer, for a verifier: ppo, grpo, gen",
+    "model": "a Llama with 400,000 random weights that reads digits, + and =",
     "text-model": (
-        "a Llama of 40,000 random weights that reads any text, byte by byte: for the tutorials"
+        "a Llama with 40,000 random weights that reads any text, byte by byte: for the tutorials"
     ),
 }
 
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `weft examples ...`; return 0. Raises `ConfigError` for a file with other content."""
     parser = Parser(prog="weft examples", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{ls,write}", required=True)
-    commands.add_parser("ls", help="say what there is")
-    writing = commands.add_parser("write", help="write it into a folder")
+    commands.add_parser("ls", help="list the files")
+    writing = commands.add_parser("write", help="write the files to a folder")
     writing.add_argument("folder", type=Path, metavar="DIR", help="a new folder, such as data")
     if helped(parser, argv):
         return 2
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         "\nBegin with:"
         if given.command == "write"
-        else "\nweft examples write data writes it, and you begin with:"
+        else "\nweft examples write data writes the files; then begin with:"
     )
     print(
         "  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/")
@@ -67,7 +67,7 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
     other = [name for name, content in made.items() if not _is_free(folder / name, content)]
     if other:
         raise ConfigError(
-            f"{folder} holds files that weft would overwrite ({', '.join(other[:4])}); name "
+            f"{folder} contains files that weft would overwrite ({', '.join(other[:4])}); name "
             f"another folder, or remove them"
         )
     try:

@@ -24,24 +24,24 @@ from weft.options import OptionDescription, iterate_options
 USAGE = "weft quickstart {name} experiment_name=E trial_name=T key=value ..."
 ALL = "all"
 FLAGS = {
-    "--help [GROUP]": "the options that people set; all of them (--help all), or those of one group (--help {group})",
+    "--help [GROUP]": "the common options, all options (--help all), or those of one group (--help {group})",
     "--cfg job": "print the resolved configuration as YAML and stop",
     "--dry-run[=config]": "print the plan and the memory it needs, and stop; no weights are read and no GPU is needed; "
     "--dry-run=config does not read the data either",
-    "--verbose, -v": "show the whole plan before the run, not its table alone",
-    "--config FILE": "read options from a YAML file, such as a run's config.yaml; the command line goes over it",
-    "--configs A B ...": "named sections of settings, left to right (weft config ls lists them); the command line goes over "
+    "--verbose, -v": "show the whole plan before the run, not only its table",
+    "--config FILE": "read options from a YAML file, such as a run's config.yaml; the command line overrides it",
+    "--configs A B ...": "named sections of settings, left to right (weft config ls lists them); the command line overrides "
     "them",
-    "--config-dir DIR": "a folder of YAML files with sections, searched after ./configs (may be given again)",
+    "--config-dir DIR": "a folder of YAML files with sections, searched after ./configs (can be repeated)",
     "--print-script": "with mode=slurm: print the script of the job and stop",
-    "--deepspeed [FILE]": "read a DeepSpeed JSON: each key is mapped to options or refused by name",
-    "--import NAME": "import a module or FILE.py that registers names (may be given again)",
+    "--deepspeed [FILE]": "read a DeepSpeed JSON file: each key is mapped to options, or named in an error",
+    "--import NAME": "import a module or FILE.py that registers names (can be repeated)",
     "--debug": "show the traceback of an error",
 }
 REQUIRED = ("experiment_name", "trial_name")
 GRAMMAR = (
-    "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote texts that have spaces, "
-    "commas or brackets: 'key=\"a, b\"'. ${other.option} stands for that option's value, ~key puts a default back."
+    "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote texts with spaces, "
+    "commas or brackets: 'key=\"a, b\"'. ${other.option} means that option's value, ~key restores the default."
 )
 OPTIMIZER = "optimizer"
 WIDEST = 160  # maximum columns; longer lines are hard to read
@@ -62,7 +62,7 @@ class Sheet:
     width: int
 
     def options(self) -> list[OptionDescription]:
-        """Every option that has an effect: a role that is not trained has no optimizer."""
+        """Return the options that have an effect: roles that are not trained have no optimizer."""
         return [leaf for leaf in iterate_options(self.config) if not self._idle(leaf.name)]
 
     def _idle(self, name: str) -> bool:
@@ -251,7 +251,7 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) ->
 
 
 def groups(names: Iterable[str]) -> list[str]:
-    """Return the first parts of dotted names, in order."""
+    """Return the first parts of dotted names, each once, in order."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
 
 

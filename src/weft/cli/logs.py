@@ -12,25 +12,29 @@ from weft.errors import ConfigError
 from weft.observe.logs import LogFile, LogFollower, LoggedFailure, find_failures, find_log_files
 
 POLL_SECONDS = 0.5
-QUIET_POLLS = 4  # polls without a new line after which an inactive run counts as finished
+QUIET_POLLS = 4  # polls without a new line before an inactive run counts as finished
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft logs ...`; return 0. Raises `UserError` for an unknown run or worker."""
     parser = Parser(
-        prog="weft logs", description="Show the logs of a run, the first failure first."
+        prog="weft logs", description="Show the logs of a run, starting with its first failure."
     )
     add_run(parser)
-    parser.add_argument("--worker", type=int, metavar="N", help="the process of one device alone")
     parser.add_argument(
-        "--lines", type=int, default=20, metavar="N", help="last lines of each log (20)"
+        "--worker", type=int, metavar="N", help="show only the process of this device"
     )
     parser.add_argument(
-        "--follow", action="store_true", help="go on showing what is added until the run is over"
+        "--lines",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of last lines of each log (default 20)",
     )
+    parser.add_argument("--follow", action="store_true", help="show new lines until the run ends")
     given = parser.parse_args(argv)
     if given.lines < 0:
-        raise ConfigError(f"--lines {given.lines}: must be at least 0, which shows no lines")
+        raise ConfigError(f"--lines {given.lines}: must be at least 0 (no lines)")
     run = given_run(given, "logs")
 
     def files() -> list[LogFile]:

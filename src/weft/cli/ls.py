@@ -41,7 +41,7 @@ PIPED = 200  # width if the output is not a terminal and COLUMNS is not set
 LEAST = 24  # a run's name keeps this width before other columns are dropped
 GAP = 2  # spaces between columns
 WORDY = ("run", "metric")  # columns that can be truncated
-# columns to drop when there is no room, first one first
+# columns to drop in a narrow terminal, in this order
 LESSER = ("metric", "written", "size", "age", "algorithm")
 UNKNOWN = "–"
 SORTS: dict[str, Callable[[RunSummary], Any]] = {
@@ -54,7 +54,7 @@ SORTS: dict[str, Callable[[RunSummary], Any]] = {
 }
 EPILOG = """examples:
   weft ls                               the runs in ./runs, the newest first
-  weft ls runs/demo                     the runs of one demo, which is a single line elsewhere
+  weft ls runs/demo                     the runs of one demo, which other lists show as one line
   weft ls /data/runs --sort size        the largest first
   weft ls --status running,failed
   weft ls --json | jq '.[0].path'"""
@@ -69,15 +69,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sort", default="age", metavar="BY", help=f"{', '.join(SORTS)} (age: the newest first)"
     )
-    parser.add_argument("--reverse", action="store_true", help="turn the order around")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
-        "--status", default="", metavar="S[,S]", help=f"only runs that are {', '.join(STATUSES)}"
+        "--status",
+        default="",
+        metavar="S[,S]",
+        help=f"only runs with one of these statuses: {', '.join(STATUSES)}",
     )
     parser.add_argument(
-        "--algorithm", default="", metavar="A[,A]", help="only runs of these: sft, rw, ppo, ..."
+        "--algorithm",
+        default="",
+        metavar="A[,A]",
+        help="only runs of these algorithms: sft, rw, ppo, ...",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON: one object a run, with exact numbers"
+        "--json", action="store_true", help="print JSON: one object per run, with exact numbers"
     )
     given = parser.parse_args(list(argv))
     if given.sort not in SORTS:

@@ -31,41 +31,39 @@ GROUPS = {
             "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a "
             "configuration of your own"
         ),
-        "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
+        "demo": "train a small model with SFT, PPO and GRPO on this CPU, without a download",
         "start": "run an experiment registered by name in user code (--list shows them)",
         "stop": "stop a run; the same command resumes it",
     },
     "look at runs": {
-        "ls": "the runs in a folder: status, steps, last reward or loss, size",
-        "show": (
-            "a run: command, versions, options that are not the defaults, checkpoints, last metrics"
-        ),
-        "report": "the page of a run, or one that compares several",
-        "dashboard": "the pages of all runs in a folder, live in a browser",
-        "logs": "what a run and its workers have written, the first failure first",
+        "ls": "list the runs in a folder: status, steps, last reward or loss, size",
+        "show": ("show a run: command, versions, changed options, checkpoints, last metrics"),
+        "report": "build the page of a run, or a page that compares several",
+        "dashboard": "show the pages of all runs in a folder, live in a browser",
+        "logs": "print the logs of a run and its workers, starting with the first failure",
         "rm": "remove runs, or only their checkpoints or recovery points",
     },
     "models": {
-        "chat": "talk to a model directory",
-        "sample": "answers of models to a file of prompts: report, score, best of n",
-        "eval": "how well a reward model orders replies: rm",
+        "chat": "talk to a model or a run",
+        "sample": "sample answers to a file of prompts: report, score, best of n",
+        "eval": "measure how well a reward model orders replies: rm",
         "serve": (
-            "a policy and a reward model behind HTTP: OpenAI's endpoints and the open "
+            "serve a policy and a reward model over HTTP: OpenAI's endpoints and the open "
             "inference protocol"
         ),
-        "convert": "bring checkpoints in and out",
+        "convert": "convert, merge, split and export checkpoints",
     },
     "data": {
-        "examples": "sample data and a small model, without a download: ls, write",
-        "data": "look at data as a run would see them: inspect, counts, scan",
+        "examples": "write sample data and a small model, without a download: ls, write",
+        "data": "inspect data as a run reads them: inspect, counts, scan",
     },
     "configuration and devices": {
-        "config": "named sections of settings: ls, show, cp, validate",
+        "config": "list, show, copy and check named sections: ls, show, cp, validate",
         "plan": (
-            "what a run would do: search, calls onto devices; realloc, parameters from one "
-            "layout to another"
+            "show what a run would do: search assigns calls to devices, realloc moves "
+            "parameters between layouts, memory finds a GPU"
         ),
-        "completion": "completion of commands and options in bash, zsh and fish",
+        "completion": "complete commands and options in bash, zsh and fish",
     },
 }
 COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
@@ -106,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code:
         _end(code)
     if wire.is_supervised:
-        # what a program does after this is for the process that supervises it
+        # a supervised process returns, and its supervisor handles the exit code
         raise SystemExit(code)
     return code
 

@@ -32,7 +32,7 @@ from weft.extras import install
 from weft.writing import replace_file
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
-LISTS = "weft data counts --datasets all names the datasets, weft config ls the sections"
+LISTS = "weft data counts --datasets all lists the datasets, weft config ls the sections"
 OF_FORMS = ("text", "prompt")  # text columns in rows of named datasets
 OF_ANY = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # text columns in any rows
 PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subsampled
@@ -70,7 +70,9 @@ def sources(
     if asked == ["all"]:
         asked = [name for name in list_names(mode, spec.named_file) if "{" not in name]
     elif "all" in asked:
-        raise ConfigError(f"--datasets {' '.join(words)}: `all` stands alone")
+        raise ConfigError(
+            f"--datasets {' '.join(words)}: `all` cannot be combined with other names"
+        )
     found = [source for word in asked for source in _of_word(word, mode, spec, settings)]
     return settings.applied([*found, *list_source_specs(spec)], spec.named_file)
 
@@ -110,15 +112,15 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
     entries = {str(source.named): _entry(source, spec) for source in missing}
     for name, entry in entries.items():
         licence = f" (licence: {entry.licence})" if entry.licence else ""
-        print(f"{name}: would be fetched from {entry.origin}{licence}", file=sys.stderr)
+        print(f"{name}: would be downloaded from {entry.origin}{licence}", file=sys.stderr)
     if sys.stdin.isatty():
-        print(f"fetch these {len(entries)}? [y/N] ", end="", file=sys.stderr, flush=True)
+        print(f"download these {len(entries)}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return list(wanted)
     else:
         print(
-            "note: --yes fetches them, datasets.NAME.data_path=FILE reads a copy; they are left "
-            "out",
+            "note: they are left out; --yes downloads them, datasets.NAME.data_path=FILE reads a "
+            "copy",
             file=sys.stderr,
         )
     return [source for source in wanted if source not in missing]
@@ -287,9 +289,7 @@ def spread(data: LoadedData, limit: int) -> Iterator[str]:
     """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens."""
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
-            raise ConfigError(
-                f"{part.name}: only weft's own dataset types tell the lengths of their rows"
-            )
+            raise ConfigError(f"{part.name}: only weft's own dataset types have row lengths")
         sizes = part.dataset.table.compute_seqlens()[part.indices]
         if any(part is each for each in data.parts):
             label = part.name
@@ -301,6 +301,7 @@ def spread(data: LoadedData, limit: int) -> Iterator[str]:
 
 def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     """Print the table; return 2 if a dataset could not be read, after printing the reason."""
+    # Count every source.
     tell = detector() if detect else None
     counted = []
     shares = []
@@ -317,6 +318,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
             )
     if wrong and not counted:
         raise DataError(wrong)
+    # Add the rows per epoch, and the validation file.
     drawn = any(share.fraction or share.size or share.weight for share in shares)
     counted = [
         replace(each, per_epoch=n) for each, n in zip(counted, count_per_epoch(shares), strict=True)
@@ -330,6 +332,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
             tell,
         )
         counted.append(replace(found, train=0, evaluation=found.train))
+    # Print and write the table, then the problems.
     if counted:
         print(table(counted, drawn))
     if output is not None and counted:

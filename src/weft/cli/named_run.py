@@ -148,7 +148,9 @@ def find_run(word: str, root: Path) -> Path:
     else:
         inside = []
     if inside:
-        raise ConfigError(f"{word} is no run but holds some: {', '.join(inside)}; name one of them")
+        raise ConfigError(
+            f"{word} is not a run, but contains runs: {', '.join(inside)}; name one of them"
+        )
     if given.exists():
         raise ConfigError(
             f"{word} is not the directory of a run; weft ls lists the runs in a folder"
@@ -158,7 +160,7 @@ def find_run(word: str, root: Path) -> Path:
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
-        hint = f"{listing} lists those that are there"
+        hint = f"{listing} lists the runs"
     raise ConfigError(f"{word}: there is no such run; {hint}")
 
 

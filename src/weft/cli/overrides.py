@@ -17,7 +17,7 @@ from weft.reading import describe_cause, explain_read_errors, read_yaml, shorten
 
 WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?P<text>.*)", re.DOTALL)
 SWEEP = re.compile(r"[a-z]+\(")  # choice(..), range(..)
-NUMBERS = "device_mesh"  # a text option that can be written as a list of numbers
+NUMBERS = "device_mesh"  # number lists that a text option accepts as text
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def parse(words: Sequence[str]) -> list[Override]:
         except (
             ValueError,
             RecursionError,
-        ) as error:  # a number of 5,000 digits, brackets in brackets
+        ) as error:  # for example a number with 5,000 digits, or deeply nested brackets
             raise ConfigError(f"{shorten(word)!r}: {describe_cause(error)}") from error
         if found.is_sweep_override():
             overrides.append(_as_it_stands(word, _sweep(word, found.key_or_group), sweep=True))
@@ -70,7 +70,7 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
     """Return a note for each option that is set to several values; the last one counts."""
     words: dict[str, list[str]] = {}
     for each in overrides:
-        # mappings add to each other
+        # mappings are merged
         if each.typed is not None and not isinstance(each.value, Mapping):
             words.setdefault(each.name, []).append(shorten(each.typed))
     return [
@@ -84,9 +84,8 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
 
 def _sweep(word: str, name: str) -> ConfigError:
     return ConfigError(
-        f"{word}: this is a sweep over several values, and one command is one run; write a list "
-        f"as {name}=[1,2], quote a text "
-        f"that has commas: {name}=\"'a,b'\""
+        f"{word}: this is a sweep over several values, but one command starts one run; write a "
+        f"list as {name}=[1,2], or quote a text with commas: {name}=\"'a,b'\""
     )
 
 
@@ -170,7 +169,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: is empty; write options as key: value")
     if not isinstance(values, dict):
         raise ConfigError(
-            f"--config {path}: must hold options as key: value, but holds {type(values).__name__}"
+            f"--config {path}: must contain options as key: value, but contains {type(values).__name__}"
         )
     return values
 

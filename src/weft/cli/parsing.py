@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from weft.errors import ConfigError
 from weft.reading import refuse_url
 
-# arguments that are paths and are given by a flag
+# arguments that are paths and have a flag
 FLAGS = ("fileroot", "output", "out", "prompts", "folders")
 # arguments that are paths but have type str
 PATHS = (*FLAGS, "root", "input", "valid_output")
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 def check_paths(values: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LARGEST = 5  # number of parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
-# The model where none is named: the shape of a Llama of 1.2 billion parameters.
+# Default model: the config.json of a Llama with 1.2 billion parameters.
 SMALL_LLAMA = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -45,20 +45,22 @@ SMALL_LLAMA = {
     "hidden_act": "silu",
 }
 
-SEARCH_EPILOG = """Seconds are estimates from sizes: products, reads of memory, messages. They serve to compare placements.
-search.* says what is reckoned with: a GPU that this machine has not, its memory, lengths of prompts and answers.
+SEARCH_EPILOG = """Seconds are estimates from the sizes of matrix products, memory reads and messages.
+Use them to compare placements. search.* sets the assumptions: the GPU, which this machine need
+not have, its memory, and the lengths of prompts and answers.
 
 examples:
   weft plan search ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8
   weft plan search sft model.path=MODEL dataset.train_path=sft.jsonl n_nodes=2 n_gpus_per_node=8 search.gpu=H100 --json"""
 
-EPILOG = """layouts: letters d f t p c e, each followed by its degree, such as d2f2t2; a letter that is left out is 1. A trained
-role is sharded over its data-parallel ranks unless told otherwise: d4t2 of a trained actor is d4f4t2 here.
+EPILOG = """layouts: letters d f t p c e, each followed by its degree, such as d2f2t2; the degree of a
+missing letter is 1. A trained role is sharded over its data-parallel ranks by default: for d4t2
+of a trained actor write d4f4t2 here.
 
 columns, in bytes of one rank's parameters:
   sent, received   between ranks
-  kept             all that the rank has of a parameter, before and after
-  copied           part of a parameter that the rank has already, put into another rectangle
+  kept             shards that are the same before and after
+  copied           parts of new shards that are copied from the rank's old shards
 
 examples:
   weft plan realloc d4t2 t4p2
@@ -104,35 +106,42 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         formatter_class=form,
     )
     looked.add_argument(
-        "words", nargs="+", metavar="WORD", help="those of weft quickstart: NAME key=value ..."
+        "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
     )
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    told = "what moving a role's parameters from one layout to another sends"
+    told = "the transfers that move a role's parameters from one layout to another"
     made = commands.add_parser(
         "realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form
     )
     made.add_argument(
-        "source", metavar="FROM", help="layout that has the parameters, such as d4f4t2"
+        "source", metavar="FROM", help="layout of the parameters before, such as d4f4t2"
     )
-    made.add_argument("target", metavar="TO", help="layout that gets them, such as t4p2")
+    made.add_argument("target", metavar="TO", help="layout after, such as t4p2")
     made.add_argument(
         "--model",
         metavar="DIR",
         help="model directory, run or hub name; only its config.json is read",
     )
     made.add_argument(
-        "--dtype", choices=sorted(BYTES), default="bfloat16", help="of what is sent (%(default)s)"
+        "--dtype",
+        choices=sorted(BYTES),
+        default="bfloat16",
+        help="dtype of the parameters sent (%(default)s)",
     )
     made.add_argument(
-        "--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)"
+        "--source-mesh",
+        metavar="LIST",
+        help="devices of FROM, such as 0-7 or 0,2 (default: the first ones)",
     )
-    made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
+    made.add_argument(
+        "--target-mesh", metavar="LIST", help="devices of TO (default: the first ones)"
+    )
     for side, name in SIDES.items():
         made.add_argument(
             f"--{side}-schedule",
             default="1f1b",
             metavar="KIND",
-            help=f"pipeline_schedule of {name}, which says what stages a rank holds (%(default)s)",
+            help=f"pipeline_schedule of {name}; determines each rank's stages (%(default)s)",
         )
         made.add_argument(
             f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}"
@@ -142,7 +151,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         type=int,
         default=8,
         metavar="N",
-        help="devices of one node (%(default)s)",
+        help="number of devices per node (%(default)s)",
     )
     made.add_argument("--json", action="store_true", help="print everything as one JSON object")
     plan_memory.add(commands)
@@ -162,13 +171,13 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
         print(f"note: {note}", file=sys.stderr)
     experiment = build_experiment(config)
     if fetch_configs(experiment, data=False):
-        experiment = build_experiment(config)  # again, with what the models' own files say
+        experiment = build_experiment(config)  # build again with the downloaded config.json files
     if not experiment.search:
         missing = [note for note in experiment.plan_notes if "config.json" in note]
         if missing:
             raise ConfigError("\n".join(missing))
         raise ConfigError(
-            "plan search: there is nothing to choose, with one device, or with a layout for every "
+            "plan search: there is nothing to choose with one device or with a layout for every "
             "role; write "
             "n_gpus_per_node=8 (or n_nodes), and leave layouts out"
         )
@@ -190,6 +199,7 @@ def realloc(arguments: argparse.Namespace) -> None:
     from weft.realloc.plan import holdings_of, plan
     from weft.realloc.traffic import count_least_bytes, count_traffic
 
+    # Check the layouts.
     meshes = [_mesh(arguments, side) for side in SIDES]
     config = _config(arguments.model)
     per_node = arguments.devices_per_node
@@ -204,6 +214,7 @@ def realloc(arguments: argparse.Namespace) -> None:
     def node_of(rank: int) -> int:
         return rank // per_node
 
+    # Plan the transfers and count their bytes.
     shapes = compute_parameter_shapes(config)
     source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
     itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])
@@ -299,9 +310,9 @@ def _page(found: dict[str, Any]) -> str:
         "",
         f"inside nodes   {_size(found['sent_inside_nodes']):>11}",
         f"between nodes  {_size(found['sent_between_nodes']):>11}",
-        f"least possible {_size(found['least']):>11}    what ranks are to hold and do not have",
+        f"least possible {_size(found['least']):>11}    bytes of new shards that ranks lack",
         "",
-        f"{found['transfers']:,} transfers; most is sent of",
+        f"{found['transfers']:,} transfers; the largest parameters sent:",
         *(f"  {_size(each['sent']):>11}  {each['name']}" for each in found["largest"]),
     ]
     return "\n".join(lines if found["largest"] else [*lines[:-1], "nothing is sent"])

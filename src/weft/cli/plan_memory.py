@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 if TYPE_CHECKING:
     from weft.engine.memory_options import MemoryCase
 
-TOLD = "which GPU holds the training of a model, and what makes it fit a smaller one"
+TOLD = "the GPUs that fit the training of a model, and how to fit it on a smaller one"
 EPILOG = """examples:
   weft plan memory Qwen/Qwen3-0.6B
   weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
@@ -36,20 +36,21 @@ def add(commands: Any) -> None:
         "options",
         nargs="*",
         metavar="key=value",
-        help="options of the model, those that quickstarts have below model.: lora.r, gradient_checkpointing, layout, ...",
+        help="options of the model, as below model. in quickstarts: lora.r, "
+        "gradient_checkpointing, layout, ...",
     )
     made.add_argument(
         "--tokens",
         type=int,
         default=16384,
         metavar="N",
-        help="of a micro-batch, all trained (%(default)s)",
+        help="tokens per micro-batch, all trained (%(default)s)",
     )
     made.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of computation (%(default)s)",
+        help="dtype of computation (%(default)s)",
     )
 
 
@@ -66,6 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     case, parameters, trained, layout = case_of(
         path, arguments.options, arguments.tokens, arguments.dtype
     )
+    # Print what is trained, then the GPUs that fit it.
     settings = case.settings
     part = "" if trained == parameters else f", {trained:,} trained"
     if settings.state_dtype == "float32":
@@ -84,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
         "\n".join(
             [
                 *memory_options.format_table(memory_options.list_memory_options({"model": case})),
-                *([f"as set it needs {lacks}"] if lacks else []),
+                *([f"these settings need {lacks}"] if lacks else []),
             ]
         )
     )
@@ -125,7 +127,7 @@ def case_of(
     facts = describe_planned_engine(spec, Mesh.on_first_devices(layout), gpu)
     if facts.get("sizes") is None:
         raise ConfigError(
-            f"backend={spec.backend}: does not tell its sizes before it runs; leave it out"
+            f"backend={spec.backend}: its memory cannot be estimated before it runs; leave it out"
         )
     work = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
     shown = "d1" if layout.num_devices == 1 else str(layout)

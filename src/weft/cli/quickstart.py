@@ -79,7 +79,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         show(quickstart_help(words.name, base, words.help, terminal_width()))
         return 0
     if words.config_dirs and not words.configs:
-        raise ConfigError("--config-dir: holds sections, and none is named; add --configs NAME")
+        raise ConfigError(
+            "--config-dir: is a folder of sections, and none is named; add --configs NAME"
+        )
     taken: Taken | None = None
     if not words.configs:
         if words.deepspeed is not None and isinstance(base, RunConfig):
@@ -110,7 +112,7 @@ def stacked(
 
     if not isinstance(base, RunConfig):
         raise ConfigError(
-            f"--configs: {words.name} has no options of a run, which sections set; leave it out"
+            f"--configs: {words.name} has no run options for sections to set; leave it out"
         )
     library = Library.find(words.config_dirs)
     stack = read_stack(words.configs, library, base, values)
@@ -144,7 +146,7 @@ def _run(
         )
         return 0
     if words.print_script and config.mode != "slurm":
-        raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
+        raise ConfigError("--print-script prints the script of a Slurm job; add mode=slurm")
     given_names = (config.experiment_name, config.trial_name)
     if words.dry_run is None and isinstance(config, RunConfig):
         config = _name(config, words)
@@ -189,7 +191,7 @@ def _name(config: RunConfig, words: Words) -> RunConfig:
 
 
 def speaks() -> bool:
-    """Return whether this process prints what is known before a run.
+    """Return whether this process prints notes and the plan before a run.
 
     A supervised process does not, because its supervisor has printed it.
     """
@@ -228,7 +230,7 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     config, notes = configure(base, values, words.imports)
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            f"{words.name}: its configuration is no weft.experiments.RunConfig, and has no "
+            f"{words.name}: its configuration is not a weft.experiments.RunConfig and has no "
             f"placement to search"
         )
     return config, notes
@@ -311,7 +313,7 @@ def sort(argv: Sequence[str]) -> Words:
         elif word in ("-v", "--verbose"):
             words.verbose = True
         elif flag == "--dry-run":
-            # the form of `weft start`
+            # written as for `weft start`
             apart = word == flag and bool(words.name) and rest[:1] == [CONFIG]
             words.dry_run = _dry_run(word, rest.pop(0) if apart else attached)
         elif word == "--print-script":
@@ -363,7 +365,7 @@ def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
 def _dry_run(word: str, value: str) -> str:
     if value not in ("", CONFIG):
         raise ConfigError(
-            f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json alone, no data"
+            f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json only, no data"
         )
     return value
 
@@ -382,9 +384,7 @@ def _take(words: Words, flag: str, value: str) -> None:
     elif value == "job":
         words.print_config = True
     else:
-        raise ConfigError(
-            f"--cfg {value}: only --cfg job is there, which prints the resolved configuration"
-        )
+        raise ConfigError(f"--cfg {value}: must be job, which prints the resolved configuration")
 
 
 def _names(attached: str, rest: list[str]) -> list[str]:

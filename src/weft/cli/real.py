@@ -38,20 +38,21 @@ RENAMED = {
 }
 # Options that have no effect in weft, by last or full name -> reason.
 LEFT_OUT = {
-    "use_cuda_graph": "weft decides by itself where a GPU replays captured graphs",
-    "force_cudagraph_recapture": "weft decides by itself where a GPU replays captured graphs",
+    "use_cuda_graph": "weft decides when a GPU replays captured graphs",
+    "force_cudagraph_recapture": "weft decides when a GPU replays captured graphs",
     "force_no_logits_mask": (
-        "weft scores tokens under the distribution that they were drawn from, without a mask"
+        "weft computes log-probs under the distribution that tokens were sampled from, without "
+        "a mask"
     ),
     "pad_to_max_length": "weft never pads",
     "n_mbs": "weft counts micro-batches in tokens; set max_tokens_per_microbatch to change it",
     "debug": "weft always checks",
     "ignore_worker_error": (
-        "weft replaces processes that die and goes on from the last recovery point"
+        "weft replaces processes that die and continues from the last recovery point"
     ),
     "recover_retries": "weft restarts as long as the run makes progress",
-    "cache_clear_freq": "weft keeps no cache that has to be cleared",
-    "allocation_use_cache": "weft searches anew, which takes seconds",
+    "cache_clear_freq": "weft has no cache to clear",
+    "allocation_use_cache": "weft searches every time, which takes seconds",
 }
 ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
@@ -213,19 +214,19 @@ def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> Non
 
 def _read_nodes(done: _Renaming, override: Override) -> None:
     """Set Slurm's list of nodes; without Slurm the names only number the devices."""
-    _node_names(str(to_plain(override.value)))  # raises if it is not a list of nodes
+    _node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
     if done.given.get("mode") == "slurm":
         done.put(override, "slurm.nodelist", override.value)
     else:
         done.leave_out(
-            override, "outside mode=slurm its names only number the devices of device_mesh"
+            override, "without mode=slurm its names only number the devices of device_mesh"
         )
 
 
 def _device_numbers(done: _Renaming, name: str, text: str) -> str:
     """Convert `NODE01:0,1` to `0,1`: device numbers over all nodes, in the order of `nodelist`.
 
-    A node without numbers stands for all of its devices. Raises `ConfigError` for a node that is
+    A node without numbers means all of its devices. Raises `ConfigError` for a node that is
     not in `nodelist`.
     """
     size = done.given.get("n_gpus_per_node")

@@ -22,17 +22,17 @@ from weft.options import OptionDescription, iterate_options
 SHIPPED = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
 HEAD = """# Options
 
-This page is made from the source by `python -m weft.cli.reference`. `weft quickstart NAME --help` shows the options of one
+`python -m weft.cli.reference` generates this page from the source. `weft quickstart NAME --help` shows the options of one
 quickstart, and `--cfg job` shows the configuration that a command line results in. Options are dotted names in Hydra's
-grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`. An option that is a text or a list of
-texts takes as it stands what that grammar cannot read, such as `n[1,2]`. `${other.option}` stands for the value of another
+grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`. A text option, or a list of
+texts, accepts text outside that grammar as it is written, such as `n[1,2]`. `${other.option}` means the value of another
 option, and `~key` restores a default. An unknown name is an error that suggests the nearest ones.
 """
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
 for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""
 SERVED = "Below `rew` and `ref` of ppo, grpo and online_dpo, in addition to those above; see [serving](serving.md)."
 CALL = """Below the name of a model function call: {calls}."""
-SPELLED = """weft also accepts these spellings of Hugging Face and of older programs, with a note that names its own option.
+SPELLED = """weft also accepts these spellings of Hugging Face and of older programs, with a note that names weft's option.
 `MODEL` is the trained role (each of them if there are several), `GEN` the options of sampling."""
 
 

@@ -1,6 +1,6 @@
 """Build the page of a run, or a page that compares several runs.
 
-A comparison shows which run was better, the options that differ, and what the models said.
+A comparison shows which run was better, the options that differ, and the models' answers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         metavar="FILE",
         type=Path,
-        help=f"where the page goes (default: {NAME} in the run's folder, ./{compare.NAME} for several runs)",
+        help=f"file or folder of the page (default: {NAME} in the run's folder, ./{compare.NAME} "
+        f"for several runs)",
     )
-    made.add_argument("--open", action="store_true", help="show the page in a browser")
+    made.add_argument("--open", action="store_true", help="open the page in a browser")
     return made
 
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         place = given.output or error.filename
         raise ConfigError(
-            f"{place}: the page cannot be written: {error.strerror}; choose another place with -o"
+            f"{place}: the page cannot be written: {error.strerror}; choose another file with -o"
         ) from error
     print(made)
     if given.open and not webbrowser.open(made.resolve().as_uri()):

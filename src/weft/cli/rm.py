@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
         default="./runs",
         help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
     )
-    parser.add_argument("--checkpoints", action="store_true", help="remove the checkpoints alone")
-    parser.add_argument("--recover", action="store_true", help="remove the recovery points alone")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--checkpoints", action="store_true", help="remove only the checkpoints")
+    parser.add_argument("--recover", action="store_true", help="remove only the recovery points")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     if helped(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
@@ -95,11 +95,11 @@ def checked(run: Path) -> Path:
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
     if not _was_written_by_weft(run):
         raise ConfigError(
-            f"{run} is not the directory of a run: weft writes {CONFIG} and {STATUS} into one, "
-            f"and this has neither"
+            f"{run} is not the directory of a run: a run has {CONFIG} and {STATUS}, "
+            f"and this folder has neither"
         )
     if run.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise ConfigError(f"{run} holds the folder that you are in; go somewhere else first")
+        raise ConfigError(f"{run} contains the current folder; change to another folder first")
     from weft.launch.status import format_status, is_alive
 
     if is_alive(run):
@@ -108,7 +108,7 @@ def checked(run: Path) -> Path:
         )
     inside = [path for folder in _folders(run) for path in find_runs(folder)]
     if inside:
-        raise ConfigError(f"{run} holds another run, {inside[0]}; move or remove that one first")
+        raise ConfigError(f"{run} contains another run, {inside[0]}; move or remove that one first")
     return run
 
 
@@ -151,7 +151,7 @@ def described(removal: Removal) -> Iterator[str]:
         yield f"  and {len(listed) - LISTED} more"
     for path in removal.paths:
         if path.is_symlink():
-            yield f"  the link alone: {os.readlink(path)} stays"
+            yield f"  only the link: {os.readlink(path)} stays"
     if status != "finished" and any(path.name == RECOVER for path in removal.paths):
         yield "  the run cannot be resumed afterwards"
     users = [str(other) for other in _users(removal)]
@@ -181,9 +181,7 @@ def _users(removal: Removal) -> Iterator[Path]:
 def agreed(num_bytes: int) -> bool:
     """Ask the user for confirmation. Raises `ConfigError` if input is not interactive."""
     if not sys.stdin.isatty():
-        raise ConfigError(
-            "weft rm asks before it removes anything, and there is no terminal to ask at; add --yes"
-        )
+        raise ConfigError("weft rm asks for confirmation, which needs a terminal; add --yes")
     try:
         answer = input(f"remove this, {size(num_bytes)}? [y/N] ")
     except EOFError:

@@ -38,10 +38,14 @@ def parser() -> argparse.ArgumentParser:
         (
             "report",
             report,
-            "answers under named settings, as JSON and as one HTML page that compares models",
+            "sample answers under named settings, as JSON and one HTML page that compares models",
         ),
-        ("score", score, "the mean reward of each model and setting of reports"),
-        ("best", best, "the best of n answers by a reward model, as SFT rows and preference pairs"),
+        ("score", score, "compute the mean reward of each model and setting of reports"),
+        (
+            "best",
+            best,
+            "write the best of n answers by a reward model, as SFT rows and preference pairs",
+        ),
     )
     for name, run, help in parts:
         command = commands.add_parser(
@@ -51,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         _models.add_options(command)
     reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)
     reporting.add_argument(
-        "models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs; reports made before"
+        "models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs, or existing reports"
     )
     scoring.add_argument(
         "reports",
@@ -63,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     scoring.add_argument(
         "--reward", required=True, metavar="MODEL", help="reward model or run of one"
     )
-    choosing.add_argument("model", metavar="MODEL", help="model or run that answers")
+    choosing.add_argument("model", metavar="MODEL", help="policy: model or run")
     choosing.add_argument(
         "--reward", required=True, metavar="MODEL", help="reward model or run of one"
     )
@@ -75,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     choosing.add_argument(
         "--keep-cut",
         action="store_true",
-        help="let answers that were cut by their length compete with whole ones",
+        help="also consider answers that were cut at the maximum length",
     )
     for command, samples in ((reporting, 1), (choosing, 4)):
         _add_sampling(command, samples)
@@ -83,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     reporting.add_argument(
         "--prompts",
         metavar="FILE",
-        help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one a line",
+        help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one per line",
     )
     choosing.add_argument("--prompts", required=True, metavar="FILE", help="prompts, as for report")
     return made
@@ -104,30 +108,30 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
         type=_positive,
         default=samples,
         metavar="N",
-        help="answers a prompt (default %(default)s)",
+        help="answers per prompt (default %(default)s)",
     )
-    command.add_argument("-n", type=_positive, metavar="N", help="use the first N prompts only")
+    command.add_argument("-n", type=_positive, metavar="N", help="use only the first N prompts")
     command.add_argument(
         "--max-new-tokens",
         type=_positive,
         default=256,
-        help="most tokens of an answer (default 256)",
+        help="maximum number of tokens per answer (default 256)",
     )
     command.add_argument(
-        "--system", metavar="TEXT", help="system prompt of conversations that have none"
+        "--system", metavar="TEXT", help="system prompt for conversations without one"
     )
     command.add_argument(
         "--plain",
         action="store_true",
-        help="continue the texts as they stand, without the chat template",
+        help="continue the texts without the chat template",
     )
-    command.add_argument("--seed", type=int, default=1, help="seed of the draws (default 1)")
+    command.add_argument("--seed", type=int, default=1, help="seed of sampling (default 1)")
     command.add_argument(
         "--out",
         type=Path,
         default=Path("best" if one else "answers"),
         metavar="DIR",
-        help="folder of what is written (default %(default)s)",
+        help="output folder (default %(default)s)",
     )
 
 
@@ -146,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(list(argv))
     out: Path | None = vars(given).get("out")
     if out is not None and out.exists() and not out.is_dir():  # checked before any model is loaded
-        raise ConfigError(f"--out {out}: is no folder; name another")
+        raise ConfigError(f"--out {out}: is not a folder; name another")
     run: Callable[[argparse.Namespace], None] = given.run
     run(given)
     return 0
@@ -172,16 +176,18 @@ def report(given: argparse.Namespace) -> None:
     from weft.evaluation.answers import sample_answers
     from weft.evaluation.prompts import read_prompts
 
+    # Read existing reports, and check the models before any is loaded.
     made = [name for name in given.models if name.endswith(".json")]
     asked = [name for name in given.models if name not in made]
     reports = {name: sampling_report.read(Path(name)) for name in made}
     if asked and given.prompts is None:
         raise ConfigError(
-            "--prompts is missing: name a file of prompts (reports made before need none)"
+            "--prompts is missing: name a file of prompts (existing reports need none)"
         )
     settings = _settings(given)
     _models.check_policies(asked)
     prompts = read_prompts(given.prompts, given.n) if asked else []
+    # Sample with each model, and write its report.
     for name in asked:
         opened = _models.policy(name, given)
         with _models.progress(sampling_report.shorten_name(opened.name)) as bar:
@@ -199,6 +205,7 @@ def report(given: argparse.Namespace) -> None:
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
         print(file)
+    # Build the page of all reports.
     page = given.out / "report.html"
     sampling_report.write(
         page,
@@ -255,7 +262,7 @@ def score(given: argparse.Namespace) -> None:
     ]
     _print_table(("model", "setting", "mean reward", "answers"), shown)
     again = " ".join(str(path) for path, _ in reports)
-    print(f"the scores are in the reports; weft sample report {again} makes the page anew")
+    print(f"the scores are in the reports; weft sample report {again} rebuilds the page")
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

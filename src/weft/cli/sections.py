@@ -18,7 +18,7 @@ OWN_FOLDER = "configs"  # folder of user sections, in the working directory
 SHIPPED = "weft"  # name of the folder of shipped sections in messages
 READY = "ready"  # its subfolder of complete recipes, one per file
 SUFFIXES = (".yaml", ".yml")
-# Top-level groups in files of trlX's configuration.
+# top-level groups in files of trlX's configuration
 TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
 
 KeyPath = tuple[str | int, ...]
@@ -55,7 +55,7 @@ class Contents:
     def wrong(self) -> list[str]:
         """Return problems with the values outside of sections."""
         return [
-            f"{self.file}:{line}: {stray!r} stands outside of any section; indent it under a name"
+            f"{self.file}:{line}: {stray!r} is outside of any section; indent it under a name"
             for stray, line in self.strays
         ]
 
@@ -119,7 +119,7 @@ class Library:
         close = find_nearest(name, known)
         if Path(name).suffix in SUFFIXES and Path(name).is_file():
             return ConfigError(
-                f"--configs {name}: takes names of sections; a file of options is read with "
+                f"--configs {name}: needs names of sections; a file of options is read with "
                 f"--config {name}"
             )
         hint = " or ".join(f"{each} ({known[each].file}:{known[each].line})" for each in close)
@@ -164,7 +164,7 @@ def read_file(path: Path, shown: str = "") -> Contents:
         return Contents(())
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{shown}:1: holds {type(values).__name__}; write sections as NAME: with key: value "
+            f"{shown}:1: contains {type(values).__name__}; write sections as NAME: with key: value "
             f"below"
         )
     lines = dict(_lines(node, ()))

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from weft.serve.served_model import ServedModel
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
-# Seconds that a thread in Python code, such as a slow template, keeps the event loop waiting: an
-# answer needs several turns.
+# Seconds between thread switches. A thread in Python code, such as a slow template, delays the
+# event loop by this time at every switch, and an answer needs several.
 SWITCH = 5e-4
 MOST_TOKEN = 1 << 16  # maximum bytes of a token file
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at (default 127.0.0.1, this machine alone)",
+        help="address to listen on (default 127.0.0.1: only this machine can connect)",
     )
     made.add_argument(
         "--port",
@@ -63,82 +63,82 @@ def parser() -> argparse.ArgumentParser:
         metavar="PORT",
         type=int,
         default=8000,
-        help="port of HTTP (default 8000; 0: a free one)",
+        help="port for HTTP (default 8000; 0: a free one)",
     )
     made.add_argument(
-        "--grpc-port", type=int, help="port of the inference protocol over gRPC (default: none)"
+        "--grpc-port", type=int, help="port for the inference protocol over gRPC (default: none)"
     )
     made.add_argument(
-        "--metrics-port", type=int, help="port of Prometheus metrics, /metrics (default: none)"
+        "--metrics-port", type=int, help="port for Prometheus metrics at /metrics (default: none)"
     )
-    made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
+    made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best available)")
     made.add_argument(
         "--dtype",
-        help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)",
+        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
     made.add_argument(
         "--quantize",
         choices=QUANTIZE,
-        help="hold the weights in 8 or 4 bits: less memory, slower on a CPU",
+        help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
     made.add_argument(
         "--backend",
         default=AUTO,
-        help="torch or hf (default: hf where weft has no family for the model)",
+        help="torch or hf (default: hf if weft does not implement the model's family)",
     )
     made.add_argument(
-        "--token-file", type=Path, help="file that holds the token that requests must carry"
+        "--token-file", type=Path, help="file with the token that requests must carry"
     )
     made.add_argument(
         "--token-env",
         metavar="NAME",
-        help=f"environment variable that holds it (default {TOKEN_VARIABLE}, where it is set)",
+        help=f"environment variable with the token (default {TOKEN_VARIABLE}, if it is set)",
     )
     made.add_argument(
         "--no-token",
         action="store_true",
-        help="let any process on this machine send requests (loopback alone)",
+        help="let any process on this machine send requests (loopback addresses only)",
     )
     made.add_argument(
         "--max-new-tokens",
         type=int,
         default=1024,
-        help="most tokens of a completion (default 1024)",
+        help="maximum tokens of a completion (default 1024)",
     )
     made.add_argument(
         "--max-prompt-tokens",
         type=int,
         default=16384,
-        help="most tokens of a prompt (default 16384)",
+        help="maximum tokens of a prompt (default 16384)",
     )
     made.add_argument(
         "--max-prompt-kb",
         type=float,
         default=512.0,
-        help="most KiB of a request's text, before it is tokenized (default 512)",
+        help="maximum KiB of a request's text, before it is tokenized (default 512)",
     )
     made.add_argument(
         "--max-tokens-per-pass",
         type=int,
         default=16384,
-        help="most tokens scored in a pass (default 16384)",
+        help="maximum tokens scored per pass (default 16384)",
     )
     made.add_argument(
         "--max-load",
         type=int,
         default=1024,
-        help="most completions or rows waiting and under way (default 1024)",
+        help="maximum completions or rows, waiting and in progress (default 1024)",
     )
     made.add_argument(
-        "--max-body-mb", type=float, default=16.0, help="most MiB of a request (default 16)"
+        "--max-body-mb", type=float, default=16.0, help="maximum MiB of a request (default 16)"
     )
     made.add_argument(
-        "--timeout", type=float, default=600.0, help="most seconds of a request (default 600)"
+        "--timeout", type=float, default=600.0, help="maximum seconds of a request (default 600)"
     )
     made.add_argument(
         "--kv-cache-gb",
         type=float,
-        help="GiB for keys and values (default: a quarter of the memory)",
+        help="GiB of the KV cache (default: a quarter of the memory)",
     )
     return made
 
@@ -240,7 +240,8 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
             raise ConfigError(
-                "--no-token is for --host=127.0.0.1 alone, and without --token-file and --token-env"
+                "--no-token is allowed only with --host=127.0.0.1, and without --token-file and "
+                "--token-env"
             )
         return None, "no token: any process on this machine may send requests"
     if given.token_file and given.token_env:
@@ -249,18 +250,18 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
         token = read_text(
             given.token_file, f"--token-file={given.token_file}", ConfigError, MOST_TOKEN
         ).strip()
-        source = f"token: that of {given.token_file}"
+        source = f"token: read from {given.token_file}"
     else:
         variable = given.token_env or TOKEN_VARIABLE
         token = os.environ.get(variable, "").strip()
-        source = f"token: that of {variable}"
+        source = f"token: read from {variable}"
         if not token and given.token_env:
             raise ConfigError(
                 "--token-env names an environment variable that is not set; export it"
             )
         if not token:
             token = secrets.token_urlsafe(24)
-            return token, f"token, made for this run: {token}"
+            return token, f"token, generated for this run: {token}"
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise ConfigError(
             "the token must be ASCII characters without spaces; its value is not shown"
@@ -276,7 +277,7 @@ def models(given: argparse.Namespace) -> list[ServedModel]:
         scores = is_scorer(path)
         if scores and given.reward is not None:
             raise CheckpointError(
-                f"{path} is a reward model, too; name a policy, or leave out --reward"
+                f"{path} is also a reward model; name a policy, or leave out --reward"
             )
         name = (given.name or given.reward_name) if scores else given.name
         asked.append((path, name or build_served_name(path), "score" if scores else "lm"))

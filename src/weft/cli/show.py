@@ -34,7 +34,7 @@ NAMES = ("experiment_name", "trial_name")
 EPILOG = """examples:
   weft show runs/first/ppo
   weft show latest
-  weft show first/ppo --config > ppo.yaml       weft quickstart ppo --config ppo.yaml takes it back"""
+  weft show first/ppo --config > ppo.yaml       weft quickstart ppo --config ppo.yaml reads it"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--config", action="store_true", help="print the whole configuration as YAML"
     )
-    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    parser.add_argument("--json", action="store_true", help="print the page as JSON")
     if helped(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
@@ -127,7 +127,7 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
         earlier = ", ".join(
             f"{_when(start.time)} after step {start.step}" for start in record.starts[:-1]
         )
-        rows.append(("earlier", f"{earlier}; the last one went on after step {last.step}"))
+        rows.append(("earlier", f"{earlier}; the last one continued after step {last.step}"))
     hardware = last.hardware or _read(run / HARDWARE).strip()
     rows += [("versions", versions)] if versions else []
     rows += (
@@ -161,7 +161,7 @@ def _changed(
         for name, value in values.items()
         if name not in NAMES and value != defaults.get(name)
     }
-    return found, f"options that are not the defaults of {algorithm} (--config shows all)"
+    return found, f"options that differ from the defaults of {algorithm} (--config shows all)"
 
 
 def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:

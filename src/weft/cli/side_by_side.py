@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weft.cli.chat_view import View
 
 COLUMNS = 80  # minimum terminal width for answers side by side
-HELP = "/a LINE, /b LINE a message or a command for one model; all else is for both"
+HELP = "/a LINE, /b LINE a message or a command for one model; other lines are for both"
 
 
 class Cell:

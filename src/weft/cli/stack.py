@@ -23,7 +23,7 @@ from weft.options import coerce, iterate_options, to_plain
 
 COMMAND_LINE = "command line"
 PPO_CONFIG = "ppo_config"  # section that Open-Assistant's RL trainer always reads
-# Mutually exclusive options, as ends of dotted names; the one set last is kept.
+# Mutually exclusive options, as ends of dotted names; of two, the one set last is kept.
 EXCLUSIVE = (
     ("optimizer.warmup_steps", "optimizer.warmup_steps_proportion", "optimizer.warmup_epochs"),
     ("optimizer.min_lr_ratio", "optimizer.end_lr"),
@@ -177,7 +177,10 @@ class _Reader:
                         )
 
     def word(self, override: Override, rank: int) -> None:
-        """Add one assignment of the command line."""
+        """Add one assignment of the command line, with `rank` as its position.
+
+        Raises `ConfigError` for an unknown key.
+        """
         if isinstance(override.value, Mapping) and any(
             key.startswith(f"{TRL}{override.name}.") for key in TRLX
         ):
@@ -187,7 +190,7 @@ class _Reader:
         name = self._of_trlx(override.name)
         where = Set(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
-        if override.removed:
+        if override.removed:  # `~key` removes it and all keys below it
             gone = [
                 key
                 for key in (*self.theirs, *self.own)
@@ -202,16 +205,16 @@ class _Reader:
             self._put_theirs(
                 name, Set(to_plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank)
             )
-        elif inner and group in ("datasets", "datasets_extra"):
+        elif inner and group in ("datasets", "datasets_extra"):  # a parameter of an entry
             self._entry(group, inner, override)
-        elif inner and self._is_theirs(group):
+        elif inner and self._is_theirs(group):  # a key in one of Open-Assistant's groups
             before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
             whole = {
                 **(before.value if isinstance(before.value, Mapping) else {}),
                 inner: to_plain(override.value),
             }
             self.theirs[group], self.inner[name] = replace(before, value=whole), where
-        elif name in KEYS and not is_spelling(name, self.base):
+        elif name in KEYS and not is_spelling(name, self.base):  # of another trainer
             raise ConfigError(
                 f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; "
                 f"{KEYS[name].says}"

@@ -63,7 +63,7 @@ class Settings:
         spec = read(DatasetSpec(), values.get("dataset", {}))
         found = [source for source in resolve_sources(spec) if source.path or source.named]
         if not found:
-            raise ConfigError(f"{section.place()}: section {section.name!r} lists no data sets")
+            raise ConfigError(f"{section.place()}: section {section.name!r} lists no datasets")
         share = spec.valid_split or None
         return [
             source
@@ -82,7 +82,7 @@ class Settings:
         for name in said.keys() - set(names):
             close = find_nearest(name, names)
             raise ConfigError(
-                f"datasets.{name}: is none of the data sets that are asked for; "
+                f"datasets.{name}: is not among the named datasets; "
                 + (
                     f"did you mean datasets.{close[0]}?"
                     if close
@@ -107,7 +107,7 @@ def stacked(
     mode: str | None,
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, Any], str]:
-    """Return (options, mode) of the run that `--configs NAMES` stands for.
+    """Return (options, mode) of the run that `--configs NAMES` describes.
 
     If no mode is given, it is derived from the sections' keys.
     """
@@ -151,7 +151,7 @@ def _values(stack: Stack) -> dict[str, Any]:
 
 
 def _known(name: str, files: Sequence[str]) -> str:
-    """Return the dataset name that an alias stands for."""
+    """Return the dataset name that an alias means."""
     try:
         return find_entry(name, files).name
     except ConfigError:
@@ -208,9 +208,9 @@ def _with_copies(
     if not any(copies):
         asked = ", ".join(str(source.named) for source in named)
         if named:
-            why = f"has no folder of {asked}; write datasets.NAME.data_path=FILE for a copy of one"
+            why = f"has no folder named {asked}; write datasets.NAME.data_path=FILE for one copy"
         else:
-            why = "is a copy of a data set by name; add --datasets NAME"
+            why = "is a copy of a named dataset; add --datasets NAME"
         raise ConfigError(f"data_path={data_path}: {why}")
     return [
         replace(source, path=copy)

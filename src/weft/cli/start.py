@@ -39,23 +39,23 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         action="append",
         default=[],
         metavar="MODULE_OR_FILE.py",
-        help="user code that registers experiments (may be given again)",
+        help="user code that registers experiments (can be repeated)",
     )
     parser.add_argument(
         "--recover_mode",
         choices=("auto", "resume", "disabled"),
-        help="in place of the experiment's own",
+        help="replaces the experiment's setting",
     )
     parser.add_argument(
-        "--allocation_mode", help="for roles without a layout, in place of the experiment's own"
+        "--allocation_mode", help="layout of roles without one; replaces the experiment's setting"
     )
     parser.add_argument(
-        "--partition", help="with --mode slurm: partition, in place of the experiment's own"
+        "--partition", help="with --mode slurm: partition; replaces the experiment's setting"
     )
     parser.add_argument(
         "--wandb_mode",
         choices=("online", "offline", "disabled"),
-        help="of Weights & Biases, in place of the experiment's own",
+        help="mode of Weights & Biases; replaces the experiment's setting",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
     parser.add_argument(
@@ -166,13 +166,15 @@ def find_config(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="MODULE_OR_FILE.py",
-        help="user code that registers experiments (may be given again)",
+        help="user code that registers experiments (can be repeated)",
     )
     given = parser.parse_args(argv)
     try:
         pattern = re.compile(given.regex)
     except re.error as error:
-        raise ConfigError(f"--regex {given.regex!r}: is no regular expression: {error}") from error
+        raise ConfigError(
+            f"--regex {given.regex!r}: is not a regular expression: {error}"
+        ) from error
     registry.import_user_folder()
     registry.import_user_code(given.imports)
     names = [name for name in registry.experiments.list_names() if pattern.match(name)]
@@ -210,7 +212,7 @@ def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--mode",
         default="local",
-        help="local: this machine; ray: a Ray cluster that is there; slurm: a job of a cluster",
+        help="local: this machine; ray: an existing Ray cluster; slurm: a job on a cluster",
     )
     parser.add_argument("--fileroot", help="folder of runs (the experiment's own, usually ./runs)")
     return parser

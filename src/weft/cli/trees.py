@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
-                f"warning: no tree of {arguments.input} is wanted; weft data trees stats tells "
-                f"what it has",
+                f"warning: no tree of {arguments.input} passes the filters; weft data trees stats "
+                f"counts its contents",
                 file=sys.stderr,
             )
     elif arguments.command == "split":
@@ -74,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     helps = {
         "stats": "count trees, messages, threads, ranked replies, languages, states",
         "filter": (
-            "write the trees that are wanted, without the messages that are not nor what "
-            "follows them"
+            "write the trees that pass the filters, without rejected messages and the messages "
+            "below them"
         ),
-        "split": "write two files; the messages of a tree are never split",
+        "split": "write two files of whole trees",
         "flatten": "write single messages, a parent before its replies",
         "build": "write trees, from messages in any order or threads",
     }
@@ -89,33 +89,44 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("output", help=".jsonl or .jsonl.gz")
     _, filtering, splitting, *_ = (commands.choices[name] for name in helps)
     filtering.add_argument(
-        "--lang", default="", metavar="en,de", help="languages of the first message; absent: all"
+        "--lang", default="", metavar="en,de", help="languages of the first message (default: all)"
     )
     filtering.add_argument(
-        "--states", default="ready_for_export", metavar="S,S", help="states of trees, or all"
+        "--states",
+        default="ready_for_export",
+        metavar="S,S",
+        help="states of trees, or all (default: ready_for_export)",
     )
-    filtering.add_argument("--top-k", type=int, metavar="K", help="replies of the first K ranks")
+    filtering.add_argument(
+        "--top-k", type=int, metavar="K", help="keep only the replies of the first K ranks"
+    )
     for name, word in (("least", "at least"), ("most", "at most")):
         filtering.add_argument(
             f"--{name}",
             action="append",
             default=[],
             metavar="LABEL=X",
-            help=f"messages whose label is {word} X",
+            help=f"keep messages whose label is {word} X",
         )
     filtering.add_argument(
-        "--unreviewed", action="store_true", help="also trees whose first message failed its review"
+        "--unreviewed", action="store_true", help="keep trees whose first message failed its review"
     )
-    filtering.add_argument("--deleted", action="store_true", help="also deleted messages")
+    filtering.add_argument("--deleted", action="store_true", help="keep deleted messages")
     filtering.add_argument(
-        "--synthetic", action="store_true", help="also messages that a model wrote"
-    )
-    splitting.add_argument("valid_output", metavar="valid", help="the trees that are set aside")
-    splitting.add_argument(
-        "--valid", type=float, default=0.1, metavar="X", help="share of the trees (default 0.1)"
+        "--synthetic", action="store_true", help="keep messages that a model wrote"
     )
     splitting.add_argument(
-        "--seed", type=int, default=1, help="another seed sets other trees aside (default 1)"
+        "valid_output", metavar="valid", help="file of the trees that are set aside"
+    )
+    splitting.add_argument(
+        "--valid",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="share of the trees to set aside (default 0.1)",
+    )
+    splitting.add_argument(
+        "--seed", type=int, default=1, help="seed of the choice of trees (default 1)"
     )
     return parser
 
@@ -185,7 +196,7 @@ def stats(trees: Iterable[Tree]) -> list[str]:
 
 def _split(trees: list[Tree], arguments: argparse.Namespace) -> None:
     if not 0 < arguments.valid < 1:
-        raise ConfigError(f"--valid {arguments.valid}: must lie between 0 and 1")
+        raise ConfigError(f"--valid {arguments.valid}: must be between 0 and 1")
     held = hold_out(
         [f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid
     ).tolist()

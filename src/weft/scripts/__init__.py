@@ -1,1 +1,1 @@
-"""Commands of older programs by their module names."""
+"""Commands of older programs, under their module names."""

@@ -1,5 +1,6 @@
-"""`python -m weft.scripts.transform_to_pipe_ckpt --model_dir D --num_stages N --output_dir O`:
-`weft convert partition`.
+"""`python -m weft.scripts.transform_to_pipe_ckpt`: the same as `weft convert partition`.
+
+Arguments: `--model_dir D --num_stages N --output_dir O`.
 """
 
 from __future__ import annotations

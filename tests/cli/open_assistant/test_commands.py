@@ -162,7 +162,7 @@ def test_the_newest_run_of_an_output_dir_is_talked_to(here: Path) -> None:
     ("script", "arguments", "wrong"),
     [
         ("trainer_sft", "", "--configs: needs names of sections"),
-        ("trainer_sft", "defaults", "'defaults': stands alone; arguments are --configs"),
+        ("trainer_sft", "defaults", "'defaults': is not an argument; arguments are --configs"),
         ("trainer_sft", "--configs a --learning_rate", "--learning_rate: needs a value"),
         ("model_cli", "--max_new_tokens 3", "--model_path is missing"),
         ("model_cli", "--model_path m --load_checkpoint x.pt", "reads a pickled file"),

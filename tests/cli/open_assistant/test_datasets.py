@@ -72,10 +72,10 @@ def test_a_list_as_text() -> None:
     [
         (
             {"webgpt": None, "fraction": 0.5},
-            "fraction stands beside 'webgpt'; indent it below '- webgpt:'",
+            "fraction is on the same level as 'webgpt'; indent it below '- webgpt:'",
         ),
-        ({"webgpt": 0.5}, "webgpt: 0.5 is no parameter; an entry is '- name'"),
-        (3, "3 is no dataset"),
+        ({"webgpt": 0.5}, "webgpt: 0.5 is not a parameter; an entry is '- name'"),
+        (3, "3 is not a dataset"),
         (
             {"oasst_export": {"hf_dataset_name": "someone/else"}},
             "must be OpenAssistant/oasst1 or OpenAssistant/oasst2",

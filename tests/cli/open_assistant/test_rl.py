@@ -215,7 +215,7 @@ def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
         ({"trlx.method.vf_coef": 0.5}, "the critic is a network with an optimizer of its own"),
         (
             {"trlx.train.total_steps": 10, "trlx.scheduler.kwargs.T_max": 99},
-            "must equal total_steps=10, for a schedule ends",
+            "must equal total_steps=10, because a schedule ends",
         ),
         ({"trlx.optimizer.kwargs.betas": 0.9}, "betas=0.9: must be a list of two numbers"),
         ({"trlx.scheduler.kwargs.T_max": "long"}, "T_max=long: must be a number"),

@@ -21,16 +21,16 @@ OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
 SIMPLE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
 HISTORY = ("--no-history", "--no_history")
 UNUSED = {  # chat flags without effect -> reason
-    "--cache_dir": "models are read from the hub's cache; set HF_HOME to have it elsewhere",
-    "--bot_name": "answers stand without a name in front",
-    "--per-digit-tokens": "the tokenizer is the checkpoint's own",
-    "--per_digit_tokens": "the tokenizer is the checkpoint's own",
+    "--cache_dir": "models are read from the hub's cache; set HF_HOME to move it",
+    "--bot_name": "answers are printed without a name before them",
+    "--per-digit-tokens": "the tokenizer is that of the checkpoint",
+    "--per_digit_tokens": "the tokenizer is that of the checkpoint",
 }
 
 
 @dataclass
 class Arguments:
-    """Parsed `--flag value ...`: `named` has the known flags, `rest` weft's own words in order."""
+    """Parsed `--flag value ...`: `named` has the script's flags, `rest` the words for weft."""
 
     named: dict[str, list[str]] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
@@ -124,7 +124,8 @@ def _take(
         if not word.startswith("-"):
             if not equals:
                 raise ConfigError(
-                    f"{word!r}: stands alone; arguments are {', '.join((*lists, *values, *flags))}"
+                    f"{word!r}: is not an argument; arguments are "
+                    f"{', '.join((*lists, *values, *flags))}"
                 )
             done.rest.append(word)
         elif flag in lists:
@@ -258,6 +259,7 @@ def _talk(
     model = done.one("--model_path")
     if model is None:
         raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
+    # Translate the flags one by one.
     made = ["chat", find_newest_run(model)]
     for flag, why in UNUSED.items():
         if flag in done.named:

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# A parameter of every entry -> the key of a source. The others are the entry's own, and go into
-# `args`.
+# Parameters that every entry accepts -> the key of a source. Other parameters go into `args`.
 PARAMETERS = {
     "fraction": "fraction",
     "size": "size",
@@ -53,19 +52,19 @@ def _source(entry: Any, index: int) -> dict[str, Any]:
     if isinstance(entry, str):
         return {"named": entry}
     if not isinstance(entry, Mapping) or not entry:
-        raise BadEntry(index, f"{entry!r} is no dataset; {GRAMMAR}")
+        raise BadEntry(index, f"{entry!r} is not a dataset; {GRAMMAR}")
     name, *others = entry
     parameters = entry[name]
     if others:
         raise BadEntry(
             index,
-            f"{', '.join(map(str, others))} stands beside {name!r}; indent it below '- {name}:', "
-            f"or begin it with '- '",
+            f"{', '.join(map(str, others))} is on the same level as {name!r}; indent it below "
+            f"'- {name}:', or begin it with '- '",
         )
     if parameters is None:
         return {"named": str(name)}
     if not isinstance(parameters, Mapping):
-        raise BadEntry(index, f"{name}: {parameters!r} is no parameter; {GRAMMAR}")
+        raise BadEntry(index, f"{name}: {parameters!r} is not a parameter; {GRAMMAR}")
     return _entry(str(name), parameters, index)
 
 

@@ -53,7 +53,7 @@ LINEAR = {
     "down_proj": "down",
 }
 MIXING = 0.4  # probability that samples_mixing joins two short samples
-# Tokens that mark the turns of a dialogue.
+# tokens that mark the turns of a dialogue
 TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
 # For tokenizers without an end token: part of the model's name -> (padding, end).
 UNNAMED_END = {"galactica": ("<pad>", "</s>")}
@@ -79,7 +79,7 @@ def _epochs(done: Mapped, value: Any) -> None:
     else:
         done.put("total_train_epochs", max(1, int(value)))
     if value <= 0:
-        done.refuse(value, "must lie above 0")
+        done.refuse(value, "must be above 0")
 
 
 def _saving(done: Mapped, value: Any) -> None:
@@ -138,7 +138,7 @@ def _loss(done: Mapped, value: Any) -> None:
         if any(name == value for _, name in LOSSES) and done.ranks.get("loss_fn", -1) >= 0:
             done.refuse(
                 value,
-                f"is no loss of weft quickstart {done.config.algorithm}; write "
+                f"is not a loss of weft quickstart {done.config.algorithm}; write "
                 f"{' or '.join(known)}",
             )
         else:
@@ -159,7 +159,7 @@ def _wandb(done: Mapped, value: Any) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         done.note(
-            "wandb is not installed, so metrics are in the run's own files alone; pip install "
+            "wandb is not installed, so metrics are only in the run's files; pip install "
             "wandb, or log_wandb=false"
         )
         return
@@ -361,7 +361,7 @@ KEYS: dict[str, Key] = {
     "max_length": to("dataset.max_seqlen"),
     "val_max_length": Key("`dataset.valid_max_seqlen`, unless it is `max_length`", _valid_length),
     "num_train_epochs": Key(
-        "`total_train_epochs`; a share below 1 is that share of every data set, drawn anew", _epochs
+        "`total_train_epochs`; below 1: a random share of every dataset", _epochs
     ),
     "logging_steps": to("log_freq_steps"),
     "eval_steps": to("eval_freq_steps"),
@@ -430,12 +430,12 @@ KEYS: dict[str, Key] = {
         "micro-batches are counted in tokens, max_tokens_per_microbatch"
     ),
     "verbose": anyway(
-        "counts of every data set are in the run's log; weft quickstart --verbose prints them"
+        "counts of every dataset are in the run's log; weft quickstart --verbose prints them"
     ),
     **RL_KEYS,
 }
-# Keys that only Open-Assistant has: a stack that holds one is meant for its trainer, with what that
-# does by itself.
+# Keys that only Open-Assistant has: with one of them, a stack is meant for its trainer, and the
+# trainer's fixed settings are added (`_implied`).
 OWN = (
     frozenset(KEYS)
     - RENAMED.keys()
@@ -445,7 +445,7 @@ OWN = (
 
 
 def map_keys(done: Mapped) -> Mapped:
-    """Map all keys of `done` to options, notes and rejections."""
+    """Map all keys of `done` to options, notes and rejections, added to `done`; return `done`."""
     if done.mode == RL and any(key in TRLX for key in done.values):
         TRLX["implied"].rule(done, None)
     if OWN & done.values.keys():
@@ -456,7 +456,7 @@ def map_keys(done: Mapped) -> Mapped:
             rule.rule(done.under(key), value)
         elif done.mode == RL and key in KEYS:
             done.under(key).note(
-                "Open-Assistant's RL does not read it; options of the roles are written actor.*, "
+                "Open-Assistant's RL does not read it; set options of the roles as actor.*, "
                 "critic.*, rew.*"
             )
         else:
@@ -478,7 +478,7 @@ def _implied(done: Mapped) -> None:
     at.put(
         "{first}.tokenizer.chat_template", "oasst_v25" if done.get("use_system_tag") else "oasst"
     )
-    if done.mode == RL:  # policy and reward model were trained with the tokens
+    if done.mode == RL:  # the policy and the reward model were trained with these tokens
         if done.get("rank_config") or done.get("rank_model"):
             at.put("rew.tokenizer.chat_template", "oasst")
         return

@@ -71,7 +71,7 @@ class Mapped:
     def put(self, target: str, value: Any, *, off: Any = NOTHING) -> None:
         """Set an option of the run.
 
-        In `target`, `{model}` stands for every trained role, `{first}` for the main one,
+        In `target`, `{model}` means every trained role, `{first}` for the main one,
         `{algorithm}` for its group. `off` is the value without effect, which is accepted in
         experiments that lack the option. A key set later in the stack overrides an earlier one.
         """

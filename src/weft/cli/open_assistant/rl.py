@@ -89,7 +89,7 @@ def _policy(done: Mapped, value: Any) -> None:
         elif (key == "num_layers_unfrozen" and each == -1) or (
             key == "residual_dropout_lima" and not value.get("residual_dropout")
         ):
-            continue  # no effect: all layers train; the ramp of dropout ends at 0
+            continue  # no effect: all layers are trained, or LIMA's dropout ramp ends at 0
         elif key in POLICY:
             name = POLICY[key]
             made = HALF.get(each, each) if key == "dtype" else each
@@ -223,7 +223,7 @@ def _period(done: Mapped, value: Any) -> None:
     if done.rank(_latest(done, TOTAL)) > done.rank(done.key):
         done.note(f"the learning rate's schedule ends with the run, after total_steps={total}")
     else:
-        done.refuse(value, f"must equal total_steps={total}, for a schedule ends with the run")
+        done.refuse(value, f"must equal total_steps={total}, because a schedule ends with the run")
 
 
 def _betas(done: Mapped, value: Any) -> None:
@@ -248,8 +248,8 @@ def _truncation(name: str, done: Mapped, value: Any) -> None:
     """
     if done.get("triton_host_sft") is not None and value not in (0, 1):
         done.note(
-            f"{name}={shown(value)} is left out, for the server of triton_host_sft gives "
-            f"log-probs of all ids"
+            f"{name}={shown(value)} is left out: the server of triton_host_sft returns "
+            f"log-probs over all ids"
         )
     else:
         done.put("{gen}." + name, value)
@@ -263,7 +263,7 @@ def _prompt_length(done: Mapped, value: Any) -> None:
     longest = done.get("trlx.method.gen_kwargs.max_new_tokens", 40)
     if done.number(value, 2) and isinstance(longest, int):
         if longest >= value:
-            done.refuse(value, f"leaves no room for a prompt beside max_new_tokens={longest}")
+            done.refuse(value, f"leaves no room for a prompt with max_new_tokens={longest}")
             return
         done.put("dataset.max_prompt_len", value - longest)
         done.put("dataset.overlong", "truncate")
@@ -289,7 +289,7 @@ def _deviation(done: Mapped, value: Any) -> None:
 
 
 def _implied(done: Mapped, value: Any) -> None:
-    """Set what trlX always does.
+    """Set the options that match trlX's fixed behaviour.
 
     The value head is on the policy; no value scaling, early stop or warm-up.
     """
@@ -350,7 +350,7 @@ TRLX: dict[str, Key] = {
             "`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)
         ),
         "method.chunk_size": anyway(
-            "completions are sampled as many at a time as memory holds", RL
+            "the number of completions sampled at a time depends on memory", RL
         ),
         "method.ppo_epochs": to("{algorithm}.ppo_epochs", RL),
         "method.init_kl_coef": to("{algorithm}.kl_ctl", RL),
@@ -380,7 +380,7 @@ TRLX: dict[str, Key] = {
 
 KEYS: dict[str, Key] = {
     "batch_size": Key("`ppo.mini_batch_size`, times data-parallel ranks", _sizes, (RL,)),
-    "chunk_size": anyway("completions are sampled as many at a time as memory holds", RL),
+    "chunk_size": anyway("the number of completions sampled at a time depends on memory", RL),
     "num_rollouts": Key("`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)),
     "total_steps": Key("`max_steps`, counted in rounds of rollouts", _total, (RL,)),
     "reward_model_batch_size": anyway(
