@@ -198,7 +198,7 @@ def _beside_transformers(
     differ("sampled by weft and scored by transformers", sampled.data["logprobs"], forced)
     del model
     free(where)
-    found = gpu_backends.collect_gradients(made, batch)
+    found = gpu_backends.gradients(made, batch)
     last = gpu_backends.network_of(made).config.num_layers - 1
     most = EXACT if where.dtype == "float32" else GRADIENTS
     for name, hf in COMPARED.items():

@@ -112,7 +112,7 @@ def test_a_training_step_waits_for_the_device_twice(program: Program) -> None:
     assert waits == {
         f"{step}: {line}": 1
         for step in steps
-        for line in ("tolist in step.now", "synchronize in device.synchronise")
+        for line in ("tolist in step.read_all", "synchronize in device.wait_for_device")
     }
     assert calls["added in sft"] == 0 and calls["added in sft in parts"] > 0, (
         "each later part adds to float32 masters"

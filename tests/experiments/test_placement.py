@@ -87,7 +87,7 @@ def test_what_names_a_layout_stays_there(folder: Path) -> None:
     assert made.search["search"]["calls"]["ref_inf"]["devices"] == [6, 7]
     dpo.ref.layout = dpo.ref.device_mesh = None
     dpo.actor_train.layout = "d8"
-    assert str(dpo.build().mesh_of(dpo.build().get_node("actor_train")).layout) == "d8f8t1p1c1e1"
+    assert str(dpo.build().get_mesh(dpo.build().get_node("actor_train")).layout) == "d8f8t1p1c1e1"
 
 
 def test_zero_stage_is_heeded(folder: Path) -> None:

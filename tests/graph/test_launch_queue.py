@@ -28,9 +28,7 @@ def decided(graph, num_ids: int, lanes=None) -> tuple[LaunchQueue, list[Firing],
             agenda.add(firing, buffer)
             log.append(firing)
         for firing in firings:
-            buffer.finish(
-                firing, firing.ids, graph.get_node(firing.get_node).outputs, len(graph.nodes)
-            )
+            buffer.finish(firing, firing.ids, graph.get_node(firing.node).outputs, len(graph.nodes))
     return agenda, log, over
 
 

@@ -337,7 +337,7 @@ def test_rows_name_their_verifiers() -> None:
             "os:system",
             "'os:system' is not a verifier; a row can name registered verifiers only",
         ),
-        ("length", "rewards.py:f", "a row may name registered verifiers only"),
+        ("length", "rewards.py:f", "a row can name registered verifiers only"),
         ("length", {"name": "length", "args": {"maxi": 1}}, "p0: column 'by': .*did you mean max"),
         ("length", [["length", 1], {"name": "length", "args": {"max": 1}}], "names 'length' twice"),
         ("length", 7, "p0: column 'by': 7 cannot be read"),
@@ -606,7 +606,7 @@ def test_workers_end_with_the_process_that_started_them(source: Path, text: str)
         "import os, time\nfrom weft.host._pool import RewardPool\nfrom weft.host.spec import "
         "RewardPart, locate\n"
         f"pool = RewardPool([locate(RewardPart({str(source) + ':hangs'!r}))], "
-        f"1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
+        f"1)\npool.start()\nprint(pool.process_ids[0], flush=True)\n"
         f"task = (0, ['p'], [{text!r}], [[1]], {{}}, {{}})\n"
         "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"
     )

@@ -288,8 +288,9 @@ def test_no_process_outlives_the_one_that_asked(tmp_path: Path) -> None:
     script = (
         "import sys; from weft.host.verifiers._sandbox import *\nfrom weft.host.verifiers import "
         "_sandbox\n"
-        "_sandbox._launcher(); print(_sandbox._launchers[0].process.pid, flush=True)\n"
-        "passes(Task('import time\\nprint(1)\\ntime.sleep(600)', ''), Limits(seconds=600.0))"
+        "_sandbox._get_launcher(); print(_sandbox._launchers[0].process.pid, flush=True)\n"
+        "run_tests(SandboxTask('import time\\nprint(1)\\ntime.sleep(600)', ''), "
+        "SandboxLimits(seconds=600.0))"
     )
     asks = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert asks.stdout is not None

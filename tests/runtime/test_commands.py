@@ -63,7 +63,7 @@ class Sampling:
     def get_mesh(self, name: str) -> Mesh:
         return self.mesh
 
-    def call(
+    def run_call(
         self, name: str, step: int, minibatches: Any, early: Any, weights: Any, updates: Any
     ) -> MFCResult:
         sent = Sent(updates, self.after)

@@ -60,7 +60,7 @@ class Played:
         except queue.Empty:
             return []
 
-    def activities(self, ranks):
+    def describe_activities(self, ranks):
         return {rank: self.doing[rank] for rank in ranks if rank in self.doing}
 
     def end(self, rank: int, number: int, value: Any = None) -> None:
@@ -185,7 +185,7 @@ def test_a_death_explains_the_broken_connection_that_was_told_before_it():
     jobs.submit(one)
     broken = to_picklable_error(
         RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection reset by peer"),
-        devices.where[0],
+        devices.addresses[0],
     )
     devices.said.put((0, [CommandReport(one.number, "failed", broken)]))
     with pytest.raises(TimeoutError):
@@ -202,7 +202,7 @@ def test_a_broken_connection_that_no_death_explains_is_told_with_its_job(monkeyp
     one, over = job("x", [0, 1])
     jobs.submit(one)
     late = to_picklable_error(
-        RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), devices.where[1]
+        RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), devices.addresses[1]
     )
     devices.said.put((1, [CommandReport(one.number, "failed", late)]))
     with pytest.raises(

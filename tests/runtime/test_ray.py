@@ -221,8 +221,8 @@ def test_a_node_that_is_lost_while_devices_start_is_named(monkeypatch, lost, rea
     asked: list[str] = []
     cluster = SimpleNamespace(
         wait=lambda promises, seconds: [],
-        answers=lambda: True,
-        check_there=lambda: None,
+        is_alive=lambda: True,
+        check_not_lost=lambda: None,
         find_lost_node=lambda node: asked.append(node) or lost,
     )
     monkeypatch.setattr("ray.get", fail)

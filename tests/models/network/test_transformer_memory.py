@@ -31,7 +31,7 @@ def kept_bytes(network: Any, x: Any) -> int:
 
 def gradients(network: Any, x: Any) -> list[Tensor]:
     network.zero_grad()
-    network.hidden(x).square().sum().backward()
+    network.compute_hidden(x).square().sum().backward()
     return [p.grad.clone() for p in network.parameters() if p.grad is not None]
 
 
