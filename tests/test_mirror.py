@@ -16,6 +16,7 @@ OF_THE_WHOLE_TREE = {
     "test_layers.py",
     "test_mirror.py",
     "test_processors.py",
+    "test_public_names.py",
 }
 
 

@@ -84,5 +84,5 @@ def test_flattened_and_built_again(
     with pytest.raises(ConfigError, match=r"must end in .jsonl or .jsonl.gz"):
         main(["trees", "build", str(flat), str(tmp_path / "x.json")])
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl:1: is no tree"):
+    with pytest.raises(DataError, match=r"bad.jsonl:1: is not a tree"):
         main(["trees", "stats", str(tmp_path / "bad.jsonl")])

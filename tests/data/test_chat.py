@@ -250,7 +250,7 @@ def test_shapes_of_messages() -> None:
         ([{"role": "usr", "content": "x"}], "unknown role 'usr'; did you mean user"),
         ([{"role": "user"}], "message 1 has no content"),
         ([{"role": "user", "content": 3}], "content must be text, not int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url' is no text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url' is not text"),
         ([{"role": "assistant", "tool_calls": [{}]}], "needs a name"),
         ([{"from": "function_call", "value": "{"}], "function_call is not JSON"),
         (

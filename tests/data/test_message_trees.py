@@ -158,7 +158,7 @@ def test_a_pruned_tree_has_no_message_that_is_not_wanted() -> None:
 
 
 def test_what_is_no_tree_is_said() -> None:
-    with pytest.raises(BadRow, match=r"no tree .*it has: 'text'"):
+    with pytest.raises(BadRow, match=r"not a tree .*it has: 'text'"):
         list(message_trees.read_trees([{"text": "x"}]))
     with pytest.raises(BadRow, match="'a1': its parent 'p9' is not among"):
         list(message_trees.read_trees([{**node("a1"), "parent_id": "p9"}]))

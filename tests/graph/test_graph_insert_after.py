@@ -59,5 +59,5 @@ def test_other_keys_pass_by() -> None:
 
 
 def test_a_node_that_reads_nothing_of_it_is_refused() -> None:
-    with pytest.raises(GraphError, match="'odd' reads prompt, and 'reward' makes rewards"):
+    with pytest.raises(GraphError, match="'odd' reads prompt, but 'reward' makes rewards"):
         chain().insert_after("reward", HostFunction("odd", "odd", 0, ("prompt",), ("rewards",)))

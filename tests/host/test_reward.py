@@ -337,7 +337,7 @@ def test_rows_name_their_verifiers() -> None:
             "os:system",
             "'os:system' is not a verifier; a row can name registered verifiers only",
         ),
-        ("length", "rewards.py:f", "a row may name registered verifiers only"),
+        ("length", "rewards.py:f", "a row can name registered verifiers only"),
         ("length", {"name": "length", "args": {"maxi": 1}}, "p0: column 'by': .*did you mean max"),
         ("length", [["length", 1], {"name": "length", "args": {"max": 1}}], "names 'length' twice"),
         ("length", 7, "p0: column 'by': 7 cannot be read"),

@@ -153,5 +153,5 @@ def test_resume_from_names_a_recovery_point_a_checkpoint_or_a_run(tmp_path):
     assert named_point(run).step == 2
     assert named_point(run / "recover" / "step1").step == 1
     assert named_point(run / "checkpoints" / "actor" / "step1").step == 1
-    with pytest.raises(CheckpointError, match="there are: step2, step1"):
+    with pytest.raises(CheckpointError, match="it has: step2, step1"):
         named_point(run / "checkpoints" / "actor" / "step9")

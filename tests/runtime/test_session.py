@@ -236,7 +236,7 @@ def test_a_host_function_has_a_deadline_too(tmp_path, monkeypatch):
         (lambda batch, context: None, "returned no outputs; its output keys are kept"),
         (
             lambda batch, context: batch.select(keys=["scores"]),
-            "made no kept; its outputs are scores",
+            "produced no kept; its outputs are scores",
         ),
     ],
 )
