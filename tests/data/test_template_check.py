@@ -22,7 +22,10 @@ from weft.data.template_check import TookTooLong, template_problem, within
         ("{{ 10 ** (10 ** 8) }}", "takes a power of 1e+08"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is nested too deeply"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "is nested too deeply"),
-        ("{% for a in range(2000) %}{{ 'x' * 1000 }}{% endfor %}", "renders a greeting as 2,000,000 characters"),
+        (
+            "{% for a in range(2000) %}{{ 'x' * 1000 }}{% endfor %}",
+            "renders a greeting as 2,000,000 characters",
+        ),
     ],
 )
 def test_what_a_template_may_not_do(template: str, said: str) -> None:

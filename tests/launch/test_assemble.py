@@ -159,7 +159,8 @@ def test_a_cache_without_room_for_one_sequence_is_refused_with_what_would_do(roo
     config = ppo(root, "cache")
     config.ppo.gen.kv_cache_gb = 2e-6
     with pytest.raises(
-        ConfigError, match=r"gen\.kv_cache_gb=2e-06: has room for .* of \d tokens, .* can have 26; write"
+        ConfigError,
+        match=r"gen\.kv_cache_gb=2e-06: has room for .* of \d tokens, .* can have 26; write",
     ) as refused:
         check_cache(with_dtypes(config.build(), CPU), 20)
     config.ppo.gen.kv_cache_gb = float(str(refused.value).split("write ")[1].split()[0])
