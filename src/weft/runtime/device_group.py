@@ -94,10 +94,7 @@ class DeviceGroup:
         node = self._calls[mfc]
         mesh = self._mesh_of[mfc]
         task = (mfc, step)
-        if node.interruptible:
-            get = self._parameters.follow
-        else:
-            get = self._parameters.refresh
+        get = self._parameters.follow if node.interruptible else self._parameters.refresh
         weights = get((node.role, mesh), self._fails(task), version)
         if keeps:
             self._parameters.keep(node.role, step, self._fails(task))
