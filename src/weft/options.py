@@ -2,8 +2,8 @@
 
 A configuration is a dataclass, defined in the module that it configures. A field made by `option`
 carries its help text and its rule. `read` fills a configuration from nested plain values (a command
-line, a YAML file), `iterate_options` lists its options for `--help`, `validate` checks types and rules,
-`to_mapping` converts it to plain values.
+line, a YAML file), `iterate_options` lists its options for `--help`, `validate` checks types and
+rules, `to_mapping` converts it to plain values.
 """
 
 from __future__ import annotations

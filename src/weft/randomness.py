@@ -1,7 +1,7 @@
 """Stateless random numbers that depend only on their seed and purpose.
 
-`draw_uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on any
-rank and after any restart. threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random
+`draw_uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on
+any rank and after any restart. threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3") uses only 32-bit integer addition, exclusive or and rotation, so
 numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
 blake2b(seed|purpose|step|id|k), the counter is the position, and a number is the top 24 bits of the

@@ -4,8 +4,8 @@
     read_text(path, what, kind); read_json(path, what, kind); read_yaml(path, what, kind)
 
 `what` starts the message and names the option or the file; `kind` is the `UserError` class to
-raise. Put only code that reads user input inside `explain_read_errors`: weft's own bugs must not be reported as
-user errors.
+raise. Put only code that reads user input inside `explain_read_errors`: weft's own bugs must not be
+reported as user errors.
 """
 
 from __future__ import annotations

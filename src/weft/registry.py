@@ -106,8 +106,8 @@ class Registry:
     def get(self, name: str) -> Any:
         """Return the object registered as `name`, importing its module if needed.
 
-        A function registered with a `FunctionConversion` is converted. Raises `ConfigError` with the nearest
-        names.
+        A function registered with a `FunctionConversion` is converted. Raises `ConfigError` with
+        the nearest names.
         """
         if name not in self._objects and name in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{name}")

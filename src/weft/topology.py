@@ -335,7 +335,7 @@ def is_expert_weight(name: str) -> bool:
 
 
 def compute_expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
-    """Return the part of the slice `build_whole_slice` that expert rank `rank` of `e` holds.
+    """Return the part of the slice `whole` that expert rank `rank` of `e` holds.
 
     Raises `ConfigError` if the experts do not split evenly.
     """

@@ -63,8 +63,9 @@ class ModelQuery:
     """The kind of model to look for.
 
     `roles` are acceptable, the first ones preferred; `option` is the option that the user set;
-    `fileroot` is the folder of all runs. `initial_checkpoint` is the checkpoint that an unfinished run began
-    with: a name without a step keeps referring to it. `own_run` is the directory of that run.
+    `fileroot` is the folder of all runs. `initial_checkpoint` is the checkpoint that an unfinished
+    run began with: a name without a step keeps referring to it. `own_run` is the directory of that
+    run.
     """
 
     option: str = ""

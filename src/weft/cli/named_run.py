@@ -73,7 +73,7 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
     """Return the configuration with run names set, and a line that states a generated name.
 
-    The line is None if the user gave the names. The experiment is `compute_max_length`, a recipe or an
+    The line is None if the user gave the names. The experiment is `asked_for`, a recipe or an
     algorithm. The trial is the newest unfinished numbered one with the same configuration, else the
     next number.
     """

@@ -1,8 +1,8 @@
 """Tokenization during training, by processes that work ahead, or on demand.
 
 The order of batches and the number of steps depend on the ids of all samples, so the ids are
-determined before training. With a form of one sample per row (`SingleSampleEncoder`), every row has a sample
-unless it is left out for its length. Before training, weft
+determined before training. With a form of one sample per row (`SingleSampleEncoder`), every row has
+a sample unless it is left out for its length. Before training, weft
 
 - reads every row, with its id and its shape (its columns, and the kinds of their values);
 - encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
@@ -130,7 +130,8 @@ def pack_outcome(outcome: Outcome) -> Packed:
 class _SourceRows:
     """All rows of a source, by number.
 
-    `shapes[row]` is the number of the row's shape; `eager_rows` are rows to tokenize before training.
+    `shapes[row]` is the number of the row's shape; `eager_rows` are rows to tokenize before
+    training.
     """
 
     places: list[str] = field(default_factory=list)

@@ -46,9 +46,9 @@ REJECTED = ("rejected", "rejected_messages")
 
 @dataclass(frozen=True)
 class PromptReplies:
-    """One prompt, as `read_text` or as `messages`, and its replies, best first.
+    """One prompt, as `text` or as `messages`, and its replies, best first.
 
-    If both `read_text` and `messages` are empty, the replies are complete texts.
+    If both `text` and `messages` are empty, the replies are complete texts.
     """
 
     id: str

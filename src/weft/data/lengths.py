@@ -68,8 +68,8 @@ def fit_to_limits(
     "dropped"). A prompt is truncated to `max_prompt_len`. If prompt and longest completion exceed
     `max_seqlen`, completions lose their ends; a prompt that leaves no room for them is truncated
     too, to at least half of `max_seqlen`. A prompt truncated from the left keeps its BOS. A row
-    with a completion without any trained token left is dropped. Raises `RowTooLong` if `overlong` is
-    error.
+    with a completion without any trained token left is dropped. Raises `RowTooLong` if `overlong`
+    is error.
     """
     # Compute the number of prompt tokens (`limit`) and of completion tokens (`room`) to keep.
     num_prompt = len(encoded.prompt)

@@ -45,7 +45,8 @@ class LoadedData:
 
     `max_seqlen`: number of tokens of the longest prompt with one of its completions; 0 if it is
     unknown because no source is tokenized by weft. `parts`: the training samples by source.
-    `background_tables`: tables that are built during training, until `close`; `take_new_notes` reports on them.
+    `background_tables`: tables that are built during training, until `close`; `take_new_notes`
+    reports on them.
     """
 
     train: BatchLoader
@@ -109,7 +110,7 @@ def load_data(
 
     `dataset_type` is the default of the experiment. `dataset.type` and a source's `type` override
     it, as does the type for Open-Assistant trees if a file contains trees. `progress` False shows
-    nothing; `most` limits the samples read from a source; `background_tables` allows large files to be
+    nothing; `most` limits the samples read from a source; `ahead` allows large files to be
     tokenized during training. Raises `ConfigError` for options that contradict each other or the
     dataset type, and `DataError` with a report on every bad row.
     """

@@ -1,7 +1,7 @@
 """Open-Assistant's message trees: read, filter, walk, flatten and rebuild.
 
 A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`,
-`parent_id`), or a thread (`thread_id`, `to_messages` from the root on).
+`parent_id`), or a thread (`thread_id`, `messages` from the root on).
 """
 
 from __future__ import annotations

@@ -349,9 +349,9 @@ def encode_text(
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` for a text that cannot be encoded, and `RowTooLong` for one that certainly has
-    more than `most` tokens: if texts are not split into words, the time to encode one grows with
-    the square of its length.
+    Raises `DataError` for a text that cannot be encoded, and `RowTooLong` for one that certainly
+    has more than `most` tokens: if texts are not split into words, the time to encode one grows
+    with the square of its length.
     """
     if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)

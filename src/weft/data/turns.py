@@ -125,7 +125,7 @@ class _RenderedConversation:
         return self._find_header_end(header[header.find(mark) :], found)
 
     def find_stop(self, index: int, start: int) -> int:
-        """Return the position after the end token of turn `index`, which begins at `find_start`.
+        """Return the position after the end token of turn `index`, which begins at `start`.
 
         Raises `DataError` if it is unclear.
         """

@@ -1,8 +1,8 @@
 """Communication between the ranks of one layout during a call of the engine.
 
 The engine, its step and its optimizer are written for one rank; all communication goes through a
-`Collectives`. On one device it returns the rank's own values. Layouts of several devices have another
-implementation of this protocol.
+`Collectives`. On one device it returns the rank's own values. Layouts of several devices have
+another implementation of this protocol.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class CallDemand:
 class RoleMemory:
     """Memory of one role in bytes.
 
-    `call` is the peak of a call on top of `permanent`; gradients and activations don't peak together.
-    `away` is the part of `permanent` that is in host memory between calls.
+    `call` is the peak of a call on top of `permanent`; gradients and activations don't peak
+    together. `away` is the part of `permanent` that is in host memory between calls.
     """
 
     parameters: int

@@ -224,8 +224,8 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 class _SumBySequence(torch.autograd.Function):
     """Sum rows `[N]` by sequence to `[S]`.
 
-    The backward pass is `_RepeatByRow`'s forward pass; both directions add in row order and are bitwise
-    reproducible.
+    The backward pass is `_RepeatByRow`'s forward pass; both directions add in row order and are
+    bitwise reproducible.
     """
 
     @staticmethod
@@ -295,8 +295,8 @@ class SampleRows:
     def __getitem__(self, key: str) -> Tensor:
         """Return the values of a key.
 
-        The shape is `[N]` for one value per completion token (the first L if there are L + 1),
-        `[N, K]` for K values per token, `[S]` for one value per sequence or id. Raises `KeyError` if the
+        The shape is `[N]` for one value per completion token (the first L if there are L + 1), `[N,
+        K]` for K values per token, `[S]` for one value per sequence or id. Raises `KeyError` if the
         sample lacks the key, `DataError` for any other shape.
         """
         if key not in self._known:  # cached: a loss reads its keys again for every chunk of rows

@@ -89,7 +89,7 @@ class DecoderSizes:
     def count_operations(self, tokens: float, length: float, rows: float) -> float:
         """Return the floating-point operations of a forward pass.
 
-        `num_tokens` are in sequences of `sequence_length`; logits are computed for `rows` of them.
+        `tokens` are in sequences of `length`; logits are computed for `rows` of them.
         """
         return (
             tokens * self.layers * 2 * (self.active + self.query * length) + rows * 2 * self.outputs
@@ -100,8 +100,9 @@ class DecoderSizes:
 class CallWorkload:
     """The work of a call in one step.
 
-    `num_sequences` have `prompt_tokens` + `new_tokens` tokens each. A call that trains makes `num_updates` optimizer
-    steps per epoch; `microbatch` is the maximum number of tokens on a device at a time.
+    `num_sequences` have `prompt_tokens` + `new_tokens` tokens each. A call that trains makes
+    `num_updates` optimizer steps per epoch; `microbatch` is the maximum number of tokens on a
+    device at a time.
     """
 
     method: str

@@ -18,11 +18,12 @@ class DeviceRates:
     """Speed of one device and of its links to others.
 
     `flops` are floating-point operations per second that a run reaches in the model's dtype.
-    `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to another machine) are bytes per second.
-    `latency` is the seconds of one exchange, `launch` the minimum seconds per layer, `dispatch` the
-    seconds of a call to another process. `capacity` is the number of bytes that a run can fill,
-    `per_node` the devices per machine. `cores` are the CPU cores of a machine, shared by its
-    devices, with at most `threads` used by each process; None if devices share nothing.
+    `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to another
+    machine) are bytes per second. `latency` is the seconds of one exchange, `launch` the minimum
+    seconds per layer, `dispatch` the seconds of a call to another process. `capacity` is the number
+    of bytes that a run can fill, `per_node` the devices per machine. `cores` are the CPU cores of a
+    machine, shared by its devices, with at most `threads` used by each process; None if devices
+    share nothing.
     """
 
     name: str

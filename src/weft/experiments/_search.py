@@ -67,8 +67,8 @@ class PlacementProblem:
     """A graph to place on devices, and the data for the estimates.
 
     `order` and `producers` describe the graph and include host functions, which take no time here.
-    `max_staleness` is the number of steps by which sampling can be ahead of training. `shared_roles` maps a role to
-    the base role whose weights it uses if both are on the same mesh.
+    `max_staleness` is the number of steps by which sampling can be ahead of training.
+    `shared_roles` maps a role to the base role whose weights it uses if both are on the same mesh.
     """
 
     units: Sequence[PlacementUnit]
@@ -274,7 +274,7 @@ def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
 
 
 def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
-    """Yield all layouts of `num_placements` devices with d, t and p.
+    """Yield all layouts of `size` devices with d, t and p.
 
     Tensor parallelism stays within a machine. Each layout comes with fully sharded and with whole
     weights.

@@ -88,8 +88,8 @@ class MFCDef(EdgeKeyNames):
     budget). `cache` stores the outputs of a frozen role's inference on disk, so that an id is
     computed once per run (or once for all runs that share `dataset.cache_dir`). `layout` and
     `device_mesh` override the role's for this call; a call that trains uses the role's
-    (`Experiment.get_mesh`). `max_staleness` is the number of train steps by which its weights may be
-    outdated; an `interruptible` call may get newer weights while it runs.
+    (`Experiment.get_mesh`). `max_staleness` is the number of train steps by which its weights may
+    be outdated; an `interruptible` call may get newer weights while it runs.
     """
 
     name: str

@@ -43,8 +43,9 @@ class IdState:
 class IdBuffer:
     """State of all ids of the current epoch, in loader order; no tensors.
 
-    `closed`: the loader has returned all ids of the epoch. `num_started` and `num_finished` count the started
-    and finished firings per node; `started_at_last_firing[node]` is a copy of `num_started` at the last firing of `node`.
+    `closed`: the loader has returned all ids of the epoch. `num_started` and `num_finished` count
+    the started and finished firings per node; `started_at_last_firing[node]` is a copy of
+    `num_started` at the last firing of `node`.
     """
 
     entries: StateBlocks[IdState] = field(

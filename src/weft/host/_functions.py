@@ -23,8 +23,8 @@ PER = ("completion", "token")
 class HostFunctionBuilder:
     """Registered function that becomes a host function once its `args` are known.
 
-    `build` returns `host_class(function, input_names, args, **extra_arguments)`. `input_names` are the function's parameters
-    without a default; those with a default are options.
+    `build` returns `host_class(function, input_names, args, **extra_arguments)`. `input_names` are
+    the function's parameters without a default; those with a default are options.
     """
 
     host_class: Callable[..., Any]

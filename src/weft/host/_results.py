@@ -44,8 +44,8 @@ class RewardResultCheck:
 
         The result is a list of rewards, or a pair (rewards, metrics).
 
-        Raises `InvalidRewardResult` for anything other than finite numbers and None, and with `by_token` for
-        lists and mappings that are no valid `Value`.
+        Raises `InvalidRewardResult` for anything other than finite numbers and None, and with
+        `by_token` for lists and mappings that are no valid `Value`.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):

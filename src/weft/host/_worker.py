@@ -3,7 +3,7 @@
 Does not import torch.
 
 It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and sends
-an `WorkerAnswer` for each. It ends when its standard input reaches the end of file, that is when the
+a `WorkerAnswer` for each. It ends when its standard input reaches the end of file, that is when the
 parent process has died or released it.
 """
 
@@ -102,7 +102,8 @@ def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
 def load(target: RewardTarget) -> Callable[..., Any]:
     """Import and return the function that a target names.
 
-    Raises `InvalidRewardResult` if there is no such function, or if it does not take the target's arguments.
+    Raises `InvalidRewardResult` if there is no such function, or if it does not take the target's
+    arguments.
     """
     if target.file is not None:
         import_user_code([target.file])

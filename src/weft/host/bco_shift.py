@@ -25,7 +25,7 @@ class BCOShift:
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both
     labels have occurred, delta is the mean reward of the one that has.
 
-    Keys: completion (lengths), `find_old_logprobs` [L] by the policy before its update, `ref_logprobs`
+    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `label` [1]; `loss_mask` and `prompt` if present.
     """
 

@@ -109,7 +109,7 @@ def is_retryable_status(status: int) -> bool:
 
 
 def compute_retry_delay(attempt: int, after: float, jitter: random.Random) -> float:
-    """Return the seconds to wait after attempt `attempt`, at least `retry_after_s`, the server's demand."""
+    """Return the seconds to wait after attempt `attempt`, at least `after`, the server's demand."""
     return max(after, min(MAX_DELAY_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 
 

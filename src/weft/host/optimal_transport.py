@@ -25,7 +25,7 @@ def optimal_transport(
     With "aot", the reference's margin of the same rank at the better completion of a pair and 0 at
     the worse; with "aot_unpaired", the log-ratio of the same rank on the other side.
 
-    Keys: completion (lengths), `find_old_logprobs` [L] by the policy before its update, `ref_logprobs`
+    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `rank` (and `comparison`); `loss_mask` and `prompt` if present. Raises `DataError` for
     completions that are not in exactly one pair.
     """

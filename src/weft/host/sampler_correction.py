@@ -17,11 +17,11 @@ from weft.registry import register_function
 @register_function("sampler_correction")
 @dataclass
 class SamplerCorrection(StatelessHostFunction):
-    """Compute `compute_sampler_weights` [L], the weights of tokens in the policy loss.
+    """Compute `sampler_weights` [L], the weights of tokens in the policy loss.
 
     The method is in `weft.algorithms.sampler`.
 
-    Keys: `logprobs` [L] as sampled, `find_old_logprobs` [L] by the trained network with the same
+    Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
     weights; `loss_mask` and `prompt` if present. Metrics over trained tokens: `weight` and
     `weight_max` before the bound, `bounded_fraction` (truncated or excluded), `effective_fraction`
     = (sum of weights)^2 / (tokens * sum of squared weights).

@@ -108,7 +108,8 @@ def wide_product(
 ) -> Tensor:
     """Return `product` in float32, also if left [n, k] and right [m, k] have half precision.
 
-    Sums are then not rounded to half precision. `wide_right` is the result of `prepare_wide(right)`.
+    Sums are then not rounded to half precision. `wide_right` is the result of
+    `prepare_wide(right)`.
     """
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)

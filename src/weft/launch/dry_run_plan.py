@@ -1,7 +1,7 @@
 """Plan of a run for `--dry-run`, from its options, config.json, tokenizers and data.
 
-No weights are read and no devices are needed. `build_plan_lines(experiment, "local")` returns the lines that
-a run prints before its first step, and a verdict on memory. With `data=False`, as for
+No weights are read and no devices are needed. `build_plan_lines(experiment, "local")` returns the
+lines that a run prints before its first step, and a verdict on memory. With `data=False`, as for
 `--dry-run=config`, only options and config.json are read.
 """
 

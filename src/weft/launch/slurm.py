@@ -1,8 +1,8 @@
 """`mode=slurm`: an sbatch script that starts Ray on a job's nodes and runs the command there.
 
-The command runs with `mode=ray`. `start_job` writes and submits the script, `plan_job` shows what it would
-do, `find_running_job` and `cancel_job` find and end the job. Script, logs and job number are in `slurm/` in
-the run's directory.
+The command runs with `mode=ray`. `start_job` writes and submits the script, `plan_job` shows what
+it would do, `find_running_job` and `cancel_job` find and end the job. Script, logs and job number
+are in `slurm/` in the run's directory.
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ def draw_on_first_rank(
 ) -> Callable[[], DrawnTokens]:
     """Draw tokens on the first rank of the group and broadcast them to the others.
 
-    For ranks that generate the same tokens (`weft.engine.generation.settings.TokenAgreement`): rounding
-    cannot make them diverge. `group` is a process group for host tensors.
+    For ranks that generate the same tokens (`weft.engine.generation.settings.TokenAgreement`):
+    rounding cannot make them diverge. `group` is a process group for host tensors.
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

@@ -170,7 +170,7 @@ class RankMesh:
     def build_shard_mesh(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
         """Return FSDP2's device mesh, with dims `r` (replicas, if several) and `f` (shards of one).
 
-        Only for sharded layouts. With `experts_group`, return the mesh for the experts' parameters: the
+        Only for sharded layouts. With `experts`, return the mesh for the experts' parameters: the
         ranks that hold the same experts.
         """
         e = self.layout.expert if experts else 1
@@ -208,7 +208,8 @@ class RankMesh:
     def _find_shard_ranks(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (the ranks of this rank's replica, the ranks that hold the same shard).
 
-        Both are taken from `_find_strided_ranks(e)`. A replica is one sharded copy of the parameters.
+        Both are taken from `_find_strided_ranks(e)`. A replica is one sharded copy of the
+        parameters.
         """
         line = self._find_strided_ranks(e)
         parts = max(self.layout.fsdp // e, 1)

@@ -68,7 +68,7 @@ class Pipeline:
         """Check that `networks` are the stages that the schedule `kind` puts on this rank.
 
         `group` has the ranks of the pipeline in order; None if this is the only rank. `dtype` is
-        that of the states, by default the parameters'. `count_tokens` maps a pack's number of tokens to
+        that of the states, by default the parameters'. `count_of` maps a pack's number of tokens to
         this rank's, under context parallelism. Sharded gradients are summed over the ranks after
         each backward pass, so a rank keeps only those of its rows; with `sums_once`, only after a
         stage's last backward pass, which communicates less but keeps whole gradients. Raises
@@ -118,7 +118,7 @@ class Pipeline:
     ) -> None:
         """Run the forward and backward pass of every micro-batch.
 
-        `loss` is called on the rank of the last stage. `compute_stage_loss` is called on every rank for
+        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank for
         what a stage itself adds to the loss, such as the load-balancing loss of its experts. Raises
         `RunError` if another rank does not do its part within the group's timeout.
         """
@@ -297,9 +297,9 @@ class _PipelineRun:
     def _run_backward_input(self, stage: int, microbatch: int) -> None:
         """Compute the gradient of the stage's input, not those of the weights.
 
-        `_run_backward_weight` computes the others. The first stage has no input, so its whole backward
-        pass runs later. With recomputation, the whole backward pass runs now: otherwise, the blocks
-        would be recomputed once for each group of weights.
+        `_run_backward_weight` computes the others. The first stage has no input, so its whole
+        backward pass runs later. With recomputation, the whole backward pass runs now: otherwise,
+        the blocks would be recomputed once for each group of weights.
         """
         if stage == 0:
             return

@@ -13,9 +13,9 @@ cross.
 
 Sends are not waited for. A single generator waits for the last rank at the end of each step, so
 only one rank works at a time. With as many generators taking turns as there are ranks
-(`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one generator are on their
-way, the ranks compute the others. Prefills pass from rank to rank like decode steps. Decode steps
-are computed one at a time and are not captured as CUDA graphs.
+(`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one generator are on
+their way, the ranks compute the others. Prefills pass from rank to rank like decode steps. Decode
+steps are computed one at a time and are not captured as CUDA graphs.
 
 If a rank holds several stages, a decode step visits it once for each. Its first stage is computed
 at once and the others are deferred (`catch_up`), so that the steps of all turns start before the

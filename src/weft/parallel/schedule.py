@@ -4,9 +4,9 @@
     actions = plan("1f1b", placement, num_microbatches=8)        # [rank][...]: Compute and Message
 
 No process group is needed. A stage is a run of consecutive blocks of the network. There are S
-stages, and a rank holds one or several. `ComputeAction("F", s, m)` is the forward pass of micro-batch m
-through stage s, and "B" its backward pass. "I" and "W" are the two halves of a backward pass: "I"
-computes the gradient of the stage's input, "W" those of its weights.
+stages, and a rank holds one or several. `ComputeAction("F", s, m)` is the forward pass of
+micro-batch m through stage s, and "B" its backward pass. "I" and "W" are the two halves of a
+backward pass: "I" computes the gradient of the stage's input, "W" those of its weights.
 
 GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are
 written here. Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble schedule

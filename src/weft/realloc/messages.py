@@ -71,8 +71,8 @@ class _StepInFlight:
     """A step in flight.
 
     Once all of `pending` is done, the received messages are in `mail`, or in the sender's shared
-    memory at the offsets in `offsets`. `acknowledgements` are the acknowledgements of the ranks that read this
-    rank's shared memory.
+    memory at the offsets in `offsets`. `acknowledgements` are the acknowledgements of the ranks
+    that read this rank's shared memory.
     """
 
     step: ReallocationStep

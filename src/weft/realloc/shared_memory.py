@@ -22,7 +22,8 @@ TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right
 class SharedMemoryBuffer:
     """Shared buffer of `size` bytes; physical memory is allocated on first write.
 
-    Other ranks map it by `address` until `close_descriptor` is called; existing mappings stay valid.
+    Other ranks map it by `address` until `close_descriptor` is called; existing mappings stay
+    valid.
     """
 
     def __init__(self, size: int) -> None:

@@ -160,8 +160,8 @@ class _OutputAnnouncer:
 class PendingCommands:
     """Commands that arrive during a generation call on `mesh`, mostly new weights.
 
-    Implements `PendingUpdates`. The commands run in the order in which they were sent, up to the next call
-    that generates.
+    Implements `PendingUpdates`. The commands run in the order in which they were sent, up to the
+    next call that generates.
 
     All ranks of one data-parallel part stop after the same step: their first rank checks for
     pending commands and broadcasts the answer. Parts stop independently but continue together,
@@ -259,9 +259,9 @@ class PrepareReallocation:
 class MoveParameters:
     """Set target = eta * source + (1 - eta) * target; return the source's version.
 
-    Every rank of both roles runs it, after `PrepareReallocation`. The target takes the source's version; a copy
-    of a role also records `weights` as its version number. If `saved_version` is given, the parameters saved
-    under this number by `SaveParameters` are sent, then dropped.
+    Every rank of both roles runs it, after `PrepareReallocation`. The target takes the source's
+    version; a copy of a role also records `weights` as its version number. If `saved_version` is
+    given, the parameters saved under this number by `SaveParameters` are sent, then dropped.
     """
 
     key: str

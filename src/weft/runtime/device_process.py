@@ -1,7 +1,8 @@
 """Process of one device: a worker, the thread that runs its commands in order, and its reports.
 
 It does not depend on the message transport (`weft.runtime.ray`): numbered commands arrive through
-`receive`, tensors from other devices through `PeerTransport`, and reports leave through `next_reports`.
+`receive`, tensors from other devices through `PeerTransport`, and reports leave through
+`next_reports`.
 """
 
 from __future__ import annotations

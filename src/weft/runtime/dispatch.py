@@ -84,7 +84,8 @@ class CommandTensors:
 class DeviceJob:
     """Command on each of several `ranks`.
 
-    `make_command` builds a rank's command when the job is issued. `on_finished` gets the final reports by rank.
+    `make_command` builds a rank's command when the job is issued. `on_finished` gets the final
+    reports by rank.
     """
 
     name: str  # for error messages
@@ -112,8 +113,8 @@ class DeviceJob:
 class JobDispatcher:
     """Issue jobs to `devices` and run their callbacks.
 
-    Callbacks (`on_finished`, `on_failed`, ...) run in the thread that receives reports, or in the submitting
-    thread once a device is lost.
+    Callbacks (`on_finished`, `on_failed`, ...) run in the thread that receives reports, or in the
+    submitting thread once a device is lost.
     """
 
     def __init__(self, devices: DeviceTransport) -> None:

@@ -49,7 +49,8 @@ class LocalGroup:
     The master can wait with a deadline, update its view and handle signals; a hanging call cannot
     keep the process alive.
 
-    Implements `PendingUpdates` itself: a running call may execute pending work that does not generate.
+    Implements `PendingUpdates` itself: a running call may execute pending work that does not
+    generate.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Scheduler of a run.
 
-It asks `find_ready_firings` which nodes can run, runs them, and keeps the state between steps. It knows nodes,
-keys and ids only: tensors stay on the devices, and no algorithm is special-cased.
+It asks `find_ready_firings` which nodes can run, runs them, and keeps the state between steps. It
+knows nodes, keys and ids only: tensors stay on the devices, and no algorithm is special-cased.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the group of devices; `list_nodes` are the ids of the actors' machines, by rank."""
+        """Create the group of devices; `nodes` are the ids of the actors' machines, by rank."""
         self._actors = list(actors)
         self.addresses = list(where)
         self._nodes = list(nodes)
@@ -561,7 +561,7 @@ class DeviceLaunch:
 def _collect_answers(
     cluster: RayCluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
 ) -> list[Any]:
-    """Return one answer per rank; `list_nodes` are the machines of the ranks.
+    """Return one answer per rank; `nodes` are the machines of the ranks.
 
     Raises `DevicesLost` naming the ranks that did not answer or the lost machine, or the error that
     a device raised.

@@ -19,8 +19,8 @@ from weft.topology import Slice
 class ReallocationPlan:
     """Plan for transferring parameters from one engine's ranks to another's.
 
-    `num_bytes_moved` is the number of bytes sent between devices per transfer; `across` is the part of it
-    sent between machines.
+    `num_bytes_moved` is the number of bytes sent between devices per transfer; `across` is the part
+    of it sent between machines.
     """
 
     key: str

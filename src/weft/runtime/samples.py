@@ -67,8 +67,8 @@ class SampleReader:
         """Return samples of step `step`, which used `ids`.
 
         A detailed step has whole groups, one row per completion with values per token. Other steps
-        have the first completion of up to `SHOWN_SAMPLES` ids. `seen` has the training call's log-probs or
-        scores of a few ids.
+        have the first completion of up to `SHOWN_SAMPLES` ids. `seen` has the training call's
+        log-probs or scores of a few ids.
         """
         if self._has_generation and not self._is_detailed(step):
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)

@@ -48,9 +48,9 @@ class SessionParts:
     """Components of a session.
 
     `plan` is shown before the first step, unless `plan_shown`: then the user saw it before the
-    devices started. `format_peak_memory` formats the peak memory, in GiB, as a line for the end of the run
-    and says whether it should be shown. `ending_lines` are the last lines of a finished run. `data` has
-    rows that are tokenized in the background.
+    devices started. `format_peak_memory` formats the peak memory, in GiB, as a line for the end of
+    the run and says whether it should be shown. `ending_lines` are the last lines of a finished
+    run. `data` has rows that are tokenized in the background.
     """
 
     experiment: Experiment

@@ -67,8 +67,8 @@ class HttpExchange:
     async def read_body(self, limit: int, seconds: float) -> bytes:
         """Read the whole body.
 
-        Raises `RequestRefused` if it exceeds `limit` bytes or takes more than `seconds`, and `ClientDisconnected` if the
-        client disconnects before its end.
+        Raises `RequestRefused` if it exceeds `limit` bytes or takes more than `seconds`, and
+        `ClientDisconnected` if the client disconnects before its end.
         """
         parts = []
         size = 0

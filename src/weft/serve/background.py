@@ -121,8 +121,8 @@ class BackgroundWork:
 def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the body without its content encoding.
 
-    Raises `RequestRefused` for an unknown encoding, invalid data, or more than `limit` bytes of output;
-    output beyond the limit is never produced.
+    Raises `RequestRefused` for an unknown encoding, invalid data, or more than `limit` bytes of
+    output; output beyond the limit is never produced.
     """
     if encoding in ("", "identity"):
         return body

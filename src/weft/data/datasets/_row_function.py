@@ -102,9 +102,9 @@ class RowDataset:
 def make_dataset_class(
     function: Callable[..., Any], name: str, *, rows: str
 ) -> Callable[..., RowDataset]:
-    """Return a constructor of datasets that read rows of type `rows` with `load_function`.
+    """Return a constructor of datasets that read rows of type `rows` with `function`.
 
-    `rows` is a shipped type. `load_function` is called as `load_function(row, option=..)` and returns a row
+    `rows` is a shipped type. `function` is called as `function(row, option=..)` and returns a row
     of that type. Limits, masks, reports, cache and mixtures work as for that type.
     """
     shipped = datasets.get(rows)

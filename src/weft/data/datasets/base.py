@@ -108,8 +108,8 @@ def build_table(
 ) -> tuple[TokenTable | BackgroundTokenTable, EpochSamples | None]:
     """Return the table of a shipped dataset, and its samples by epoch (`EpochSamples`) if they differ.
 
-    `options` are fields of `form` and of `LengthLimits`. Raises `ConfigError` with the nearest name for
-    other options, `DataError` for rows that cannot be used.
+    `options` are fields of `form` and of `LengthLimits`. Raises `ConfigError` with the nearest name
+    for other options, `DataError` for rows that cannot be used.
     """
     source = RowSource(
         path,
@@ -190,7 +190,8 @@ class TableDataset:
 
     A subclass consists of a docstring and a form.
 
-    `options` are fields of the form and of `LengthLimits`; `default_options` overrides the defaults of some.
+    `options` are fields of the form and of `LengthLimits`; `default_options` overrides the defaults
+    of some.
     """
 
     form: ClassVar[type[RowEncoder]]

@@ -1,4 +1,4 @@
-"""Dataset type `read_text`: plain texts, trained on every token.
+"""Dataset type `text`: plain texts, trained on every token.
 
 Mixed with conversations, they keep a model from forgetting its language.
 """
@@ -16,7 +16,7 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Form of the column `read_text`, followed by EOS.
+    """Form of the column `text`, followed by EOS.
 
     The first token is the prompt, since there is no token before it to predict it from.
     """

@@ -1,9 +1,9 @@
 """Accounting of the KV cache, without torch.
 
-The scheduler uses the interface `BlockManager`, which hides the form of the memory. `SlotManager` counts the
-memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow together
-by doubling, because gathering scattered parts costs several times a decode step on a CPU. A shared
-prefix is stored once, outside the slots.
+The scheduler uses the interface `BlockManager`, which hides the form of the memory. `SlotManager`
+counts the memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow
+together by doubling, because gathering scattered parts costs several times a decode step on a CPU.
+A shared prefix is stored once, outside the slots.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SlotManager:
 
     `num_slots` slots are allocated: those in use and, within the limits, spare ones for later
     sequences, because each change of the number copies all slots. Spare slots are freed if
-    something else needs the room. `reserves_ahead` is for memory that the system takes only when it is
+    something else needs the room. `ahead` is for memory that the system takes only when it is
     written: slots then have the length of the longest sequence from the start, if `max_slots` of
     them use at most half the limit.
 

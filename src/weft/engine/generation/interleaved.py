@@ -2,7 +2,8 @@
 
 While the tokens of one generator are in transit, the passes of the others are computed.
 
-    with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator: ...
+    with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator:
+    ...
 
 This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
 """

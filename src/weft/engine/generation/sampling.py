@@ -35,8 +35,8 @@ MAX_PROBABILITIES = (
 class SampledTokens:
     """Sampled tokens of R rows.
 
-    `tokens` are int64 [R] and `logprobs` float32 [R]. `support_mask` is a mask bool [R, V] of the ids that
-    the sampling limits left, or None without limits.
+    `tokens` are int64 [R] and `logprobs` float32 [R]. `support_mask` is a mask bool [R, V] of the
+    ids that the sampling limits left, or None without limits.
     """
 
     tokens: Tensor
@@ -122,8 +122,8 @@ def find_top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return (the `spec.top_logprobs` likeliest ids of each row, their log-probs), best first.
 
-    Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `sample` samples from;
-    minus infinity for ids that it cannot sample.
+    Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `sample` samples
+    from; minus infinity for ids that it cannot sample.
     """
     if logits.is_mps:
         logits = logits.cpu()

@@ -5,8 +5,8 @@ running sequence. If memory is short, the youngest sequence is preempted: it wai
 keys and values are computed again later. Then waiting sequences are admitted, oldest first, and
 their prompts are computed up to the prefill budget of the step. A longer prompt takes several
 steps, in each of which every running sequence gets its token. Sequences with equal first tokens
-share their computation: a prefix that is worth storing separately (`PromptPrefix`) is computed and stored
-once; sequences with exactly the same tokens after it are computed once and copied.
+share their computation: a prefix that is worth storing separately (`PromptPrefix`) is computed and
+stored once; sequences with exactly the same tokens after it are computed once and copied.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Sequence:
 class Prefill:
     """A prefill: tokens to compute after the prefix `parent_prefix`.
 
-    They are the tokens of the new prefix `new_prefix`, or the remaining tokens of `sequences`, which are
-    all equal.
+    They are the tokens of the new prefix `new_prefix`, or the remaining tokens of `sequences`,
+    which are all equal.
     """
 
     tokens: tuple[int, ...]

@@ -1,9 +1,9 @@
 """weft's attention in a `transformers` module, through two interfaces of `transformers`.
 
-A decoder that gets its attention function from `AttentionInterface` gets `compute_packed_attention`, which
-reads the pass (which tokens attend to which) from the attention module that calls it. Nothing else
-in the module changes. A trial (`trial.py`) first tests whether this is exact for the decoder, which
-may mix tokens outside of attention too.
+A decoder that gets its attention function from `AttentionInterface` gets
+`compute_packed_attention`, which reads the pass (which tokens attend to which) from the attention
+module that calls it. Nothing else in the module changes. A trial (`trial.py`) first tests whether
+this is exact for the decoder, which may mix tokens outside of attention too.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ MOVING_ROTATIONS = ("dynamic", "longrope")
 class DecoderTrial:
     """Result of trying out a decoder.
 
-    `callers` and `shapes` are those of `AttentionRecorder`. They are empty, and `reason` is set, if the
-    decoder cannot compute packs and runs the sequences of one length at a time.
+    `callers` and `shapes` are those of `AttentionRecorder`. They are empty, and `reason` is set, if
+    the decoder cannot compute packs and runs the sequences of one length at a time.
     """
 
     head: HeadLayer

@@ -42,8 +42,8 @@ class HostMemory:
 
     Tensor objects stay the same: their storage is resized to 0 and back, as FSDP2 does with
     gathered parameters, so views, optimizers and hooks stay valid. The values of `constant` tensors
-    are copied to the host only once, until `mark_changed` is called. Host memory is allocated once and
-    kept.
+    are copied to the host only once, until `mark_changed` is called. Host memory is allocated once
+    and kept.
 
     A group must not be read on the device while it is offloaded or being copied: call `hold` or
     `wait` first.

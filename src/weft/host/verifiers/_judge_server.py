@@ -100,7 +100,7 @@ class JudgeAnswer:
 class UnansweredRequest(UserError):
     """Request that got no answer in any of its attempts.
 
-    `cause` is the cause, without the server's response.
+    `what` is the cause, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:

@@ -5,8 +5,8 @@ Imports nothing of weft, since the launcher loads this file by its path.
 Plain values are sent as JSON with their type, and arrive as new objects of the built-in types;
 nothing that comes from the program is unpickled or evaluated. Any other object stays in its
 process, and the other side has a `RemoteProxy`, which forwards calls and accesses to attributes and
-items. A `RemoteProxy` is unequal to every plain value, so that an object of the program cannot claim to
-equal the expected value of a test.
+items. A `RemoteProxy` is unequal to every plain value, so that an object of the program cannot
+claim to equal the expected value of a test.
 """
 
 from __future__ import annotations

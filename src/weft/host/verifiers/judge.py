@@ -74,7 +74,7 @@ def judge(
     None for rows in which a column of `prompt` is null.
 
     Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`,
-    `unreadable`, `input_tokens`, `output_tokens`, and `compute_cost` if a price is set. Raises
+    `unreadable`, `input_tokens`, `output_tokens`, and `cost` if a price is set. Raises
     `ConfigError` for invalid options, `DataError` for a placeholder that is no column, `UserError`
     for a server that fails and for answers without a score.
     """
@@ -177,7 +177,7 @@ class TokenPrices:
                 check_number(name, value, "0 or more, for a million tokens", least=0)
 
     def compute_cost(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `compute_cost`, or {} if no price is set."""
+        """Return the metric `cost`, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
         paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (

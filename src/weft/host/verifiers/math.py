@@ -238,12 +238,12 @@ def math_answer(
 
     None for rows without a reference.
 
-    The answer is the content of the last `\extract_boxed{}`; without one (and without `strict`) the text
-    after "the answer is", or the last formula or number. The reference is the column `answer` or
-    `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions, roots,
-    percent signs, degrees, units, tuples, intervals, sets and lists are compared by their meaning;
-    an expression need not be simplified. Computer algebra finds two answers equal only if every
-    letter and number of both took part; if its parser drops something, only the same spelling
+    The answer is the content of the last `\extract_boxed{}`; without one (and without `strict`) the
+    text after "the answer is", or the last formula or number. The reference is the column `answer`
+    or `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions,
+    roots, percent signs, degrees, units, tuples, intervals, sets and lists are compared by their
+    meaning; an expression need not be simplified. Computer algebra finds two answers equal only if
+    every letter and number of both took part; if its parser drops something, only the same spelling
     counts. An answer that algebra does not decide in time (two seconds, less if many are slow) gets
     0.
     """

@@ -1,8 +1,8 @@
 """Attention under context parallelism: local queries over the keys and values of the whole pack.
 
-The keys and values of other ranks' tokens are gathered. A rank's tokens are runs of the pack. Within
-a run, the keys that a sequence's tokens see are consecutive and end with the sequence's last token
-in the run.
+The keys and values of other ranks' tokens are gathered. A rank's tokens are runs of the pack.
+Within a run, the keys that a sequence's tokens see are consecutive and end with the sequence's last
+token in the run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Map of parameters to the tensors of a checkpoint: name templates, transpose, fusion, stacking.
 
-A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles` converts
-it to rectangles, for the whole parameter or any `Slice` of it. Reading copies them from the
-checkpoint and writing copies them to it, so a map that is right in one direction is right in the
-other.
+A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles`
+converts it to rectangles, for the whole parameter or any `Slice` of it. Reading copies them from
+the checkpoint and writing copies them to it, so a map that is right in one direction is right in
+the other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Page tables: the pages that contain each row's tokens. Pure accounting: numpy, no torch.
 
-A page has room for `page_size` tokens, and a row's pages, in order, contain its tokens. Each page counts
-the rows that use it, so rows with the same beginning share pages. Before a row writes to a page that
-other rows use too, it gets a copy of the page.
+A page has room for `page_size` tokens, and a row's pages, in order, contain its tokens. Each page
+counts the rows that use it, so rows with the same beginning share pages. Before a row writes to a
+page that other rows use too, it gets a copy of the page.
 """
 
 from __future__ import annotations

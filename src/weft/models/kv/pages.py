@@ -4,8 +4,8 @@
 a generator take their pages from one `PagePool`. Forking a row, continuing a prefix and taking over
 a prompt share pages; only a partly filled page is copied, when a row writes to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.build_packed` computes the
-network's input on the device, so a captured graph needs only one copy from the host.
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.build_packed` computes
+the network's input on the device, so a captured graph needs only one copy from the host.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Block(nn.Module):
         """Return the block's output [N, hidden].
 
         x [N, hidden] is the block's input and `mixed` the result of `Attention.attend` for the same
-        rows. `late` is the dropout inside the MLP, `select_residual` that of the results that are added to
+        rows. `late` is the dropout inside the MLP, `stream` that of the results that are added to
         x.
         """
         attended = _drop(

@@ -4,10 +4,10 @@
 
 A mask depends only on the seed and on the place of the value: step, sequence, position, layer and
 channel. A pack without keys has no dropout. Masks come from threefry-2x32, the hash of
-`weft.randomness`: the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter is (position, site << 20 |
-pair of channels), and each of the two output words decides one channel. Attention weights first
-derive a key for each layer and head. `step` must count every optimizer step, so that no two share
-their masks.
+`weft.randomness`: the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter is
+(position, site << 20 | pair of channels), and each of the two output words decides one channel.
+Attention weights first derive a key for each layer and head. `step` must count every optimizer
+step, so that no two share their masks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Outputs of a network with an lm head: for one label per row, or for several ids per row.
 
-`token_outputs` computes the former. For the latter, K ids and "any other id" are K + 1 events. Whole
-distributions are compared by the events' log-probs alone: a teacher sends its K most likely ids and
-the log-probs of the events, and its student is trained with its own log-probs of the same events.
-The probability of "any other id" is the sum over all other ids, not 1 minus the sum over the K ids,
-which would lose all digits if the K ids have nearly all of the probability. Its log-prob is minus
-infinity if K is the whole vocabulary.
+`token_outputs` computes the former. For the latter, K ids and "any other id" are K + 1 events.
+Whole distributions are compared by the events' log-probs alone: a teacher sends its K most likely
+ids and the log-probs of the events, and its student is trained with its own log-probs of the same
+events. The probability of "any other id" is the sum over all other ids, not 1 minus the sum over
+the K ids, which would lose all digits if the K ids have nearly all of the probability. Its log-prob
+is minus infinity if K is the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ class _EventLogprobs:
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
-        `logits` must be as `from_logits` left them. The given gradients are those with respect to the
-        events' log-probs [R, K + 1] and to the label's [R]:
+        `logits` must be as `from_logits` left them. The given gradients are those with respect to
+        the events' log-probs [R, K + 1] and to the label's [R]:
 
             by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere
 

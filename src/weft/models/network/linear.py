@@ -65,9 +65,9 @@ def apply_adapter(
     scale: float,
     sums: Sums = (None, None),
 ) -> Tensor:
-    """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `apply_dropout` [T, in].
+    """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
 
-    If `apply_dropout` is None, y is x. W and bias are frozen.
+    If `dropped` is None, y is x. W and bias are frozen.
     """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)

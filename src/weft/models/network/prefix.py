@@ -7,8 +7,8 @@ theirs.
     with adapters_off(network): ...    # of `weft.models.network.lora`: without the prefix
 
 In a pack of whole sequences, the prefix is inserted into the heads of each layer for the time of
-the attention (`InsertedPrefix`). If keys and values are cached, a sequence begins with placeholder tokens,
-whose keys and values are replaced by the prefix's (`OverwrittenPrefix`).
+the attention (`InsertedPrefix`). If keys and values are cached, a sequence begins with placeholder
+tokens, whose keys and values are replaced by the prefix's (`OverwrittenPrefix`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class RowSharing(Protocol):
     """Factory of row shares: how the ranks share the rows of each pass."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        """Return the shares of a pack of `token_share` [T] whose states at `rows` int64 [N] are wanted.
+        """Return the shares of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted.
 
         With None, the states at all tokens are wanted.
         """

@@ -45,7 +45,7 @@ class VocabularySplit(Protocol):
 
 
 def to_local_ids(ids: Tensor, size: int, split: VocabularySplit | None) -> Tensor:
-    """Return ids relative to this rank's part of the vocabulary, of `vocab_size` ids; -1 for other ids."""
+    """Return ids relative to this rank's part of the vocabulary, of `size` ids; -1 for other ids."""
     if split is None:
         return ids
     local = ids - split.first_id

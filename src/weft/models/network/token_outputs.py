@@ -53,7 +53,8 @@ class OutputProjection:
     def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, V] of the whole vocabulary, before any temperature.
 
-        All R rows are computed at once. `wide` is the result of `kernels.prepare_wide` for the weight.
+        All R rows are computed at once. `wide` is the result of `kernels.prepare_wide` for the
+        weight.
         """
         own = self.compute_local_logits(hidden, wide)
         return own if self.split is None else self.split.gather(own)
@@ -81,7 +82,7 @@ def compute_token_outputs(
     and the projection; top1 (1 if the label is the most likely id) is not.
 
     `chunk` is the number of rows computed at once, by default as many as keep the logits small.
-    `compute_gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
+    `gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
     backward pass then need not compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
@@ -245,7 +246,7 @@ class _ChunkResults:
 def _compute_results(
     logits: Tensor, capped: Tensor, labels: Tensor, settings: _TokenOutputSettings
 ) -> _ChunkResults:
-    """Compute the results of `compute_logits` over the temperature [R, V] and `labels` [R]."""
+    """Compute the results of a chunk from its `logits` [R, V], divided by the temperature, and `labels` [R]."""
     if settings.split is not None:
         return _compute_split_results(logits, capped, labels, settings, settings.split)
     if kernels.serves(logits):
