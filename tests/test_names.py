@@ -14,7 +14,7 @@ COLUMNS = 100
 LONGER_LINES = 0.01  # share of the lines that may be longer: markup, tables, addresses
 
 # Most per 1,000 lines. Above these, a line holds more than one idea.
-DENSITY = {"conditional expressions": 22.5, "comprehensions": 42.0, "tuple assignments": 5.0}
+DENSITY = {"conditional expressions": 22.0, "comprehensions": 32.0, "tuple assignments": 5.0}
 
 # Classes of one word: terms of the field or of weft's vocabulary that need no second word.
 ONE_WORD_CLASSES = """

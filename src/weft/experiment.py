@@ -141,9 +141,10 @@ class Experiment:
         changed = _change_node(self.graph, name, changes)
         evaluation = self.evaluation
         if evaluation is not None and any(n.name == name for n in evaluation.graph.nodes):
-            kept = {
-                key: value for key, value in changes.items() if key not in ("method", "batch_size")
-            }
+            kept = {}
+            for key, value in changes.items():
+                if key not in ("method", "batch_size"):
+                    kept[key] = value
             evaluation = replace(evaluation, graph=_change_node(evaluation.graph, name, kept))
         return replace(self, graph=changed, evaluation=evaluation)
 
@@ -154,7 +155,11 @@ class Experiment:
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
     def list_trained_nodes(self) -> list[MFCDef]:
-        return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]
+        trained_nodes: list[MFCDef] = []
+        for n in self.graph.nodes:
+            if isinstance(n, MFCDef) and n.trains:
+                trained_nodes.append(n)
+        return trained_nodes
 
     def resolve(self) -> dict[str, Any]:
         """Return the contents of config.yaml, by which a restart recognizes its run.
@@ -175,11 +180,10 @@ class Experiment:
 
     def list_calls(self) -> list[MFCDef]:
         """Return every model function call, with those of evaluation and fixed prompts last."""
-        beside = [
-            each.graph.list_model_calls()
-            for each in (self.evaluation, self.fixed_prompts)
-            if each is not None
-        ]
+        beside = []
+        for each in (self.evaluation, self.fixed_prompts):
+            if each is not None:
+                beside.append(each.graph.list_model_calls())
         return [*self.graph.list_model_calls(), *(call for calls in beside for call in calls)]
 
     def build_meshes(self) -> dict[str, Mesh]:
@@ -195,9 +199,15 @@ class Experiment:
                 named = spec.resolve_mesh()
             except ConfigError as error:
                 raise qualify_error(role, error) from None
-            calls = [call for call in self.graph.list_model_calls() if call.role == role]
+            calls = []
+            for call in self.graph.list_model_calls():
+                if call.role == role:
+                    calls.append(call)
             own = {call.name: self._choose_mesh(call, named) for call in calls}
-            trained = {call.name: own[call.name] or named for call in calls if call.trains}
+            trained = {}
+            for call in calls:
+                if call.trains:
+                    trained[call.name] = own[call.name] or named
             if len(set(trained.values())) > 1:
                 shown = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
                 raise ConfigError(
@@ -322,19 +332,16 @@ def _check_roles(experiment: Experiment) -> None:
     else:
         evaluated = ()
     named = {f"node {n.name!r}": n.role for n in (*graph.list_model_calls(), *evaluated)}
-    named |= {
-        f"sync {s.source} -> {s.target}": role
-        for s in graph.syncs
-        for role in (s.source, s.target)
-        if role not in roles
-    }
-    named |= {
-        f"init_from {a} <- {b}": r
-        for a, b in experiment.init_from.items()
-        for r in (a, b)
-        if r not in roles
-    }
-    named |= {f"saved role {role!r}": role for role in experiment.saved_roles}
+    for s in graph.syncs:
+        for role in (s.source, s.target):
+            if role not in roles:
+                named[f"sync {s.source} -> {s.target}"] = role
+    for a, b in experiment.init_from.items():
+        for r in (a, b):
+            if r not in roles:
+                named[f"init_from {a} <- {b}"] = r
+    for role in experiment.saved_roles:
+        named[f"saved role {role!r}"] = role
     for place, role in {**named, "data_role": experiment.data_role}.items():
         if role not in roles:
             raise GraphError(f"{place}: there is no role {role!r}; roles: {', '.join(roles)}")
@@ -470,11 +477,10 @@ class Scheduling:
 
         Raises `ConfigError` if the groups differ, since all of them share one job.
         """
-        values = {
-            group: getattr(w, name)
-            for group, w in self.workers.items()
-            if getattr(w, name) is not None
-        }
+        values = {}
+        for group, w in self.workers.items():
+            if getattr(w, name) is not None:
+                values[group] = getattr(w, name)
         if len(set(values.values())) > 1:
             shown = ", ".join(f"{group}: {value!r}" for group, value in values.items())
             raise ConfigError(
@@ -499,10 +505,9 @@ class Scheduling:
     def list_ignored_fields(self) -> list[str]:
         """Return the names of the set fields that have no effect without a Slurm job."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
-        found = [
-            f"{group}.{name}"
-            for group, w in self.workers.items()
-            for name in names
-            if getattr(w, name) is not None
-        ]
+        found = []
+        for group, w in self.workers.items():
+            for name in names:
+                if getattr(w, name) is not None:
+                    found.append(f"{group}.{name}")
         return [*(["memory_gb"] if self.memory_gb is not None else []), *found]

@@ -93,7 +93,11 @@ def iterate_options(config: Any, prefix: str = "") -> Iterator[OptionDescription
 
 def list_visible_fields(config: Any) -> list[Field[Any]]:
     """Return the fields that users can set, without the hidden ones."""
-    return [spec for spec in fields(config) if not spec.metadata.get("hidden")]
+    visible_fields: list[Field[Any]] = []
+    for spec in fields(config):
+        if not spec.metadata.get("hidden"):
+            visible_fields.append(spec)
+    return visible_fields
 
 
 def describe_type(hint: Any) -> str:

@@ -323,9 +323,12 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
                 f"time they are used"
             )
         if isinstance(node, yaml.MappingNode):
-            stack += [(each, depth + 1) for pair in node.value for each in pair]
+            for pair in node.value:
+                for each in pair:
+                    stack.append((each, depth + 1))
         elif isinstance(node, yaml.SequenceNode):
-            stack += [(each, depth + 1) for each in node.value]
+            for each in node.value:
+                stack.append((each, depth + 1))
 
 
 @cache

@@ -189,7 +189,10 @@ class Mesh:
         They are in the order of the mesh.
         """
         own = self.get_coordinates(rank)
-        kept = [field.name for field in fields(MeshCoordinates) if field.name not in axes]
+        kept = []
+        for field in fields(MeshCoordinates):
+            if field.name not in axes:
+                kept.append(field.name)
         return tuple(
             r
             for r in self.ranks
@@ -425,16 +428,15 @@ def compute_holdings(
     """
     # Tensor and expert slices of the parameters of this rank's stages.
     own = set(layout.placement.list_stages(at.pipeline))
-    found = {
-        name: compute_expert_slice(
-            name,
-            compute_tensor_slice(name, shape, sizes, layout.tensor, at.tensor),
-            layout.expert,
-            at.data % layout.expert,
-        )
-        for name, shape in shapes.items()
-        if not own.isdisjoint(find_stages(name, sizes, layout.placement.num_stages, tied=tied))
-    }
+    found = {}
+    for name, shape in shapes.items():
+        if not own.isdisjoint(find_stages(name, sizes, layout.placement.num_stages, tied=tied)):
+            found[name] = compute_expert_slice(
+                name,
+                compute_tensor_slice(name, shape, sizes, layout.tensor, at.tensor),
+                layout.expert,
+                at.data % layout.expert,
+            )
     if layout.fsdp == 1:
         return found
     # Shard the rows of each stored parameter; fused parameters are one.

@@ -145,11 +145,13 @@ def build_preference_loss(
             )
     # A value equal to the general default is replaced by the loss type's own default.
     own = KINDS[loss_type].defaults if loss_type in KINDS else {}
-    given = {name: options.get(name, default) for name, default in DEFAULTS.items() if name in read}
-    chosen = {
-        name: own.get(name, value) if value == DEFAULTS[name] else value
-        for name, value in given.items()
-    }
+    given = {}
+    for name, default in DEFAULTS.items():
+        if name in read:
+            given[name] = options.get(name, default)
+    chosen = {}
+    for name, value in given.items():
+        chosen[name] = own.get(name, value) if value == DEFAULTS[name] else value
     beta = find_default_beta(loss_type) if beta is None else beta
     _check_values(beta, chosen)
     if loss_type in LABELLED:

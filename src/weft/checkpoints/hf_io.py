@@ -269,21 +269,25 @@ def _check_names(reader: ParameterReader) -> None:
     config = reader.config
     where = reader.directory
     wanted = reader.keymap.group_by_hf_name()
-    heads = {
-        k
-        for head in ("lm", "score")
-        for k, keys in family.keymap(config, head).group_by_hf_name().items()
-    }
+    heads = set[str]()
+    for head in ("lm", "score"):
+        heads.update(family.keymap(config, head).group_by_hf_name())
     heads |= {"lm_head.weight", "embed_out.weight"} if config.tied else set()
     known = {reader.to_stored_name(name) for name in {*wanted, *heads}}
-    unknown = [n for n in reader.files.names if n not in known and not n.endswith(family.buffers)]
+    unknown = []
+    for n in reader.files.names:
+        if n not in known and not n.endswith(family.buffers):
+            unknown.append(n)
     if unknown:
         raise CheckpointError(
             f"{where} holds {_format_names(unknown)}, which a {family.name} model with this config.json "
             f"does not have; "
             "is config.json the one that belongs to the weights?"
         )
-    missing = [name for name in wanted if name not in reader and name != family.score]
+    missing = []
+    for name in wanted:
+        if name not in reader and name != family.score:
+            missing.append(name)
     if missing:
         raise CheckpointError(
             f"{where} lacks {_format_names(missing)}, which a {family.name} model with this config.json "
@@ -396,9 +400,10 @@ def compute_parameter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by canonical name, without allocating them."""
     with torch.device("meta"):
-        return {
-            name: tuple(p.shape) for name, p in canonical_values(Transformer(config, head)).items()
-        }
+        parameter_shapes: dict[str, tuple[int, ...]] = {}
+        for name, p in canonical_values(Transformer(config, head)).items():
+            parameter_shapes[name] = tuple(p.shape)
+        return parameter_shapes
 
 
 # -- writing
@@ -431,14 +436,14 @@ def save(
     assert set(shapes) == set(keymap.keys), (
         f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
     )
-    stored = {
-        name: (dtype or parameters[keys[0].name].dtype)
-        for name, keys in keymap.group_by_hf_name().items()
-    }
-    sizes = {
-        name: math.prod(keys[0].compute_hf_shape(shapes[keys[0].name])) * stored[name].itemsize
-        for name, keys in keymap.group_by_hf_name().items()
-    }
+    stored = {}
+    for name, keys in keymap.group_by_hf_name().items():
+        stored[name] = dtype or parameters[keys[0].name].dtype
+    sizes = {}
+    for name, keys in keymap.group_by_hf_name().items():
+        sizes[name] = (
+            math.prod(keys[0].compute_hf_shape(shapes[keys[0].name])) * stored[name].itemsize
+        )
     tensors = (
         (name, tensor.to(stored[name]))
         for name, tensor in assemble(keymap.group_by_hf_name(), parameters)
@@ -468,7 +473,10 @@ def _write_config(
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}
-    chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
+    chosen = {}
+    for key in GENERATION_KEYS:
+        if values.get(key) is not None:
+            chosen[key] = values[key]
     there = folder / GENERATION
     write_generation(
         folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen}

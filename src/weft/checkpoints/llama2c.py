@@ -66,12 +66,11 @@ def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
             f"float32"
         )
     values = torch.from_numpy(np.frombuffer(raw, dtype="<f4", offset=header.start).copy())
-    stored = {
-        name: part.reshape(shapes[name])
-        for name, part in zip(
-            shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True
-        )
-    }
+    stored = {}
+    for name, part in zip(
+        shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True
+    ):
+        stored[name] = part.reshape(shapes[name])
     return _build_config(header), _build_parameters(header, stored)
 
 

@@ -154,9 +154,10 @@ def suggest_path(given: str, fileroot: str = RUNS) -> str:
     close = difflib.get_close_matches(
         short, [name for name in runs if name != given], 1, MIN_SIMILARITY
     )
-    inside = [
-        run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)
-    ]
+    inside = []
+    for run in runs.values():
+        if given.rstrip("/") in (str(run.parent), run.parent.name):
+            inside.append(run)
     if inside or close:
         return f"did you mean the run {(inside or [runs[close[0]]])[0]}?"
     if place.is_dir():

@@ -96,11 +96,10 @@ def _export(
 ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """Yield (module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
     for hf, keys in keymap.group_by_hf_name().items():
-        held = [
-            key
-            for key in keys
-            if key.name.removesuffix(".weight") in scales and key.name.endswith(".weight")
-        ]
+        held = []
+        for key in keys:
+            if key.name.removesuffix(".weight") in scales and key.name.endswith(".weight"):
+                held.append(key)
         if not held:
             continue
         layers = [key.name.removesuffix(".weight") for key in held]
@@ -108,10 +107,9 @@ def _export(
         assert all(abs(scales[layer] - scale) < SAME_RANK for layer in layers), (
             f"{hf}: adapters of several scales"
         )
-        pairs = [
-            (parameters[f"{layer}.{A}"].detach(), parameters[f"{layer}.{B}"].detach())
-            for layer in layers
-        ]
+        pairs = []
+        for layer in layers:
+            pairs.append((parameters[f"{layer}.{A}"].detach(), parameters[f"{layer}.{B}"].detach()))
         if held[0].experts:
             e = held[0].list_hf_names().index(hf)
             pairs = [(a[e], b[e]) for a, b in pairs]
@@ -140,7 +138,9 @@ def _find_modules_to_save(
     if not embeddings:
         return saved
     names = family.keymap(config, head).group_by_hf_name()
-    saved |= {hf: keys[0].name for hf, keys in names.items() if keys[0].name in EMBEDDINGS}
+    for hf, keys in names.items():
+        if keys[0].name in EMBEDDINGS:
+            saved[hf] = keys[0].name
     if head == "lm":
         saved |= dict.fromkeys(
             _find_output_names(config), "embed.weight" if config.tied else "head.weight"
@@ -180,7 +180,10 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
 def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     """Return `r` and `lora_alpha` of most modules, and patterns for the others."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
-    others = {module: pair for module, pair in ranks.items() if pair != usual}
+    others = {}
+    for module, pair in ranks.items():
+        if pair != usual:
+            others[module] = pair
     return {
         "r": usual[0],
         "lora_alpha": usual[1],
@@ -312,7 +315,10 @@ def _adjust_config(
     """
     family: Family = families.get(config.family)
     saved = _find_modules_to_save(family, replace(config, tied=False), head, True)
-    stored = {name: f"{PREFIX}{hf}" for hf, name in saved.items() if f"{PREFIX}{hf}" in files.names}
+    stored = {}
+    for hf, name in saved.items():
+        if f"{PREFIX}{hf}" in files.names:
+            stored[name] = f"{PREFIX}{hf}"
     embed = stored.get("embed.weight")
     output = stored.get("head.weight")
     if embed and (output or head != "lm") and len(files.get_shape(embed)) == 2:
@@ -349,7 +355,11 @@ def find_replaced_parameters(directory: str | Path, network: Transformer) -> dic
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
     saved = _find_modules_to_save(family, network.config, network.kind, True)
-    return {f"{PREFIX}{hf}": name for hf, name in saved.items() if f"{PREFIX}{hf}" in names}
+    replaced_parameters: dict[str, str] = {}
+    for hf, name in saved.items():
+        if f"{PREFIX}{hf}" in names:
+            replaced_parameters[f"{PREFIX}{hf}"] = name
+    return replaced_parameters
 
 
 def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = False) -> None:
@@ -434,7 +444,10 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
         return
     held = find_replaced_parameters(file.parent, network)
     names = sorted(hf for hf, name in held.items() if name == "embed.weight")
-    embedding = [name for name in names if not name.endswith(_find_output_names(network.config))]
+    embedding = []
+    for name in names:
+        if not name.endswith(_find_output_names(network.config)):
+            embedding.append(name)
     if not names:
         return
     first = files.read(names[0])

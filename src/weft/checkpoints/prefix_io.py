@@ -82,11 +82,10 @@ def save_prefix(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        parameters[f"blocks.{layer}.attention.prefix.{kind}"].detach()
-        for layer in range(config.num_layers)
-        for kind in "kv"
-    ]
+    rows = []
+    for layer in range(config.num_layers):
+        for kind in "kv":
+            rows.append(parameters[f"blocks.{layer}.attention.prefix.{kind}"].detach())
     tensors = {EMBEDDINGS: torch.cat(rows, dim=1).contiguous()}
     if head != "lm":
         tensors[HEAD.format(name=score)] = parameters["score.weight"].detach().contiguous()

@@ -57,7 +57,10 @@ def write(
     if scores != (mode == "rm"):
         what, other = ("a reward model", "rm") if scores else ("a language model", "sft")
         raise ConfigError(f"--triton_mode={mode}: {model} is {what}; write --triton_mode {other}")
-    windows = [window for window in hf_io.read_config(source)[1].windows if window is not None]
+    windows = []
+    for window in hf_io.read_config(source)[1].windows:
+        if window is not None:
+            windows.append(window)
     if windows:
         raise ConfigError(
             f"{model}: attention sees {min(windows)} tokens in some layers, which the TorchScript "
@@ -82,9 +85,9 @@ def write(
         made = {"rewards": "[ 1 ]"}
     else:
         made = {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
-    lines = [
-        f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}' for key, dims in made.items()
-    ]
+    lines = []
+    for key, dims in made.items():
+        lines.append(f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}')
     writing.write(
         folder / "config.pbtxt",
         CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)),

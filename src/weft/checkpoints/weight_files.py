@@ -408,9 +408,10 @@ def write(
         assert list(content) == members, "tensors come in the order of sizes"
         write_safetensors(directory / name, content)
     if len(shards) > 1:
-        places = {
-            member: name for name, members in zip(names, shards, strict=True) for member in members
-        }
+        places = {}
+        for name, members in zip(names, shards, strict=True):
+            for member in members:
+                places[member] = name
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         write_text(directory / INDEX, json.dumps(index, indent=2))
     written = {*names, INDEX} if len(shards) > 1 else {SINGLE}

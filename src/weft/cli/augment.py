@@ -208,5 +208,8 @@ def _weak(given: argparse.Namespace) -> WeakModel | None:
 def _said(given: argparse.Namespace, count: int) -> dict[str, Any]:
     """Return the settings that determine the written rows."""
     left_out = ("out", "yes", "device", "backend")
-    plain = {name: str(value) for name, value in vars(given).items() if name not in left_out}
+    plain = {}
+    for name, value in vars(given).items():
+        if name not in left_out:
+            plain[name] = str(value)
     return {**plain, "rows": count}

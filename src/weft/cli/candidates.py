@@ -74,11 +74,11 @@ def candidates(words: Sequence[str], current: str) -> list[Word]:
     Returns an empty list if there are none, or if the words before are invalid.
     """
     try:
-        return [
-            word
-            for word in dict(_candidates(list(words), current)).items()
-            if word[0].startswith(current)
-        ]
+        result: list[Word] = []
+        for word in dict(_candidates(list(words), current)).items():
+            if word[0].startswith(current):
+                result.append(word)
+        return result
     except (UserError, OSError):
         return []  # an invalid command reports its error when it is run
 
@@ -99,7 +99,10 @@ def _candidates(words: list[str], current: str) -> Iterator[Word]:
 
 def _quickstart(words: list[str], current: str) -> Iterator[Word]:
     before = words[-1] if words else ""
-    names = [word for word in words if not word.startswith("-") and "=" not in word]
+    names = []
+    for word in words:
+        if not word.startswith("-") and "=" not in word:
+            names.append(word)
     name = next((word for word in names if word in _quickstart_names(words)), None)
     if before in ("--config", "--import", "--config-dir") or current.startswith("-"):
         yield from (paths(current) if not current.startswith("-") else _flags(FLAGS))
@@ -127,20 +130,24 @@ def _quickstart_names(words: Sequence[str]) -> list[str]:
 
     User code is searched for calls of `register_quickstart`, not run.
     """
-    named = [
-        name
-        for file in _user_files(words)
-        for name in REGISTERED.findall(file.read_text(errors="replace"))
-    ]
+    named = []
+    for file in _user_files(words):
+        for name in REGISTERED.findall(file.read_text(errors="replace")):
+            named.append(name)
     return sorted({*registry.quickstarts.list_names(), *named})
 
 
 def _user_files(words: Sequence[str]) -> list[Path]:
-    given = [
-        Path(word) for flag, word in pairwise(words) if flag == "--import" and word.endswith(".py")
-    ]
+    given = []
+    for flag, word in pairwise(words):
+        if flag == "--import" and word.endswith(".py"):
+            given.append(Path(word))
     folder = Path(registry.USER_FOLDER)
-    return [file for file in (*given, *sorted(folder.glob("*.py"))) if file.is_file()]
+    files: list[Path] = []
+    for file in (*given, *sorted(folder.glob("*.py"))):
+        if file.is_file():
+            files.append(file)
+    return files
 
 
 def _config(name: str, words: Sequence[str]) -> Any:
@@ -161,11 +168,10 @@ def _config(name: str, words: Sequence[str]) -> Any:
 def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     """Iterate over option names one level at a time: `actor.` first, then its options."""
     given = {word.partition("=")[0] for word in words}
-    open_ones = [
-        leaf
-        for leaf in iterate_options(_config(name, words))
-        if leaf.name not in given and leaf.name.startswith(current)
-    ]
+    open_ones = []
+    for leaf in iterate_options(_config(name, words)):
+        if leaf.name not in given and leaf.name.startswith(current):
+            open_ones.append(leaf)
     yield from next_parts(open_ones, current)
 
 
@@ -229,7 +235,10 @@ def _help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
 def _sections(words: Sequence[str]) -> Iterator[Word]:
     from weft.cli.sections import Library
 
-    folders = [word for flag, word in pairwise(words) if flag == "--config-dir"]
+    folders = []
+    for flag, word in pairwise(words):
+        if flag == "--config-dir":
+            folders.append(word)
     for section in Library.find(folders).all():
         yield section.name, section.place()
 
@@ -261,7 +270,10 @@ def _command(name: str, words: list[str], current: str) -> Iterator[Word]:
 
 def _names_of_runs(words: Sequence[str], flag: str) -> Iterator[Word]:
     """Iterate over experiments for `-e`, and over trials of the named experiment for `-f`."""
-    named = [word for before, word in pairwise(words) if before in EXPERIMENT]
+    named = []
+    for before, word in pairwise(words):
+        if before in EXPERIMENT:
+            named.append(word)
     for run in find_runs(Path(RUNS)):
         if flag in EXPERIMENT:
             yield run.parent.name, ""
@@ -303,7 +315,10 @@ def runs_and_paths(begun: str) -> Iterator[Word]:
 
     Parent folders of a listed run are left out.
     """
-    runs = [str(run) for run in find_runs(Path(RUNS)) if str(run).startswith(begun)]
+    runs = []
+    for run in find_runs(Path(RUNS)):
+        if str(run).startswith(begun):
+            runs.append(str(run))
     yield from ((run, "a run") for run in runs)
     yield from (
         word for word in paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs)

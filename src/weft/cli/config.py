@@ -134,7 +134,9 @@ def ls(given: argparse.Namespace) -> Iterator[str]:
             sections += [library.get(name)] if given.part in name else []
         except ConfigError as error:
             broken.append(str(error))
-    broken += [wrong for _, contents in library.contents for wrong in contents.wrong]
+    for _, contents in library.contents:
+        for wrong in contents.wrong:
+            broken.append(wrong)
     recipes = {section.name: told for section in sections if (told := _recipe(section)) is not None}
     rest = [section for section in sections if section.name not in recipes]
     if recipes:
@@ -178,7 +180,12 @@ def _recipe(section: Section) -> str | None:
 
 def show(given: argparse.Namespace) -> Iterator[str]:
     """Yield the merged options of sections, each with its origin."""
-    names = [name for word in given.words if "=" not in word for name in word.split(",") if name]
+    names = []
+    for word in given.words:
+        if "=" not in word:
+            for name in word.split(","):
+                if name:
+                    names.append(name)
     assigned = overrides.parse([word for word in given.words if "=" in word])
     library = Library.find(given.folders)
     quickstart = given.quickstart or meant_for([library.get(name) for name in names])
@@ -252,7 +259,9 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
         elif place.suffix in SUFFIXES or "/" in word:
             raise ConfigError(f"weft config validate {word}: there is no such file")
         else:
-            names += [name for name in word.split(",") if name]
+            for name in word.split(","):
+                if name:
+                    names.append(name)
     assigned = [word for word in given.words if "=" in word]
     if assigned and not names:
         raise ConfigError(

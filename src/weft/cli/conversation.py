@@ -144,7 +144,8 @@ class Chat:
         spec = self.spec
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
-            words += [f"{name} {value:g}" for name, value in _limits(spec).items()]
+            for name, value in _limits(spec).items():
+                words.append(f"{name} {value:g}")
         return ", ".join([*words, f"at most {spec.new_token_limit} tokens"])
 
     # -- commands
@@ -321,6 +322,8 @@ class Chat:
 def _limits(spec: GenerationSpec) -> dict[str, float]:
     """Return the sampling limits that are in force, such as top_p."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    return {
-        name: getattr(spec, name) for name, value in off.items() if getattr(spec, name) != value
-    }
+    result: dict[str, float] = {}
+    for name, value in off.items():
+        if getattr(spec, name) != value:
+            result[name] = getattr(spec, name)
+    return result

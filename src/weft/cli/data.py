@@ -407,15 +407,23 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec = config.dataset
     console = _console(arguments)
-    named = {source.path: source.path for source in list_source_specs(spec) if source.named is None}
+    named = {}
+    for source in list_source_specs(spec):
+        if source.named is None:
+            named[source.path] = source.path
     if any(source.named for source in list_source_specs(spec)):
         from weft.cli.named_data import files_of
 
         named |= files_of(spec, arguments.mode)
-    named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
+    for path in (spec.train_path or spec.path, spec.valid_path):
+        if path:
+            named[path] = path
     # Paths of the command line replace them.
     for path, title in ({path: path for path in paths} or named).items():
-        read = [each for file in find_files(path) for each in read_rows(file)]
+        read = []
+        for file in find_files(path):
+            for each in read_rows(file):
+                read.append(each)
         rows = [(str(place), row) for place, row in read]
         found = look(rows, phrases)
         where = "" if title == path else f" of {path}"
@@ -462,11 +470,10 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     tokenizer = _tokenizer(config)
     form.check(tokenizer)
     _, report, problems = encode_rows(EncodingJob(form, lengths, tokenizer), rows)
-    sizes = [
-        f"dataset.{name}={limits[name]}"
-        for name in ("max_seqlen", "max_prompt_len")
-        if limits[name] is not None
-    ]
+    sizes = []
+    for name in ("max_seqlen", "max_prompt_len"):
+        if limits[name] is not None:
+            sizes.append(f"dataset.{name}={limits[name]}")
     where = ", ".join(sizes) or "no dataset.max_seqlen is set"
     _finding(console, f"samples that are too long ({where})", report.too_long, [])
     bad = [f"{rows[index][0]}: {wrong}" for index, wrong, _ in problems]
@@ -476,7 +483,10 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
 def _phrases(file: Path) -> list[str]:
     if not file.is_file():
         raise DataError(f"--phrases={file}: there is no such file")
-    phrases = [line.strip().lower() for line in file.read_text().splitlines() if line.strip()]
+    phrases = []
+    for line in file.read_text().splitlines():
+        if line.strip():
+            phrases.append(line.strip().lower())
     if not phrases:
         raise DataError(f"--phrases={file}: the file contains no phrases; write one per line")
     return phrases

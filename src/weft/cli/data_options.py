@@ -75,8 +75,14 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     Raises `ConfigError` for unknown options or missing data.
     """
     words = [*arguments.words, *assignments_behind(arguments, "datasets", "configs")]
-    assigned = [word for word in words if ASSIGNED.match(word) and not word.startswith(COPY)]
-    copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
+    assigned = []
+    for word in words:
+        if ASSIGNED.match(word) and not word.startswith(COPY):
+            assigned.append(word)
+    copies = []
+    for word in words:
+        if word.startswith(COPY):
+            copies.append(word.removeprefix(COPY))
     paths = [word for word in words if not ASSIGNED.match(word)]
     config = _read(arguments, assigned)
     if arguments.tokenizer is not None:
@@ -106,7 +112,9 @@ def assignments_behind(arguments: argparse.Namespace, *options: str) -> list[str
     words = list[str]()
     for name in options:
         given = getattr(arguments, name) or []
-        words += [word for word in given if ASSIGNED.match(word)]
+        for word in given:
+            if ASSIGNED.match(word):
+                words.append(word)
         setattr(arguments, name, [word for word in given if not ASSIGNED.match(word)])
     return words
 
@@ -123,7 +131,11 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
         _, given = by_name(given)  # parameters of datasets override those in the sections' lists
     if arguments.configs:
         own = [each for each in given if each.name.startswith("tokenizer.")]
-        names = [name for word in arguments.configs for name in word.split(",") if name]
+        names = []
+        for word in arguments.configs:
+            for name in word.split(","):
+                if name:
+                    names.append(name)
         of_stack = [each for each in given if each not in own]
         values, arguments.mode = stacked(names, arguments.folders, arguments.mode, of_stack)
         config = read(config, _of_run(values))
@@ -169,13 +181,17 @@ def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
     The tokenizer is that of the role that reads the data.
     """
-    kept = {name: values[name] for name in ("dataset", "tokenizer", "seed") if name in values}
+    kept = {}
+    for name in ("dataset", "tokenizer", "seed"):
+        if name in values:
+            kept[name] = values[name]
     role: Mapping[str, Any] = next(
         (values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {}
     )
-    own = {
-        name: value for name, value in (role.get("tokenizer") or {}).items() if value is not None
-    }
+    own = {}
+    for name, value in (role.get("tokenizer") or {}).items():
+        if value is not None:
+            own[name] = value
     if role and "tokenizer" not in kept:
         kept["tokenizer"] = {"path": role.get("path"), **own}
     return kept

@@ -31,11 +31,10 @@ def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text
             mask = [True] * len(ids)
         else:
             mask = [bool(on) for on in masks[k].tolist()]
-        facts = [
-            f"{key} {sample.sequences(key)[k].item():g}"
-            for key in ("rank", "comparison", "margin", "label")
-            if key in sample.keys
-        ]
+        facts = []
+        for key in ("rank", "comparison", "margin", "label"):
+            if key in sample.keys:
+                facts.append(f"{key} {sample.sequences(key)[k].item():g}")
         title = f"completion {k + 1}, {_tokens_in(ids)}, {sum(mask)} trained"
         text.append(f"{', '.join([title, *facts])}\n", style="cyan")
         text.append(_tokens(tokenizer, prompt, ids, mask, lines))

@@ -95,10 +95,11 @@ class Taken:
             problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
             if problem:
                 raise ConfigError(f"{self.shown}: {problem}")
-        options = {
-            key: [option for name in AUTOS[key] for option in self.mapped.list_names(name)]
-            for key in self.autos
-        }
+        options = {}
+        for key in self.autos:
+            options[key] = [
+                option for name in AUTOS[key] for option in self.mapped.list_names(name)
+            ]
         found = [f"{key} is {_said(names, values)}" for key, names in options.items()]
         return [f"{self.shown}: what is auto: {'; '.join(found)}"] if found else []
 
@@ -122,21 +123,29 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     if not base.trained_roles:
         raise ConfigError("--deepspeed: no role is trained here; leave it out")
     # Map its keys. The longest sequence determines the tokens per micro-batch.
-    lengths = [to_plain(each.value) for each in given if each.name in LENGTHS]
+    lengths = []
+    for each in given:
+        if each.name in LENGTHS:
+            lengths.append(to_plain(each.value))
     longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
     mapped = map_config(config, base.trained_roles, longest)
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
     # Tell which values are used, and which the command line overrides.
     flag = f"--deepspeed{f' {file}' if file else ''}"
-    over = {
-        each.name: to_plain(each.value)
-        for each in given
-        if each.name in mapped.options and not each.removed
-    }
-    counted = {name: value for name, value in mapped.options.items() if name not in over}
+    over = {}
+    for each in given:
+        if each.name in mapped.options and not each.removed:
+            over[each.name] = to_plain(each.value)
+    counted = {}
+    for name, value in mapped.options.items():
+        if name not in over:
+            counted[name] = value
     notes = [f"{flag} is read as {_shown(counted) or 'nothing'}", *mapped.notes]
-    differ = {name: value for name, value in over.items() if value != mapped.options[name]}
+    differ = {}
+    for name, value in over.items():
+        if value != mapped.options[name]:
+            differ[name] = value
     if differ:
         theirs = _shown({name: mapped.options[name] for name in differ})
         notes.append(f"{flag}: {theirs} of the file is overridden by {_shown(differ)}")
@@ -180,7 +189,10 @@ def _said(names: Sequence[str], values: Mapping[str, object]) -> str:
     """Format the values of options that are set or that weft chooses itself."""
     if not names:
         return "0"
-    found = {name: values[name] for name in names if values.get(name) is not None}
+    found = {}
+    for name in names:
+        if values.get(name) is not None:
+            found[name] = values[name]
     return _shown(found) if found else f"{names[0]}, which weft chooses"
 
 

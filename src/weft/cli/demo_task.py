@@ -43,7 +43,10 @@ class Problem:
 
 def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
     """Return all 810 problems in random order as (training problems, `held_out` others)."""
-    every = [Problem(left, right) for left in range(10, 100) for right in range(1, 10)]
+    every = []
+    for left in range(10, 100):
+        for right in range(1, 10):
+            every.append(Problem(left, right))
     random.Random(seed).shuffle(every)
     return every[held_out:], every[:held_out]
 
@@ -65,11 +68,16 @@ def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[s
     A share `RIGHT` of the answers is correct.
     """
     draw = random.Random(seed)
-    return [
-        {"prompt": p.prompt, "answer": p.answer if draw.random() < RIGHT else slip(p.answer, draw)}
-        for p in chosen
-        for _ in range(times)
-    ]
+    result: list[dict[str, Any]] = []
+    for p in chosen:
+        for _ in range(times):
+            result.append(
+                {
+                    "prompt": p.prompt,
+                    "answer": p.answer if draw.random() < RIGHT else slip(p.answer, draw),
+                }
+            )
+    return result
 
 
 def slip(answer: str, draw: random.Random) -> str:
@@ -143,11 +151,13 @@ def pair_rows(
     draw = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     answers = [(row["prompt"], row["completion"].replace("</s>", "").strip()) for row in rows]
-    answers += [(p.prompt, slip(p.answer, draw)) for p in chosen for _ in range(times)]
+    for p in chosen:
+        for _ in range(times):
+            answers.append((p.prompt, slip(p.answer, draw)))
     mistakes = dict.fromkeys(
         (prompt, answer) for prompt, answer in answers if answer and not is_right(prompt, answer)
     )
-    return [
-        {"prompt": p, "pos_answers": [right_sum(p)], "neg_answers": [wrong]}
-        for p, wrong in mistakes
-    ]
+    result: list[dict[str, Any]] = []
+    for p, wrong in mistakes:
+        result.append({"prompt": p, "pos_answers": [right_sum(p)], "neg_answers": [wrong]})
+    return result

@@ -107,13 +107,15 @@ def _tried(given: argparse.Namespace) -> list[_Tried]:
     Raises `ConfigError` if there are none.
     """
     words = [*given.data, *assignments_behind(given, "datasets")]
-    of_names = [word for word in words if word.startswith((COPY, "datasets."))]
+    of_names = []
+    for word in words:
+        if word.startswith((COPY, "datasets.")):
+            of_names.append(word)
     args = _arguments([word for word in words if "=" in word and word not in of_names])
     paths = [word for word in words if "=" not in word]
-    tried = [
-        _Tried(path, path, given.type or _kind(path, given.split), given.split, args)
-        for path in paths
-    ]
+    tried = []
+    for path in paths:
+        tried.append(_Tried(path, path, given.type or _kind(path, given.split), given.split, args))
     if given.datasets or of_names:
         tried += _by_name(given, of_names, args)
     if not tried:
@@ -133,7 +135,10 @@ def _by_name(
     from weft.data.named.prepare import ValidationSplit, find_cache_root, prepare
     from weft.data.spec import DatasetSpec
 
-    copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
+    copies = []
+    for word in words:
+        if word.startswith(COPY):
+            copies.append(word.removeprefix(COPY))
     parameters, _ = by_name(overrides.parse([word for word in words if not word.startswith(COPY)]))
     settings = Settings((), copies[-1] if copies else None, parameters)
     spec = DatasetSpec()
@@ -155,9 +160,10 @@ def _by_name(
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
     import yaml
 
-    return {
-        name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)
-    }
+    result: dict[str, Any] = {}
+    for name, _, value in (word.partition("=") for word in words):
+        result[name] = yaml.safe_load(value)
+    return result
 
 
 def _kind(path: str, split: str | None) -> str:

@@ -54,13 +54,15 @@ TEXT_TEMPLATE = (
 
 def files() -> dict[str, bytes]:
     """Return path -> contents of every file; paths are relative to the folder written."""
-    sums = [(left, right) for left in range(10) for right in range(10)]
+    sums = []
+    for left in range(10):
+        for right in range(10):
+            sums.append((left, right))
     draw = random.Random(SEED)
     draw.shuffle(sums)
-    lessons = [
-        (each, _answer(each) if draw.random() < RIGHT else _slip(each, draw))
-        for each in sums * LESSONS
-    ]
+    lessons = []
+    for each in sums * LESSONS:
+        lessons.append((each, _answer(each) if draw.random() < RIGHT else _slip(each, draw)))
     draw.shuffle(lessons)
     slips = sorted({(each, _slip(each, draw)) for each in sums * 6})
     draw.shuffle(slips)
@@ -156,10 +158,9 @@ def _model(
     """Return the files of a Llama with random weights; `named` has special tokens and template."""
     from safetensors.numpy import save
 
-    ids = {
-        f"{name}_token_id": vocabulary.get(named.get(f"{name}_token", ""))
-        for name in ("bos", "eos", "pad")
-    }
+    ids = {}
+    for name in ("bos", "eos", "pad"):
+        ids[f"{name}_token_id"] = vocabulary.get(named.get(f"{name}_token", ""))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

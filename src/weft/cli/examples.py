@@ -44,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
         write(given.folder, made)
         print(f"written to {given.folder}:")
     for name, what in WHAT.items():
-        parts = [content for path, content in made.items() if path.split("/")[0] == name]
+        parts = []
+        for path, content in made.items():
+            if path.split("/")[0] == name:
+                parts.append(content)
         print(f"  {name:15}{size(sum(map(len, parts))):>8}  {what}")
     print(
         "\nBegin with:"
@@ -64,7 +67,10 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder")
-    other = [name for name, content in made.items() if not _is_free(folder / name, content)]
+    other = []
+    for name, content in made.items():
+        if not _is_free(folder / name, content):
+            other.append(name)
     if other:
         raise ConfigError(
             f"{folder} contains files that weft would overwrite ({', '.join(other[:4])}); name "

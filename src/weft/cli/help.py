@@ -63,7 +63,11 @@ class Sheet:
 
     def options(self) -> list[OptionDescription]:
         """Return the options that have an effect: roles that are not trained have no optimizer."""
-        return [leaf for leaf in iterate_options(self.config) if not self._idle(leaf.name)]
+        result: list[OptionDescription] = []
+        for leaf in iterate_options(self.config):
+            if not self._idle(leaf.name):
+                result.append(leaf)
+        return result
 
     def _idle(self, name: str) -> bool:
         role, _, rest = name.partition(".")
@@ -209,7 +213,10 @@ def _everything(sheet: Sheet) -> Iterator[str]:
 
 def _group(sheet: Sheet, group: str) -> Iterator[str]:
     options = sheet.options()
-    found = [leaf for leaf in options if leaf.name == group or leaf.name.startswith(f"{group}.")]
+    found = []
+    for leaf in options:
+        if leaf.name == group or leaf.name.startswith(f"{group}."):
+            found.append(leaf)
     if not found:
         raise _no_group(sheet, group, options)
     yield from sheet.title()
@@ -229,7 +236,10 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) ->
     else:
         spelled = {}
     close = [leaf for leaf in options if group in spelled.get(leaf.name, ())]
-    words = [leaf for leaf in options if group in leaf.name.replace("_", ".").split(".")]
+    words = []
+    for leaf in options:
+        if group in leaf.name.replace("_", ".").split("."):
+            words.append(leaf)
     inside = [leaf for leaf in options if group in leaf.name]
     matching = list({leaf.name: leaf for leaf in (*close, *words, *inside)}.values())
     if matching:

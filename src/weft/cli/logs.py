@@ -38,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
     run = given_run(given, "logs")
 
     def files() -> list[LogFile]:
-        return [
-            file
-            for file in find_log_files(run)
-            if given.worker is None or file.worker == given.worker
-        ]
+        result: list[LogFile] = []
+        for file in find_log_files(run):
+            if given.worker is None or file.worker == given.worker:
+                result.append(file)
+        return result
 
     chosen = files()
     if not chosen and not given.follow:

@@ -130,12 +130,13 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
     for status in statuses:
         if status not in STATUSES:
             raise build_unknown_name_error("--status", status, STATUSES)
-    return [
-        run
-        for run in list_runs(root, is_alive)
-        if (not statuses or run.status in statuses)
-        and (not algorithms or run.algorithm in algorithms)
-    ]
+    result: list[RunSummary] = []
+    for run in list_runs(root, is_alive):
+        if (not statuses or run.status in statuses) and (
+            not algorithms or run.algorithm in algorithms
+        ):
+            result.append(run)
+    return result
 
 
 def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
@@ -152,7 +153,10 @@ def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary
             and folder.resolve() != root.resolve()
         ):
             found.setdefault(folder, []).append(run)
-    alone = [run for run in runs if not any(run in each for each in found.values())]
+    alone = []
+    for run in runs:
+        if not any(run in each for each in found.values()):
+            alone.append(run)
     return alone + [_demo(folder, each) for folder, each in found.items()]
 
 
@@ -189,13 +193,18 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
     """
     rows = [_cells(run) for run in runs]
     if rows:
-        names = [name for name in rows[0] if width >= WIDE or name not in ("metric", "written")]
+        names = []
+        for name in rows[0]:
+            if width >= WIDE or name not in ("metric", "written"):
+                names.append(name)
     else:
         names = ["run"]
-    lengths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    needed = {
-        name: min(length, LEAST) if name in WORDY else length for name, length in lengths.items()
-    }
+    lengths = {}
+    for name in names:
+        lengths[name] = max(len(name), *(len(row[name]) for row in rows))
+    needed = {}
+    for name, length in lengths.items():
+        needed[name] = min(length, LEAST) if name in WORDY else length
     for lesser in LESSER:
         if sum(needed[name] + GAP for name in names) - GAP > width and lesser in names:
             names.remove(lesser)

@@ -66,14 +66,24 @@ def sources(
     A word is `all` (of a mode), a name (also `a,b`), or a section of settings that lists datasets;
     sources of the options are included.
     """
-    asked = [name for word in words for name in word.split(",") if name]
+    asked = []
+    for word in words:
+        for name in word.split(","):
+            if name:
+                asked.append(name)
     if asked == ["all"]:
-        asked = [name for name in list_names(mode, spec.named_file) if "{" not in name]
+        asked = []
+        for name in list_names(mode, spec.named_file):
+            if "{" not in name:
+                asked.append(name)
     elif "all" in asked:
         raise ConfigError(
             f"--datasets {' '.join(words)}: `all` cannot be combined with other names"
         )
-    found = [source for word in asked for source in _of_word(word, mode, spec, settings)]
+    found = []
+    for word in asked:
+        for source in _of_word(word, mode, spec, settings):
+            found.append(source)
     return settings.applied([*found, *list_source_specs(spec)], spec.named_file)
 
 
@@ -102,11 +112,10 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
     must be fetched.
     """
     cache = find_cache_root(spec.cache_dir)
-    missing = [
-        source
-        for source in wanted
-        if source.named and find_local(_entry(source, spec), source.path or None, cache) is None
-    ]
+    missing = []
+    for source in wanted:
+        if source.named and find_local(_entry(source, spec), source.path or None, cache) is None:
+            missing.append(source)
     if not missing or yes:
         return list(wanted)
     entries = {str(source.named): _entry(source, spec) for source in missing}
@@ -212,7 +221,9 @@ def table(counted: Sequence[Counted], drawn: bool = False) -> str:
 
     With `drawn` it also has the rows per epoch.
     """
-    sums = [sum(numbers) for numbers in zip(*(c.numbers(drawn) for c in counted), strict=True)]
+    sums = []
+    for numbers in zip(*(c.numbers(drawn) for c in counted), strict=True):
+        sums.append(sum(numbers))
     lines = [(c.name, c.numbers(drawn)) for c in counted] + (
         [("total", sums)] if len(counted) > 1 else []
     )
@@ -235,22 +246,24 @@ def _by_language(counted: Sequence[Counted]) -> list[list[str]]:
     total = sum((each.languages for each in counted), Counter[str]())
     languages = [language for language, _ in total.most_common()]
     spoken = [each for each in counted if each.languages]
-    rows = [
-        [each.name, *(f"{each.languages[language]:,}" for language in languages)] for each in spoken
-    ]
+    rows = []
+    for each in spoken:
+        rows.append([each.name, *(f"{each.languages[language]:,}" for language in languages)])
     return [["dataset_name", *languages], *rows] if rows else []
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    result: list[str] = []
+    for row in rows:
+        result.append(
+            "  ".join(
+                cell.rjust(w) if i else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
         )
-        for row in rows
-    ]
+    return result
 
 
 def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> None:
@@ -338,11 +351,9 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     if output is not None and counted:
         write_csv(output, counted, drawn)
         print(f"written to {output}")
-    wrong += [
-        f"{each.name}: {each.unreadable:,} rows cannot be read"
-        for each in counted
-        if each.unreadable
-    ]
+    for each in counted:
+        if each.unreadable:
+            wrong.append(f"{each.name}: {each.unreadable:,} rows cannot be read")
     for reason in wrong:
         print(f"note: {reason}", file=sys.stderr)
     if len(wrong) > sum(each.unreadable > 0 for each in counted) or not counted:

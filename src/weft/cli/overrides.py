@@ -73,13 +73,15 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
         # mappings are merged
         if each.typed is not None and not isinstance(each.value, Mapping):
             words.setdefault(each.name, []).append(shorten(each.typed))
-    return [
-        f"{', '.join(given[:-1])} and {given[-1]} are all set; the last counts"
-        if len(given) > 2
-        else f"{given[0]} and {given[1]} are both set; the last counts"
-        for given in (list(dict.fromkeys(reversed(words)))[::-1] for words in words.values())
-        if len(given) > 1
-    ]
+    result: list[str] = []
+    for given in (list(dict.fromkeys(reversed(words)))[::-1] for words in words.values()):
+        if len(given) > 1:
+            result.append(
+                f"{', '.join(given[:-1])} and {given[-1]} are all set; the last counts"
+                if len(given) > 2
+                else f"{given[0]} and {given[1]} are both set; the last counts"
+            )
+    return result
 
 
 def _sweep(word: str, name: str) -> ConfigError:
@@ -206,14 +208,16 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that carry their spelling by plain values, which OmegaConf requires."""
-    return {
-        key: _texts(value)
-        if isinstance(value, Mapping)
-        else value.value
-        if isinstance(value, CommandLineValue)
-        else value
-        for key, value in values.items()
-    }
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        result[key] = (
+            _texts(value)
+            if isinstance(value, Mapping)
+            else value.value
+            if isinstance(value, CommandLineValue)
+            else value
+        )
+    return result
 
 
 def _only(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

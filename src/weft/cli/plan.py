@@ -165,7 +165,10 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     from weft.launch.hub import fetch_configs
 
     given = {word.partition("=")[0] for word in words}
-    names = [f"{name}=plan" for name in ("experiment_name", "trial_name") if name not in given]
+    names = []
+    for name in ("experiment_name", "trial_name"):
+        if name not in given:
+            names.append(f"{name}=plan")
     config, notes = configured([*words, *names, "allocation_mode=search"])
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -173,7 +176,10 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     if fetch_configs(experiment, data=False):
         experiment = build_experiment(config)  # build again with the downloaded config.json files
     if not experiment.search:
-        missing = [note for note in experiment.plan_notes if "config.json" in note]
+        missing = []
+        for note in experiment.plan_notes:
+            if "config.json" in note:
+                missing.append(note)
         if missing:
             raise ConfigError("\n".join(missing))
         raise ConfigError(
@@ -304,7 +310,9 @@ def _page(found: dict[str, Any]) -> str:
             f"{row['rank']:>5} {row['node']:>5} "
             + " ".join(f"{_size(row[name]):>11}" for name in columns)
         )
-    totals = [sum(row[name] for row in found["ranks"]) for name in columns]
+    totals = []
+    for name in columns:
+        totals.append(sum(row[name] for row in found["ranks"]))
     lines.append(f"{'total':>11} " + " ".join(f"{_size(total):>11}" for total in totals))
     lines += [
         "",

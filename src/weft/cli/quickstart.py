@@ -161,11 +161,10 @@ def _run(
         return 0
     if config.mode == "slurm":
         here = ("--print-script", "mode=slurm", "--mode=slurm")
-        names = [
-            f"{name}={getattr(config, name)}"
-            for name, given in zip(NAMES, given_names, strict=True)
-            if not given
-        ]
+        names = []
+        for name, given in zip(NAMES, given_names, strict=True):
+            if not given:
+                names.append(f"{name}={getattr(config, name)}")
         command = ["quickstart", *(word for word in argv if word not in here), *names, "mode=ray"]
         print(slurm.start_job(config, command, print_only=words.print_script))
         return 0
@@ -240,11 +239,10 @@ def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
     """Return the quickstart's own configuration, and the assignments from files and words."""
     from weft.cli import sections
 
-    values = [
-        each
-        for file in words.files
-        for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
-    ]
+    values = []
+    for file in words.files:
+        for each in overrides.flatten(overrides.read_file(sections.recipe_file(file))):
+            values.append(each)
     values += overrides.parse(words.assignments)
     if words.dry_run is not None:  # a dry run needs no name
         given = {each.name for each in values}
@@ -396,7 +394,11 @@ def _names(attached: str, rest: list[str]) -> list[str]:
     given = [attached] if attached else []
     while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
         given.append(rest.pop(0))
-    names = [name for word in given for name in word.split(",") if name]
+    names = []
+    for word in given:
+        for name in word.split(","):
+            if name:
+                names.append(name)
     if not names:
         raise ConfigError(
             "--configs: needs names of sections, such as --configs defaults pythia-1b; weft "
@@ -410,9 +412,10 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
 
     They are read first, because they may register the quickstart itself.
     """
-    named = [
-        override.value for override in values if override.name == "imports" and not override.removed
-    ]
+    named = []
+    for override in values:
+        if override.name == "imports" and not override.removed:
+            named.append(override.value)
     last = named[-1] if named else []
     return list(coerce(last, list[str], "imports"))
 

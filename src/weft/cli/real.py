@@ -247,7 +247,8 @@ def _device_numbers(done: _Renaming, name: str, text: str) -> str:
                 f"{name}={text!r}: a node has {size} devices, numbered from 0, so there is no "
                 f"{wrong[0]}; set n_gpus_per_node"
             )
-        devices += [number * size + device for device in inside]
+        for device in inside:
+            devices.append(number * size + device)
     return ",".join(map(str, sorted(devices)))
 
 
@@ -281,7 +282,8 @@ def _node_names(text: str) -> list[str]:
         for span in found["numbers"].split(","):
             first, _, last = span.partition("-")
             numbers: Sequence[int] = range(int(first), int(last or first) + 1)
-            names += [f"{found['name']}{number:0{len(first)}}" for number in numbers]
+            for number in numbers:
+                names.append(f"{found['name']}{number:0{len(first)}}")
     return names
 
 

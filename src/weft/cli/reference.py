@@ -39,7 +39,10 @@ SPELLED = """weft also accepts these spellings of Hugging Face and of older prog
 def page() -> str:
     """Return the whole page as Markdown."""
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
-    run = [leaf for leaf in iterate_options(configs["sft"]) if _is_run(leaf.name)]
+    run = []
+    for leaf in iterate_options(configs["sft"]):
+        if _is_run(leaf.name):
+            run.append(leaf)
     parts = [HEAD, "## Run\n", *_table(run)]
     parts += [
         "\n## Model\n",
@@ -67,7 +70,10 @@ def page() -> str:
         *_table(iterate_options(MFCOptions())),
     ]
     for name, config in configs.items():
-        own = [leaf for leaf in iterate_options(config) if _is_own(leaf.name, config)]
+        own = []
+        for leaf in iterate_options(config):
+            if _is_own(leaf.name, config):
+                own.append(leaf)
         parts += [f"\n## {name}\n", _paragraphs(type(config)) + "\n", *_table(own)]
     parts += ["\n## Other spellings\n", SPELLED + "\n", *_spellings(configs)]
     return "\n".join(parts) + "\n"
@@ -93,15 +99,18 @@ def _is_own(name: str, config: RunConfig) -> bool:
     else:
         shared = set()
     if config.generation and name.startswith(f"{config.generation}."):
-        shared |= {leaf.name for leaf in iterate_options(GenerationSpec())}
+        for leaf in iterate_options(GenerationSpec()):
+            shared.add(leaf.name)
         return name.removeprefix(f"{config.generation}.") not in shared
     return name.split(".", 1)[-1] not in shared
 
 
 def _calls(config: Any) -> list[str]:
-    return [
-        spec.name for spec in fields(config) if isinstance(getattr(config, spec.name), MFCOptions)
-    ]
+    result: list[str] = []
+    for spec in fields(config):
+        if isinstance(getattr(config, spec.name), MFCOptions):
+            result.append(spec.name)
+    return result
 
 
 def _different(configs: dict[str, Any]) -> str:
@@ -140,15 +149,12 @@ def _spellings(configs: dict[str, Any]) -> Sequence[str]:
         for mark, name in names.items():
             option = option.replace(mark, name)
         lines.append(f"| `{spelling}` | `{option}` |")
-    lines += [
-        f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |" for name, rule in SPECIAL.items()
-    ]
+    for name, rule in SPECIAL.items():
+        lines.append(f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |")
     lines.append("| `optimizer.*` | the optimizer of the one trained role |")
     for name, config in configs.items():
-        lines += [
-            f"| `{spelling}` ({name}) | `{option}` |"
-            for spelling, option in config.spellings.items()
-        ]
+        for spelling, option in config.spellings.items():
+            lines.append(f"| `{spelling}` ({name}) | `{option}` |")
     return lines
 
 

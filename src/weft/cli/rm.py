@@ -62,13 +62,14 @@ def main(argv: Sequence[str]) -> int:
     if helped(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
-    parts = [
-        name
-        for name, asked in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover))
-        if asked
-    ]
+    parts = []
+    for name, asked in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)):
+        if asked:
+            parts.append(name)
     root = Path(given.fileroot).expanduser()
-    runs = {run.resolve(): run for run in (checked(find_run(word, root)) for word in given.runs)}
+    runs = {}
+    for run in (checked(find_run(word, root)) for word in given.runs):
+        runs[run.resolve()] = run
     removals = [removal for run in runs.values() if (removal := planned(run, parts)).paths]
     if not removals:
         print(
@@ -106,7 +107,10 @@ def checked(run: Path) -> Path:
         raise ConfigError(
             f"{format_status(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}"
         )
-    inside = [path for folder in _folders(run) for path in find_runs(folder)]
+    inside = []
+    for folder in _folders(run):
+        for path in find_runs(folder):
+            inside.append(path)
     if inside:
         raise ConfigError(f"{run} contains another run, {inside[0]}; move or remove that one first")
     return run
@@ -114,7 +118,11 @@ def checked(run: Path) -> Path:
 
 def _folders(run: Path) -> list[Path]:
     own = (CHECKPOINTS, RECOVER)
-    return [p for p in run.iterdir() if p.is_dir() and not p.is_symlink() and p.name not in own]
+    result: list[Path] = []
+    for p in run.iterdir():
+        if p.is_dir() and not p.is_symlink() and p.name not in own:
+            result.append(p)
+    return result
 
 
 def _was_written_by_weft(run: Path) -> bool:

@@ -251,15 +251,19 @@ def score(given: argparse.Namespace) -> None:
         sampling_report.add_scores(read, rewards.score_replies(opened, prompts, outputs))
         read["reward_model"] = opened.name
         sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
-        rows += [
-            (str(read["model_name"]), name, *found)
-            for name, found in sampling_report.compute_means(read).items()
-        ]
+        for name, found in sampling_report.compute_means(read).items():
+            rows.append((str(read["model_name"]), name, *found))
     rows.sort(key=lambda row: -row[2])
-    shown = [
-        (sampling_report.shorten_name(model), setting, f"{mean:.4f} \u00b1 {error:.4f}", str(count))
-        for model, setting, mean, error, count in rows
-    ]
+    shown = []
+    for model, setting, mean, error, count in rows:
+        shown.append(
+            (
+                sampling_report.shorten_name(model),
+                setting,
+                f"{mean:.4f} \u00b1 {error:.4f}",
+                str(count),
+            )
+        )
     _print_table(("model", "setting", "mean reward", "answers"), shown)
     again = " ".join(str(path) for path, _ in reports)
     print(f"the scores are in the reports; weft sample report {again} rebuilds the page")
@@ -300,9 +304,9 @@ def best(given: argparse.Namespace) -> None:
             plain=given.plain,
             progress=bar,
         )
-    answers: list[list[SampledAnswer]] = [
-        [answer for said in of_prompt for answer in said] for of_prompt in sampled
-    ]
+    answers: list[list[SampledAnswer]] = []
+    for of_prompt in sampled:
+        answers.append([answer for said in of_prompt for answer in said])
     scores = rewards.score_replies(
         reward, prompts, [[answer.text for answer in said] for said in answers]
     )

@@ -54,10 +54,12 @@ class Contents:
     @property
     def wrong(self) -> list[str]:
         """Return problems with the values outside of sections."""
-        return [
-            f"{self.file}:{line}: {stray!r} is outside of any section; indent it under a name"
-            for stray, line in self.strays
-        ]
+        result: list[str] = []
+        for stray, line in self.strays:
+            result.append(
+                f"{self.file}:{line}: {stray!r} is outside of any section; indent it under a name"
+            )
+        return result
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class Library:
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: there is no such folder")
             inside = yaml_files(Path(folder), f"--config-dir {folder}")
-            found += [(folder, contents) for path in inside for contents in _read(path, broken)]
+            for path in inside:
+                for contents in _read(path, broken):
+                    found.append((folder, contents))
         return cls((*found, *((SHIPPED, contents) for contents in _shipped())))
 
     def all(self) -> Iterator[Section]:
@@ -115,7 +119,10 @@ class Library:
         return section
 
     def _unknown(self, name: str) -> ConfigError:
-        known = {s.name: s for _, contents in self.contents for s in contents.sections}
+        known = {}
+        for _, contents in self.contents:
+            for s in contents.sections:
+                known[s.name] = s
         close = find_nearest(name, known)
         if Path(name).suffix in SUFFIXES and Path(name).is_file():
             return ConfigError(
@@ -177,12 +184,14 @@ def _contents(
     from weft.cli.open_assistant.keys import KEYS  # keys allowed at the top level of a file
 
     shipped = shown.startswith(f"{SHIPPED}:")
-    groups = {name for name, value in values.items() if isinstance(value, Mapping)}
-    plain = [
-        name
-        for name, value in values.items()
-        if not isinstance(value, Mapping) and value is not None
-    ]
+    groups = set()
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            groups.add(name)
+    plain = []
+    for name, value in values.items():
+        if not isinstance(value, Mapping) and value is not None:
+            plain.append(name)
     trlx = set(values) <= set(TRLX_GROUPS) and "method" in values
     if trlx or (plain and groups <= {*KEYS, *_option_groups()}):
         return Contents((Section(path.stem, shown, 1, values, lines, shipped, trlx),))

@@ -188,12 +188,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines(urls: dict[str, str], models: Sequence[ServedModel], source: str) -> list[str]:
-    told = [
-        f"{model.name}: {'policy' if model.spec is not None else 'reward model'}"
-        for model in models
-    ]
+    told = []
+    for model in models:
+        told.append(f"{model.name}: {'policy' if model.spec is not None else 'reward model'}")
     pages = {"http": "/v1 and /v2", "grpc": "", "metrics": "/metrics"}
-    told += [f"{name} at {url} {pages[name]}".rstrip() for name, url in urls.items()]
+    for name, url in urls.items():
+        told.append(f"{name} at {url} {pages[name]}".rstrip())
     return [*told, source, "Ctrl-C ends it"]
 
 

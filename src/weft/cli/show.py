@@ -95,11 +95,10 @@ def page(
     changed, said = _changed(config, summary.algorithm)
     yield said
     by_weft = [name for name in changed if name in record.chosen]
-    told = {
-        name: f"default {_text(default)}"
-        for name, (_, default) in changed.items()
-        if name not in by_weft
-    }
+    told = {}
+    for name, (_, default) in changed.items():
+        if name not in by_weft:
+            told[name] = f"default {_text(default)}"
     told |= dict.fromkeys(by_weft, CHOSEN)
     yield from _aligned(
         [(f"{name}={_text(changed[name][0])}", note) for name, note in told.items()]
@@ -107,7 +106,10 @@ def page(
     yield ""
     yield from _checkpoints(run)
     yield from _last_metrics(run)
-    files = [name for name in ("report.html", "log.txt", "timeline.json") if (run / name).is_file()]
+    files = []
+    for name in ("report.html", "log.txt", "timeline.json"):
+        if (run / name).is_file():
+            files.append(name)
     if files:
         yield f"look at: {', '.join(str(run / name) for name in files)}"
 
@@ -156,11 +158,10 @@ def _changed(
         return {
             name: (value, None) for name, value in values.items()
         }, f"configuration ({algorithm or 'its kind'} has no known defaults)"
-    found = {
-        name: (value, defaults.get(name))
-        for name, value in values.items()
-        if name not in NAMES and value != defaults.get(name)
-    }
+    found = {}
+    for name, value in values.items():
+        if name not in NAMES and value != defaults.get(name):
+            found[name] = (value, defaults.get(name))
     return found, f"options that differ from the defaults of {algorithm} (--config shows all)"
 
 
@@ -209,15 +210,15 @@ def _last_metrics(run: Path) -> Iterator[str]:
     if not lines:
         return
     last = lines[-1]
-    names = [
-        name for name in last if "/" in name and not name.startswith(TIME) and is_finite(last[name])
-    ]
+    names = []
+    for name in last:
+        if "/" in name and not name.startswith(TIME) and is_finite(last[name]):
+            names.append(name)
     names.sort(key=compute_rank)
     evaluated = [name for name in names if name.startswith(EVAL)]
-    rows = [
-        (name, format_number(last[name]))
-        for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated])
-    ]
+    rows = []
+    for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated]):
+        rows.append((name, format_number(last[name])))
     if is_finite(last.get("step_seconds")):
         rows.append(("step_seconds", format_duration(last["step_seconds"])))
     if is_finite(last.get("peak_memory_gb")):

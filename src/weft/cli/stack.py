@@ -84,11 +84,10 @@ class Stack:
     def explain(self, error: ConfigError) -> ConfigError:
         """Return the error with the place of the option that it begins with."""
         text = str(error)
-        named = [
-            name
-            for name in self.origins
-            if re.match(rf"(unknown option ')?{re.escape(name)}\b", text)
-        ]
+        named = []
+        for name in self.origins:
+            if re.match(rf"(unknown option ')?{re.escape(name)}\b", text):
+                named.append(name)
         if not named:
             return error
         key, where = self.origins[max(named, key=len)]
@@ -191,11 +190,10 @@ class _Reader:
         where = Set(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
         if override.removed:  # `~key` removes it and all keys below it
-            gone = [
-                key
-                for key in (*self.theirs, *self.own)
-                if key == name or key.startswith(f"{name}.")
-            ]
+            gone = []
+            for key in (*self.theirs, *self.own):
+                if key == name or key.startswith(f"{name}."):
+                    gone.append(key)
             for key in gone:
                 self.theirs.pop(key, None)
                 self.own.pop(key, None)
@@ -239,18 +237,19 @@ class _Reader:
             raise ConfigError(
                 f"{override.name}: no entry {name!r}; {hint}; write {key}.NAME.PARAMETER=value"
             )
-        changed = [
-            {
-                name: _with(
-                    entry.get(name) or {} if isinstance(entry, Mapping) else {},
-                    parameter,
-                    to_plain(override.value),
-                )
-            }
-            if each == name
-            else entry
-            for each, entry in zip(named, entries, strict=True)
-        ]
+        changed = []
+        for each, entry in zip(named, entries, strict=True):
+            changed.append(
+                {
+                    name: _with(
+                        entry.get(name) or {} if isinstance(entry, Mapping) else {},
+                        parameter,
+                        to_plain(override.value),
+                    )
+                }
+                if each == name
+                else entry
+            )
         self.theirs[key] = replace(before, value=changed)
 
     def where(self, key: str) -> Set:
@@ -309,8 +308,14 @@ class _Reader:
     def _unknown(self, name: str) -> str:
         options = [leaf.name for leaf in iterate_options(self.base)]
         last = name.rsplit(".", 1)[-1]
-        same_end = [option for option in options if option.rsplit(".", 1)[-1] == last]
-        of_trlx = [key.removeprefix(TRL) for key in TRLX if self.mode == RL and key.startswith(TRL)]
+        same_end = []
+        for option in options:
+            if option.rsplit(".", 1)[-1] == last:
+                same_end.append(option)
+        of_trlx = []
+        for key in TRLX:
+            if self.mode == RL and key.startswith(TRL):
+                of_trlx.append(key.removeprefix(TRL))
         close = list(
             dict.fromkeys(
                 [*same_end, *find_nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]
@@ -372,11 +377,15 @@ def _resolve(reader: _Reader, stack: Stack) -> None:
     excluded = _excluded(stack)
     stack.overrides = [each for each in done.overrides if each.name not in excluded]
     stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}
-    words = {
-        name for name, each in sets.items() if each.place == COMMAND_LINE and name in reader.own
-    }
-    stack.notes += [note for note in done.notes if note.split(" ")[0] in words]
-    stack.notes += [f"{', '.join(names)}: {why}" for why, names in _named(mapped.notes).items()]
+    words = set()
+    for name, each in sets.items():
+        if each.place == COMMAND_LINE and name in reader.own:
+            words.add(name)
+    for note in done.notes:
+        if note.split(" ")[0] in words:
+            stack.notes.append(note)
+    for why, names in _named(mapped.notes).items():
+        stack.notes.append(f"{', '.join(names)}: {why}")
     _name_run(stack, reader.base)
 
 
@@ -385,8 +394,14 @@ def _mapped(reader: _Reader) -> Mapped:
 
     Raises `ConfigError` naming every rejected value and its place.
     """
-    set_ = {name: each for name, each in reader.theirs.items() if each.value is not None}
-    given = {name: to_plain(each.value) for name, each in reader.own.items() if not each.removed}
+    set_ = {}
+    for name, each in reader.theirs.items():
+        if each.value is not None:
+            set_[name] = each
+    given = {}
+    for name, each in reader.own.items():
+        if not each.removed:
+            given[name] = to_plain(each.value)
     values = {name: each.value for name, each in set_.items()}
     ranks = {name: each.rank for name, each in (*set_.items(), *reader.inner.items())}
     mapped = map_keys(Mapped(reader.base, values, ranks, given))
@@ -410,7 +425,10 @@ def _refusal(reader: _Reader, key: str, why: str) -> str:
 
 
 def _named(notes: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    return {why: [key.removeprefix(TRL) for key in keys] for why, keys in notes.items()}
+    result: dict[str, list[str]] = {}
+    for why, keys in notes.items():
+        result[why] = [key.removeprefix(TRL) for key in keys]
+    return result
 
 
 def _excluded(stack: Stack) -> set[str]:
@@ -424,7 +442,9 @@ def _excluded(stack: Stack) -> set[str]:
                     groups.setdefault(name.removesuffix(end), []).append(name)
         for names in groups.values():
             last = max(stack.origins[name][1].rank for name in names)
-            gone |= {name for name in names if stack.origins[name][1].rank < last}
+            for name in names:
+                if stack.origins[name][1].rank < last:
+                    gone.add(name)
     return gone
 
 
@@ -446,19 +466,21 @@ def meant_for(sections: Sequence[Section]) -> str:
     It is found by a recipe's name, by options of its algorithm, or by keys that only one of
     Open-Assistant's trainers reads.
     """
-    recipes = [
-        section.name.partition("-")[0]
-        for section in sections
-        if section.file.startswith(f"{SHIPPED}:{READY}/")
-    ]
-    own = [
-        name
-        for name in ("ppo", "grpo", "dpo")
-        if any(name in section.values for section in sections)
-    ]
+    recipes = []
+    for section in sections:
+        if section.file.startswith(f"{SHIPPED}:{READY}/"):
+            recipes.append(section.name.partition("-")[0])
+    own = []
+    for name in ("ppo", "grpo", "dpo"):
+        if any(name in section.values for section in sections):
+            own.append(name)
     if recipes or own:
         return (recipes or own)[0]
-    modes = [KEYS[key].modes for section in sections for key in section.values if key in KEYS]
+    modes = []
+    for section in sections:
+        for key in section.values:
+            if key in KEYS:
+                modes.append(KEYS[key].modes)
     if any(section.trlx for section in sections) or (RL,) in modes:
         return "ppo"
     reward = any(section.values.get("is_reward_model") is True for section in sections)

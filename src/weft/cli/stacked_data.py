@@ -52,25 +52,29 @@ class Settings:
 
         Raises `ConfigError`.
         """
-        kept = {
-            key: value
-            for key, value in section.values.items()
-            if key in KEYS or key.split(".")[0] == "dataset"
-        }
+        kept = {}
+        for key, value in section.values.items():
+            if key in KEYS or key.split(".")[0] == "dataset":
+                kept[key] = value
         alone = Library((("", Contents((replace(section, values=kept),))),))
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
         values = _values(read_stack([section.name], alone, base, self.options))
         spec = read(DatasetSpec(), values.get("dataset", {}))
-        found = [source for source in resolve_sources(spec) if source.path or source.named]
+        found = []
+        for source in resolve_sources(spec):
+            if source.path or source.named:
+                found.append(source)
         if not found:
             raise ConfigError(f"{section.place()}: section {section.name!r} lists no datasets")
         share = spec.valid_split or None
-        return [
-            source
-            if source.valid_split is not None or source.valid_path
-            else replace(source, valid_split=share)
-            for source in found
-        ]
+        result: list[SourceSpec] = []
+        for source in found:
+            result.append(
+                source
+                if source.valid_split is not None or source.valid_path
+                else replace(source, valid_split=share)
+            )
+        return result
 
     def applied(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
         """Return the sources with the command line's settings applied.
@@ -89,10 +93,9 @@ class Settings:
                     else f"they are {', '.join(names)}"
                 )
             )
-        made = [
-            _changed(source, said[source.named]) if source.named in said else source
-            for source in sources
-        ]
+        made = []
+        for source in sources:
+            made.append(_changed(source, said[source.named]) if source.named in said else source)
         if self.data_path is None:
             return made
         return _with_copies(made, self.data_path, _placed(said))
@@ -179,11 +182,11 @@ def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
 
 def _placed(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return the datasets whose own files the command line names."""
-    return {
-        name
-        for name, parameters in said.items()
-        if any(datasets.PARAMETERS.get(key) == "path" for key in parameters)
-    }
+    result: set[str] = set()
+    for name, parameters in said.items():
+        if any(datasets.PARAMETERS.get(key) == "path" for key in parameters):
+            result.add(name)
+    return result
 
 
 def _with_copies(
@@ -197,14 +200,11 @@ def _with_copies(
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
     if len(named) == 1:
-        return [
-            replace(each, path=_file_in(folder, each) or data_path) if each.named else each
-            for each in sources
-        ]
-    copies = [
-        _file_in(folder, each) or _folder_in(folder, each) if each.named else None
-        for each in sources
-    ]
+        path = _file_in(folder, named[0]) or data_path
+        return [replace(each, path=path) if each.named else each for each in sources]
+    copies = []
+    for each in sources:
+        copies.append(_file_in(folder, each) or _folder_in(folder, each) if each.named else None)
     if not any(copies):
         asked = ", ".join(str(source.named) for source in named)
         if named:
@@ -212,12 +212,14 @@ def _with_copies(
         else:
             why = "is a copy of a named dataset; add --datasets NAME"
         raise ConfigError(f"data_path={data_path}: {why}")
-    return [
-        replace(source, path=copy)
-        if copy and source.named not in placed and not _is_elsewhere(source)
-        else source
-        for source, copy in zip(sources, copies, strict=True)
-    ]
+    result: list[SourceSpec] = []
+    for source, copy in zip(sources, copies, strict=True):
+        result.append(
+            replace(source, path=copy)
+            if copy and source.named not in placed and not _is_elsewhere(source)
+            else source
+        )
+    return result
 
 
 def _is_elsewhere(source: SourceSpec) -> bool:

@@ -118,12 +118,14 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
     """Return the experiment with settings replaced by those of the command line."""
-    told = {
-        name: getattr(given, name)
-        for name in ("fileroot", "recover_mode")
-        if getattr(given, name) is not None
-    }
-    named = [name for name in given.imports if name not in experiment.control.imports]
+    told = {}
+    for name in ("fileroot", "recover_mode"):
+        if getattr(given, name) is not None:
+            told[name] = getattr(given, name)
+    named = []
+    for name in given.imports:
+        if name not in experiment.control.imports:
+            named.append(name)
     loggers = dict(experiment.control.loggers)
     if given.wandb_mode == "disabled":
         loggers.pop("wandb", None)
@@ -177,7 +179,10 @@ def find_config(argv: Sequence[str]) -> int:
         ) from error
     registry.import_user_folder()
     registry.import_user_code(given.imports)
-    names = [name for name in registry.experiments.list_names() if pattern.match(name)]
+    names = []
+    for name in registry.experiments.list_names():
+        if pattern.match(name):
+            names.append(name)
     print("\n".join(names) or "no registered experiment has such a name")
     return 0
 

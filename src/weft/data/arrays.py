@@ -58,10 +58,10 @@ def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
     ends = np.cumsum(lengths)
-    return [
-        array[end - length : end]
-        for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
-    ]
+    rows: list[Array] = []
+    for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
+        rows.append(array[end - length : end])
+    return rows
 
 
 def convert_like(like: Array, values: Any) -> Array:

@@ -76,10 +76,9 @@ def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
     if isinstance(kind, pyarrow.BaseExtensionType):
         return _build_restorer(kind.storage_type)
     if types.is_struct(kind):
-        inner = {
-            kind.field(index).name: _build_restorer(kind.field(index).type)
-            for index in range(kind.num_fields)
-        }
+        inner = {}
+        for index in range(kind.num_fields):
+            inner[kind.field(index).name] = _build_restorer(kind.field(index).type)
         return lambda value: None if value is None else _restore_struct(value, inner)
     if types.is_map(kind):
         of_items = _build_restorer(kind.item_type)
@@ -102,7 +101,11 @@ def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
 
 
 def _restore_struct(value: dict[str, Any], inner: dict[str, Restore | None]) -> dict[str, Any]:
-    return {key: _restore_each(item, inner[key]) for key, item in value.items() if item is not None}
+    struct: dict[str, Any] = {}
+    for key, item in value.items():
+        if item is not None:
+            struct[key] = _restore_each(item, inner[key])
+    return struct
 
 
 def _restore_each(value: Any, restore: Restore | None) -> Any:

@@ -152,9 +152,10 @@ def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
     """
     rows = _SourceRows()
     known = dict[Any, int]()
-    limits = [
-        limit for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len) if limit is not None
-    ]
+    limits = []
+    for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len):
+        if limit is not None:
+            limits.append(limit)
     if job.lengths.overlong == "truncate":
         most = None
     else:
@@ -237,7 +238,8 @@ def _build_background_table(
     def encode(numbers: Sequence[int]) -> None:
         for chunk, outcome in _encode_eagerly(job, rows, numbers, source):
             outcomes.append((chunk, outcome))
-            problems.extend((chunk[index], wrong, long) for index, wrong, long in outcome[2])
+            for index, wrong, long in outcome[2]:
+                problems.append((chunk[index], wrong, long))
 
     # Encode the chosen rows; if some are bad, encode all rows of their shapes to report on them too.
     tried = sorted(rows.eager_rows)
@@ -253,7 +255,10 @@ def _build_background_table(
         )
     # Assign ids to the rows that are not left out.
     used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
-    left = [row for row in range(len(rows.places)) if row in used or row not in rows.eager_rows]
+    left = []
+    for row in range(len(rows.places)):
+        if row in used or row not in rows.eager_rows:
+            left.append(row)
     ids, taken = assign_ids([(row, rows.own_ids[row]) for row in left], rows.places)
     if problems or taken:
         raise DataError(format_reports(rows.places, [*problems, *taken]))
@@ -351,12 +356,18 @@ class BackgroundTokenTable:
     def take(self, indices: Sequence[int]) -> SequenceSample:
         """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
         with self._changed:
-            missing = [index for index in indices if self._state[index] == WAITING]
+            missing = []
+            for index in indices:
+                if self._state[index] == WAITING:
+                    missing.append(index)
             self._state[missing] = UNDER_WAY
         self._encode_here(missing)
         with self._changed:
             # A process is encoding these; encode them here too instead of waiting.
-            others = [index for index in indices if self._state[index] == UNDER_WAY]
+            others = []
+            for index in indices:
+                if self._state[index] == UNDER_WAY:
+                    others.append(index)
         extra = self._encode(others)[0].sample if others else None
         self._raise_failure()
         with self._changed:
@@ -386,7 +397,8 @@ class BackgroundTokenTable:
             assert sample is not None, "`extra` has the samples outside the chunks"
             part = sample.at([place for _, place in found])
             parts.append(replace(part, ids=tuple(str(at) for at, _ in found)))
-            order += [at for at, _ in found]
+            for at, _ in found:
+                order.append(at)
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
     def build_table(self) -> TokenTable:
@@ -576,13 +588,14 @@ class BackgroundTokenTable:
         held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
         starts = np.zeros(len(self._samples), dtype=np.int64)
         starts[held] = np.cumsum([0, *(self._samples[number].num_ids for number in held[:-1])])
-        apart = [
-            replace(
-                self._samples[number],
-                ids=tuple(f"{number}/{id}" for id in self._samples[number].ids),
+        apart = []
+        for number in held:
+            apart.append(
+                replace(
+                    self._samples[number],
+                    ids=tuple(f"{number}/{id}" for id in self._samples[number].ids),
+                )
             )
-            for number in held
-        ]
         order = starts[self._chunk_of] + self._place_of
         sample = SequenceSample.gather(apart, keys).at(order.tolist())
         cuts = sorted(

@@ -263,10 +263,10 @@ class MapLoader:
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
         largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:number]
         spread = np.linspace(0, len(bounds) - 2, number).astype(int)
-        return [
-            self._build_batch(0, batch)
-            for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])
-        ]
+        large_batches: list[SequenceSample] = []
+        for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()]):
+            large_batches.append(self._build_batch(0, batch))
+        return large_batches
 
     def _build_batch(self, epoch: int, batch: int) -> SequenceSample:
         (source, index), bounds = self._plan_epoch(epoch)
@@ -275,11 +275,10 @@ class MapLoader:
         indices = index[rows]
         # Take the samples of each source, then restore the order of the batch.
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
-        picked = [
-            part.take(indices[at].tolist(), epoch)
-            for part, at in zip(self._parts, places, strict=True)
-            if len(at)
-        ]
+        picked = []
+        for part, at in zip(self._parts, places, strict=True):
+            if len(at):
+                picked.append(part.take(indices[at].tolist(), epoch))
         if len(picked) == 1:
             return picked[0]
         return SequenceSample.gather(picked).at(np.argsort(np.concatenate(places)).tolist())
@@ -296,11 +295,10 @@ class MapLoader:
 
     def _announce_order(self) -> None:
         """Tell tables that are tokenized during training which rows are needed next."""
-        unfinished = [
-            (number, part)
-            for number, part in enumerate(self._parts)
-            if part.background_table is not None
-        ]
+        unfinished = []
+        for number, part in enumerate(self._parts):
+            if part.background_table is not None:
+                unfinished.append((number, part))
         if not unfinished:
             return
         epoch, batch = self._position
@@ -369,9 +367,10 @@ class MapLoader:
         """Return a hash of everything that the order of ids depends on."""
         shares = [asdict(share) for share in self._shares]
         usual = asdict(BatchingOptions())
-        sizes = {
-            k: v for k, v in asdict(self._batching).items() if k in SIZE_FIELDS or v != usual[k]
-        }
+        sizes = {}
+        for k, v in asdict(self._batching).items():
+            if k in SIZE_FIELDS or v != usual[k]:
+                sizes[k] = v
         text = json.dumps([shares, sizes, self._seed, self._shuffle], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

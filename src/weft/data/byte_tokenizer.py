@@ -20,9 +20,9 @@ WITH_ITS_TOKENS = "template"  # value of `add_tokens`: the special tokens of the
 
 def build_byte_level() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte, `<s>`, `</s>`, `<pad>` and no chat template."""
-    alphabet = {
-        token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
+    alphabet = {}
+    for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())):
+        alphabet[token] = index
     core = tokenizers.Tokenizer(models.BPE(alphabet, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -72,8 +72,14 @@ def mask_conversation(
     """
     # Render the conversation and check that the template writes all of it.
     text = template.render(messages, tools, False)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    trained = [index for index in turns if messages[index].get("train", True)]
+    turns = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            turns.append(index)
+    trained = []
+    for index in turns:
+        if messages[index].get("train", True):
+            trained.append(index)
     lost = rendered.find_lost_fields(template.render, messages, tools, prompt=False)
     unused = rendered.check_lost_fields(lost, messages, template.name, trained)
     if trained and turns[-1] < len(messages) - 1:
@@ -90,7 +96,10 @@ def mask_conversation(
         )
     else:
         ends = [(a, _skip_end_token(text, b, template.turn_end)) for a, b in marked]
-        spans = [span for turn, span in zip(turns, ends, strict=True) if turn in trained]
+        spans = []
+        for turn, span in zip(turns, ends, strict=True):
+            if turn in trained:
+                spans.append(span)
     # Collect the parts that the template omits from these turns.
     cut: list[TemplateOmission] = []
     for turn, (a, b) in zip(trained, spans, strict=True):
@@ -128,9 +137,9 @@ def mask_spans(
     found = offsets(text)
     if found is None:
         ids = encode(text)
-        ranges = [
-            tuple(count_common_prefix(encode(text[:at]), ids) for at in span) for span in spans
-        ]
+        ranges = []
+        for span in spans:
+            ranges.append(tuple(count_common_prefix(encode(text[:at]), ids) for at in span))
         return ids, [any(a <= i < b for a, b in ranges) for i in range(len(ids))]
     ids, places = found
     mask = [False] * len(ids)

@@ -48,7 +48,10 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if name.endswith("_key") and value == "":
             raise ConfigError(f"dataset.args.{name}='': is empty; name a column, or leave it out")
-    own = [str(value) for name, value in args.items() if name.endswith("_key")]
+    own = []
+    for name, value in args.items():
+        if name.endswith("_key"):
+            own.append(str(value))
     for name, column in columns.items() if type in NAMES else ():
         known = (*NAMES[type], *ANYWHERE, *own)
         if name not in known:

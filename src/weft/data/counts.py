@@ -68,7 +68,10 @@ class SourceCount:
         """Return lines on the columns that are not used."""
         if self.report is None:
             return []
-        columns = [name for name in self.report.unused if name != UNTRAINED_MESSAGES]
+        columns = []
+        for name in self.report.unused:
+            if name != UNTRAINED_MESSAGES:
+                columns.append(name)
         if columns:
             notes = [
                 f"{self.label}: columns that rows of type {self.type} do not use: "
@@ -84,15 +87,14 @@ class SourceCount:
         done = self.report
         if done is None:
             return []
-        parts = [
-            f"{count:,} {what}"
-            for count, what in (
-                (done.prompts_cut, "with the prompt cut"),
-                (done.answers_cut, "with the end of the answer cut"),
-                (done.dropped, "left out"),
-            )
-            if count
-        ]
+        parts = []
+        for count, what in (
+            (done.prompts_cut, "with the prompt cut"),
+            (done.answers_cut, "with the end of the answer cut"),
+            (done.dropped, "left out"),
+        ):
+            if count:
+                parts.append(f"{count:,} {what}")
         if parts:
             return [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"]
         return []
@@ -103,22 +105,22 @@ def render_table(counts: Sequence[SourceCount]) -> str:
     counts = _merge_by_source(counts)
     rows = [COLUMNS, *(count.format_cells() for count in counts)]
     if len(counts) > 1:
-        sums = [
-            sum(getattr(count, name) for count in counts)
-            for name in ("train", "evaluation", "per_epoch")
-        ]
+        sums = []
+        for name in ("train", "evaluation", "per_epoch"):
+            sums.append(sum(getattr(count, name) for count in counts))
         done = sum(
             (count.report for count in counts if count.report is not None), TokenizationReport()
         )
         numbers = [*sums, done.prompts_cut, done.answers_cut, done.dropped]
         rows.append(("total", "", *(f"{number:,}" for number in numbers)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    widths = []
+    for column in range(len(COLUMNS)):
+        widths.append(max(len(row[column]) for row in rows))
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(w) if i < 2 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(w) if i < 2 else cell.rjust(w))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -131,7 +133,10 @@ def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
         if before is None:
             found[count.name] = count
             continue
-        reports = [each.report for each in (before, count) if each.report is not None]
+        reports = []
+        for each in (before, count):
+            if each.report is not None:
+                reports.append(each.report)
         found[count.name] = replace(
             before,
             train=before.train + count.train,

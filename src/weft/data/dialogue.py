@@ -44,21 +44,23 @@ def split_messages(text: str) -> list[dict[str, str]]:
     Empty turns are dropped, except a last turn of the assistant, which is an empty reply or is
     still to be generated.
     """
-    marks = [
-        (at, role, mark)
-        for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant"))
-        for at in _find_marks(text, mark)
-    ]
+    marks = []
+    for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant")):
+        for at in _find_marks(text, mark):
+            marks.append((at, role, mark))
     marks.sort()
     turns = [("system", text[: marks[0][0]] if marks else text)]
     for (at, role, mark), (stop, _, _) in zip(
         marks, [*marks[1:], (len(text), "", "")], strict=True
     ):
         turns.append((role, text[at + len(mark) : stop]))
-    kept = [(role, said.strip()) for role, said in turns[:-1] if said.strip()]
-    kept += [
-        (role, said.strip()) for role, said in turns[-1:] if said.strip() or role == "assistant"
-    ]
+    kept = []
+    for role, said in turns[:-1]:
+        if said.strip():
+            kept.append((role, said.strip()))
+    for role, said in turns[-1:]:
+        if said.strip() or role == "assistant":
+            kept.append((role, said.strip()))
     return [{"role": role, "content": said} for role, said in kept]
 
 

@@ -71,7 +71,7 @@ class EpochSamples:
     @cached_property
     def _source_rows(self) -> list[Row]:
         source = self.source
-        rows: list[Any] = [
-            row for _, row in read_renamed_rows(source.path, source.split, source.columns)
-        ]
+        rows: list[Any] = []
+        for _, row in read_renamed_rows(source.path, source.split, source.columns):
+            rows.append(row)
         return [{} if isinstance(row, UnreadableRow) else row for row in rows]

@@ -137,8 +137,7 @@ def _build_rearrangement(
 ) -> GroupRearrangement:
     none = np.zeros(0, dtype=np.int64)
     index = {key: np.concatenate([none, *spans]) for key, spans in chosen.items()}
-    counts = {
-        key: np.asarray([len(span) for span in spans], dtype=np.int64)
-        for key, spans in chosen.items()
-    }
+    counts = {}
+    for key, spans in chosen.items():
+        counts[key] = np.asarray([len(span) for span in spans], dtype=np.int64)
     return GroupRearrangement(ids, rows, index, counts, metadata)

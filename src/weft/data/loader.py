@@ -194,9 +194,15 @@ def _count_processes(asked: int | None, tables: int) -> int:
 
 
 def _build_loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> BatchLoader:
-    streams = [one for one in built if not isinstance(one.train, SourceSubset)]
+    streams = []
+    for one in built:
+        if not isinstance(one.train, SourceSubset):
+            streams.append(one)
     if not streams:
-        parts = [one.train for one in built if isinstance(one.train, SourceSubset)]
+        parts = []
+        for one in built:
+            if isinstance(one.train, SourceSubset):
+                parts.append(one.train)
         return MapLoader(
             parts,
             [one.share for one in built],
@@ -395,11 +401,10 @@ class SourceReader:
                 f"{make.__name__}{signature}; use dataset.args"
             )
         open_ended = "path" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = {
-            n: v
-            for n, v in offered.items()
-            if (n in takes or open_ended) and not (v is None and n in OMITTED_IF_UNSET)
-        }
+        given = {}
+        for n, v in offered.items():
+            if (n in takes or open_ended) and not (v is None and n in OMITTED_IF_UNSET):
+                given[n] = v
         # Check the arguments, build the dataset, and check its interface.
         arguments = {**given, **source.args}
         try:
@@ -467,14 +472,16 @@ def resolve_sources(spec: DatasetSpec) -> list[SourceSpec]:
             f"{option} and dataset.train_path={path!r} exclude each other; make the path one of "
             f"the sources"
         )
-    return [
-        replace(
-            source,
-            args={**spec.args, **source.args},
-            columns={} if source.named is not None else {**spec.columns, **source.columns},
+    sources: list[SourceSpec] = []
+    for source in listed:
+        sources.append(
+            replace(
+                source,
+                args={**spec.args, **source.args},
+                columns={} if source.named is not None else {**spec.columns, **source.columns},
+            )
         )
-        for source in listed
-    ]
+    return sources
 
 
 def assign_unique_names(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:

@@ -153,7 +153,10 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
     """
 
     def flatten_node(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
-        mine = {key: value for key, value in node.items() if key != "replies"}
+        mine = {}
+        for key, value in node.items():
+            if key != "replies":
+                mine[key] = value
         yield {
             **mine,
             "parent_id": parent,
@@ -173,7 +176,10 @@ def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
     """
 
     def prune_node(node: Node) -> dict[str, Any]:
-        replies = [reply for reply in node.get("replies") or () if wanted.accepts_message(reply)]
+        replies = []
+        for reply in node.get("replies") or ():
+            if wanted.accepts_message(reply):
+                replies.append(reply)
         return {
             **node,
             "replies": [
@@ -233,15 +239,23 @@ def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     while stack:
         path = stack.pop()
         yield path
-        stack += [[*path, reply] for reply in reversed(_filter_replies(path[-1], wanted))]
+        for reply in reversed(_filter_replies(path[-1], wanted)):
+            stack.append([*path, reply])
 
 
 def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> list[Node]:
     """Return the wanted replies to a message; `all`: without the limit `top_k` on ranks."""
-    replies = [reply for reply in node.get("replies") or () if wanted.accepts_message(reply)]
+    replies = []
+    for reply in node.get("replies") or ():
+        if wanted.accepts_message(reply):
+            replies.append(reply)
     if all:
         return replies
-    return [reply for reply in replies if wanted.accepts_rank(reply, len(replies))]
+    result: list[Node] = []
+    for reply in replies:
+        if wanted.accepts_rank(reply, len(replies)):
+            result.append(reply)
+    return result
 
 
 def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
@@ -250,6 +264,9 @@ def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"
         values = {"lang": node.get("lang"), **{name: read_label(node, name) for name in LABELS}}
-        known = {name: value for name, value in values.items() if value is not None}
+        known = {}
+        for name, value in values.items():
+            if value is not None:
+                known[name] = value
         made.append({"role": role, "content": node["text"], **known})
     return made

@@ -141,10 +141,9 @@ def _normalize_message(message: Any, number: int) -> Message:
         called = _read_calls(
             _parse_json(message["function_call"], f"message {number}: function_call")
         )
-        functions = [
-            [_normalize_call(call, number)["function"] for call in given]
-            for given in (calls, called)
-        ]
+        functions = []
+        for given in (calls, called):
+            functions.append([_normalize_call(call, number)["function"] for call in given])
         if calls and functions[0] != functions[1]:
             raise DataError(
                 f"message {number}: tool_calls and function_call hold different calls; keep one "
@@ -155,7 +154,10 @@ def _normalize_message(message: Any, number: int) -> Message:
         calls = _read_calls(_parse_json(content, f"message {number}: function_call"))
         content = ""
     # Reasoning, and content given as text or in parts.
-    thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}
+    thoughts = {}
+    for key in REASONING_KEYS:
+        if message.get(key) not in (None, ""):
+            thoughts[key] = message[key]
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, reasoning, more = _split_parts(content, number)
         calls += more
@@ -170,7 +172,9 @@ def _normalize_message(message: Any, number: int) -> Message:
         found["tool_calls"] = [_normalize_call(call, number) for call in calls]
     if thoughts:
         found[REASONING] = _read_reasoning(thoughts, number)
-    found |= {key: message[key] for key in KEPT if message.get(key) is not None}
+    for key in KEPT:
+        if message.get(key) is not None:
+            found[key] = message[key]
     if not _is_trained(message, role, number):
         found["train"] = False
     _note_unread(message, READ, "messages[].")
@@ -196,7 +200,10 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     Raises `DataError` if the assistant's weights are not 0 or 1: a turn is trained whole or not at
     all.
     """
-    given = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    given = {}
+    for key in WEIGHTS:
+        if message.get(key) is not None:
+            given[key] = message[key]
     said = {key: SWITCHES.get(str(value).strip().lower()) for key, value in given.items()}
     if role != "assistant":
         unread = _unread.get()

@@ -50,10 +50,10 @@ def count_per_epoch(shares: Sequence[SourceShare]) -> list[int]:
         parts = [(share.weight or 0.0) / total for share in shares]
         # The scarcest source limits the epoch, since no row is used twice.
         length = min(share.rows / part for share, part in zip(shares, parts, strict=True))
-        return [
-            min(share.rows, max(1, round(length * part)))
-            for share, part in zip(shares, parts, strict=True)
-        ]
+        per_epoch: list[int] = []
+        for share, part in zip(shares, parts, strict=True):
+            per_epoch.append(min(share.rows, max(1, round(length * part))))
+        return per_epoch
     return [_count_samples(share) for share in shares]
 
 

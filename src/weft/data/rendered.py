@@ -37,9 +37,12 @@ def find_reasoning_key(template: str) -> str:
 def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
     """Return the messages with their reasoning under the key that the template reads."""
     key = find_reasoning_key(template)
-    return [
-        {key if name == REASONING else name: value for name, value in m.items()} for m in messages
-    ]
+    reasoning_key: list[Message] = []
+    for m in messages:
+        reasoning_key.append(
+            {key if name == REASONING else name: value for name, value in m.items()}
+        )
+    return reasoning_key
 
 
 def find_text_around_reply(render: Render) -> tuple[str, str]:
@@ -69,9 +72,9 @@ def find_template_fault(render: Render) -> str | None:
         plain = None
     if plain is not None and REPLY in plain:
         return None
-    parts = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]} for message in PLAIN
-    ]
+    parts = []
+    for message in PLAIN:
+        parts.append({**message, "content": [{"type": "text", "text": message["content"]}]})
     try:
         if REPLY in render(parts, None, False):
             return (
@@ -108,7 +111,10 @@ def find_lost_fields(
     # Collect the fields whose marks are missing.
     for index, (_, marks) in enumerate(marked):
         missing = {path for path, mark in marks.items() if mark not in shown}
-        fields = [path for path in marks if path in missing and path not in _list_calls(marks)]
+        fields = []
+        for path in marks:
+            if path in missing and path not in _list_calls(marks):
+                fields.append(path)
         if any(_is_lost(call, marks, missing) for call in _list_calls(marks)):
             fields = [
                 *(path for path in fields if not path.startswith("tool_calls[")),
@@ -121,13 +127,18 @@ def find_lost_fields(
             and not has_text(text, said)
         ):
             fields.append(IN_PART)
-        lost += [(index, field) for field in fields]
+        for field in fields:
+            lost.append((index, field))
     return lost
 
 
 def _list_calls(marks: Mapping[str, str]) -> list[str]:
     """Return the paths of function names, such as `tool_calls[0]`; longer paths are arguments."""
-    return [path for path in marks if path.startswith("tool_calls[") and "." not in path]
+    calls: list[str] = []
+    for path in marks:
+        if path.startswith("tool_calls[") and "." not in path:
+            calls.append(path)
+    return calls
 
 
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
@@ -187,7 +198,8 @@ def check_lost_fields(
                 message, index, sorted(fields - {REASONING} or fields), name
             )
         elif index not in trained:
-            told |= {f"messages[].{field}" for field in fields - {REASONING}}
+            for field in fields - {REASONING}:
+                told.add(f"messages[].{field}")
     return frozenset(told)
 
 
@@ -214,7 +226,10 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
 
     Essential are its tool calls, the content if there are no tool calls, and the turn as a whole.
     """
-    held = {key for key in ("content", "tool_calls", REASONING) if message.get(key)}
+    held = set()
+    for key in ("content", "tool_calls", REASONING):
+        if message.get(key):
+            held.add(key)
     return (
         "tool_calls" in fields
         or held <= fields
@@ -232,7 +247,10 @@ def _list_missing_fields(text: str, message: Message) -> list[str]:
 
 def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
     """Return a message with marks in place of its text, and the marks by path."""
-    words = [key for key in ("content", REASONING) if str(message.get(key) or "").strip()]
+    words = []
+    for key in ("content", REASONING):
+        if str(message.get(key) or "").strip():
+            words.append(key)
     marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
     marked = {**message, **marks}
     made = []

@@ -72,7 +72,9 @@ class SequenceSample:
             by_key = seqlens
         else:
             by_key = dict.fromkeys(data, seqlens)
-        single = {key: [[int(n)] for n in lengths] for key, lengths in by_key.items()}
+        single = {}
+        for key, lengths in by_key.items():
+            single[key] = [[int(n)] for n in lengths]
         return cls.from_groups(ids, single, data, metadata)
 
     @classmethod
@@ -116,10 +118,10 @@ class SequenceSample:
     @property
     def seqlens(self) -> dict[str, list[Ints]]:
         """Return a mapping of keys to one int32 vector of lengths per id."""
-        return {
-            key: np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else []
-            for key in self.lengths
-        }
+        result: dict[str, list[Ints]] = {}
+        for key in self.lengths:
+            result[key] = np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else []
+        return result
 
     @cached_property
     def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
@@ -127,10 +129,10 @@ class SequenceSample:
 
         The last entry is the end of the last sequence.
         """
-        return {
-            key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)])
-            for key, value in self.lengths.items()
-        }
+        result = {}
+        for key, value in self.lengths.items():
+            result[key] = np.concatenate([[0], np.cumsum(value, dtype=np.int64)])
+        return result
 
     def num_sequences(self, key: str = "completion") -> int:
         return len(_get_known(self, key, self.lengths))
@@ -177,18 +179,23 @@ class SequenceSample:
         names = list(samples[0].keys if keys is None else keys)
         if keys is None:
             _check_same_keys(samples)
-        lengths = {k: np.concatenate([_get_known(s, k, s.lengths) for s in samples]) for k in names}
-        offsets = {
-            k: _compute_offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples]))
-            for k in names
-        }
-        held = [k for k in names if any(k in s.data for s in samples)]
-        data = {k: arrays.concatenate([_get_known(s, k, s.data) for s in samples]) for k in held}
+        lengths = {}
+        for k in names:
+            lengths[k] = np.concatenate([_get_known(s, k, s.lengths) for s in samples])
+        offsets = {}
+        for k in names:
+            offsets[k] = _compute_offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples]))
+        held = []
+        for k in names:
+            if any(k in s.data for s in samples):
+                held.append(k)
+        data = {}
+        for k in held:
+            data[k] = arrays.concatenate([_get_known(s, k, s.data) for s in samples])
         columns = dict.fromkeys(name for s in samples for name in s.metadata)
-        metadata = {
-            c: tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids))
-            for c in columns
-        }
+        metadata = {}
+        for c in columns:
+            metadata[c] = tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids))
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
@@ -243,14 +250,12 @@ class SequenceSample:
         Data are views if the indices are consecutive, copies otherwise.
         """
         index = np.asarray(rows, dtype=np.int64)
-        counts = {
-            k: (offset[index + 1] - offset[index]).astype(np.int64)
-            for k, offset in self.offsets.items()
-        }
-        chosen = {
-            key: arrays.concatenate_ranges(offset[index], counts[key])
-            for key, offset in self.offsets.items()
-        }
+        counts = {}
+        for k, offset in self.offsets.items():
+            counts[k] = (offset[index + 1] - offset[index]).astype(np.int64)
+        chosen = {}
+        for key, offset in self.offsets.items():
+            chosen[key] = arrays.concatenate_ranges(offset[index], counts[key])
         return _rearrange(
             self,
             GroupRearrangement(tuple(self.ids[row] for row in rows), list(rows), chosen, counts),
@@ -321,7 +326,10 @@ class SequenceSample:
                 f"update joins samples of the same ids; these differ in {len(apart)}: {apart[:5]}"
             )
         new = other if other.ids == self.ids else other.select(ids=self.ids)
-        kept = {key: value for key, value in self.data.items() if key not in new.lengths}
+        kept = {}
+        for key, value in self.data.items():
+            if key not in new.lengths:
+                kept[key] = value
         return SequenceSample(
             self.ids,
             {**self.lengths, **new.lengths},
@@ -345,14 +353,16 @@ class SequenceSample:
 
         Metadata must be JSON values (tuples become lists).
         """
-        shapes = {
-            f"lengths/{key}": torch.from_numpy(value.copy()) for key, value in self.lengths.items()
-        }
-        shapes |= {
-            f"offsets/{key}": torch.from_numpy(value.copy()) for key, value in self.offsets.items()
-        }
+        shapes = {}
+        for key, value in self.lengths.items():
+            shapes[f"lengths/{key}"] = torch.from_numpy(value.copy())
+        for key, value in self.offsets.items():
+            shapes[f"offsets/{key}"] = torch.from_numpy(value.copy())
         tensors = {f"data/{key}": torch.as_tensor(value) for key, value in self.data.items()}
-        kept = [key for key, value in self.data.items() if isinstance(value, np.ndarray)]
+        kept = []
+        for key, value in self.data.items():
+            if isinstance(value, np.ndarray):
+                kept.append(key)
         values = {
             "ids": self.ids,
             "metadata": dict(self.metadata),
@@ -405,7 +415,10 @@ def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSamp
     """Return the sample with keys renamed old -> new, and without all other keys."""
     lengths = {new: sample.lengths[old] for old, new in names.items()}
     offsets = {new: sample.offsets[old] for old, new in names.items()}
-    data = {new: sample.data[old] for old, new in names.items() if old in sample.data}
+    data = {}
+    for old, new in names.items():
+        if old in sample.data:
+            data[new] = sample.data[old]
     return SequenceSample(sample.ids, lengths, offsets, data, sample.metadata)
 
 
@@ -413,17 +426,16 @@ def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSam
     """Split into parts of consecutive ids at `bounds`; data are views."""
     parts = []
     for low, high in pairwise(bounds):
-        span = {
-            key: (int(offset[low]), int(offset[high])) for key, offset in sample.offsets.items()
-        }
+        span = {}
+        for key, offset in sample.offsets.items():
+            span[key] = (int(offset[low]), int(offset[high]))
         lengths = {key: sample.lengths[key][a:b] for key, (a, b) in span.items()}
         offsets = {key: sample.offsets[key][low : high + 1] - a for key, (a, _) in span.items()}
-        data = {
-            key: value[
+        data = {}
+        for key, value in sample.data.items():
+            data[key] = value[
                 int(sample.starts[key][span[key][0]]) : int(sample.starts[key][span[key][1]])
             ]
-            for key, value in sample.data.items()
-        }
         metadata = {name: values[low:high] for name, values in sample.metadata.items()}
         parts.append(SequenceSample(sample.ids[low:high], lengths, offsets, data, metadata))
     return parts
@@ -433,13 +445,13 @@ def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") 
     """Return the sequences listed in `new`, with the metadata of their ids except `drop`."""
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}
-    data = {
-        key: arrays.take_segments(value, sample.starts[key], new.index[key])
-        for key, value in sample.data.items()
-    }
-    metadata = {
-        k: tuple(v[row] for row in new.rows) for k, v in sample.metadata.items() if k != drop
-    }
+    data = {}
+    for key, value in sample.data.items():
+        data[key] = arrays.take_segments(value, sample.starts[key], new.index[key])
+    metadata = {}
+    for k, v in sample.metadata.items():
+        if k != drop:
+            metadata[k] = tuple(v[row] for row in new.rows)
     return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
 
 

@@ -27,6 +27,7 @@ def pair_short(
             units.append([waiting.pop(), place])
         else:
             waiting.append(place)
-    units += [[place] for place in waiting]
+    for place in waiting:
+        units.append([place])
     order = np.asarray([place for unit in units for place in unit], dtype=np.int64)
     return order, np.cumsum([0, *map(len, units)]).astype(np.int64)

@@ -76,7 +76,10 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         place = _download_from_hub(path)
     if not place.is_dir():
         check_file(place, path, DataError)
-    below = [f for f in iterate_files(place, path, DataError) if f.name.endswith(SUFFIXES)]
+    below = []
+    for f in iterate_files(place, path, DataError):
+        if f.name.endswith(SUFFIXES):
+            below.append(f)
     files = sorted(f for f in below if f.exists() and not _is_hidden(f.relative_to(place)))
     if any(f.name.endswith(arrow.ARROW) for f in files):
         files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
@@ -84,7 +87,10 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     # Select the files of the split.
     if split:
-        kept = [f for f in files if _find_split(f.relative_to(place)) == _normalize_split(split)]
+        kept = []
+        for f in files:
+            if _find_split(f.relative_to(place)) == _normalize_split(split):
+                kept.append(f)
     else:
         kept = _choose_default_split(place, files)
     if not kept:

@@ -108,9 +108,10 @@ class SourceSpec:
 
     def check(self, where: str) -> None:
         # Numbers of rows.
-        shares = [
-            name for name in ("fraction", "size", "weight") if getattr(self, name) is not None
-        ]
+        shares = []
+        for name in ("fraction", "size", "weight"):
+            if getattr(self, name) is not None:
+                shares.append(name)
         if len(shares) > 1:
             raise ConfigError(
                 f"{where}: {' and '.join(shares)} exclude each other; set one of them"
@@ -216,9 +217,10 @@ def parse_named(value: Any) -> list[SourceSpec]:
             f"dataset.named={value!r}: must be a list such as [webgpt, {{oasst_export: "
             f"{{fraction: 0.5}}}}]"
         )
-    return [
-        _parse_named_source(entry, f"dataset.named[{index}]") for index, entry in enumerate(entries)
-    ]
+    result: list[SourceSpec] = []
+    for index, entry in enumerate(entries):
+        result.append(_parse_named_source(entry, f"dataset.named[{index}]"))
+    return result
 
 
 def _parse_named_source(entry: Any, where: str) -> SourceSpec:
@@ -239,8 +241,14 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
             f"{where}: {name}={options!r}: must be a mapping such as {{fraction: 0.5}}"
         )
     known = {spec.name for spec in fields(SourceSpec)} - {"named", "type", "split"}
-    own = {key: item for key, item in (options or {}).items() if key in known}
-    args = {key: item for key, item in (options or {}).items() if key not in known}
+    own = {}
+    for key, item in (options or {}).items():
+        if key in known:
+            own[key] = item
+    args = {}
+    for key, item in (options or {}).items():
+        if key not in known:
+            args[key] = item
     return SourceSpec.parse(
         {**own, "named": str(name), "args": {**args, **(own.get("args") or {})}}, where
     )

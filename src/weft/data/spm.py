@@ -138,18 +138,20 @@ def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
     core.decoder = decoders.Sequence(undo)
     # Register pieces that are never split.
     for kind in (CONTROL, USER_DEFINED):
-        found = [
-            tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL)
-            for p, _, k in model.pieces
-            if k == kind
-        ]
+        found = []
+        for p, _, k in model.pieces:
+            if k == kind:
+                found.append(tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL))
         core.add_tokens(found)
     return core
 
 
 def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that form a piece, in order of its score, highest first."""
-    mergeable = {piece for piece, _, kind in model.pieces if kind not in (UNKNOWN, CONTROL, BYTE)}
+    mergeable = set()
+    for piece, _, kind in model.pieces:
+        if kind not in (UNKNOWN, CONTROL, BYTE):
+            mergeable.add(piece)
     pairs = []
     for piece, score, _ in model.pieces:
         if piece not in mergeable:

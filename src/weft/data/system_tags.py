@@ -66,11 +66,10 @@ def format_tag(
     Language and labels are in random order, followed by the context, which can have several lines.
     Raises `DataError` for a label that is not a number from 0 to 1.
     """
-    lines = [
-        f"{name}: {_format_value(name, message[name])}"
-        for name in FACTS
-        if message.get(name) is not None
-    ]
+    lines = []
+    for name in FACTS:
+        if message.get(name) is not None:
+            lines.append(f"{name}: {_format_value(name, message[name])}")
     if length:
         lines.append(
             f"length: {len(WORD.findall(message['content'])) // WORDS_PER_LENGTH_UNIT + 1}"

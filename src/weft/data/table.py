@@ -158,10 +158,14 @@ class TokenTable:
         The keys are those of the first sample.
         """
         kinds = _list_keys(encoded[0]) if encoded else ("prompt",)
-        seqlens = {key: [_list_lengths(row, key) for row in encoded] for key in kinds}
+        seqlens = {}
+        for key in kinds:
+            seqlens[key] = [_list_lengths(row, key) for row in encoded]
         data = {key: _pack_rows(encoded, key) for key in kinds}
         columns = dict.fromkeys(name for row in encoded for name in row.metadata)
-        metadata = {name: [row.metadata.get(name) for row in encoded] for name in columns}
+        metadata = {}
+        for name in columns:
+            metadata[name] = [row.metadata.get(name) for row in encoded]
         sample = SequenceSample.from_groups(ids, seqlens, data, metadata)
         return cls(sample, np.asarray(rows, dtype=np.int32), report)
 

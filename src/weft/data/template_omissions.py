@@ -94,7 +94,10 @@ class TrainedTurn:
             )
         else:
             thoughts = TAGS.split(message["content"].rpartition(END_OF_THOUGHT)[0])
-            cut = [thought for thought in thoughts if not has_text(self.written, thought)]
+            cut = []
+            for thought in thoughts:
+                if not has_text(self.written, thought):
+                    cut.append(thought)
             if cut:
                 yield self._build_omission(
                     f"what precedes {END_OF_THOUGHT} in content",
@@ -115,7 +118,10 @@ class TrainedTurn:
 
     def _advise_on_reasoning(self) -> str:
         """Return advice on keeping reasoning that is given in a separate field."""
-        own = {key: value for key, value in self.message.items() if key != REASONING}
+        own = {}
+        for key, value in self.message.items():
+            if key != REASONING:
+                own[key] = value
         inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
         if self._is_written_when_last({**self.message, REASONING: MARK}):
             return "let the row end with that turn"

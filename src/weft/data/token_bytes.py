@@ -79,7 +79,10 @@ def _map_characters_to_bytes() -> dict[str, bytes]:
 
     Visible Latin-1 characters represent themselves; the other bytes are numbered from U+0100 on.
     """
-    plain = [n for n in range(256) if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256]
+    plain = []
+    for n in range(256):
+        if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256:
+            plain.append(n)
     others = [n for n in range(256) if n not in plain]
     return {chr(n): bytes([n]) for n in plain} | {
         chr(256 + at): bytes([n]) for at, n in enumerate(others)

@@ -76,9 +76,9 @@ def read_stop_ids(path: str) -> tuple[int, ...]:
     found: list[int] = []
     for name in STOP_ID_FILES:
         stated = read_model_values(path, name).get("eos_token_id")
-        found += [
-            id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)
-        ]
+        for id in stated if isinstance(stated, list) else [stated]:
+            if isinstance(id, int):
+                found.append(id)
     return tuple(dict.fromkeys(found))
 
 
@@ -381,7 +381,10 @@ def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | No
         return None
     core = json.loads(hf.backend_tokenizer.to_str())
     model = core["model"]
-    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _list_steps(core[name])]
+    steps = []
+    for name in ("normalizer", "pre_tokenizer"):
+        for step in _list_steps(core[name]):
+            steps.append(step)
     if model.get("type") != "BPE" or any(step["type"] not in BOUNDED_STEPS for step in steps):
         return None
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
@@ -408,11 +411,11 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
         return []
     if step["type"] != "Sequence":
         return [step]
-    return [
-        each
-        for part in step.get("normalizers", step.get("pretokenizers", []))
-        for each in _list_steps(part)
-    ]
+    result: list[Mapping[str, Any]] = []
+    for part in step.get("normalizers", step.get("pretokenizers", [])):
+        for each in _list_steps(part):
+            result.append(each)
+    return result
 
 
 def bound_tokens(text: str, of_ascii: int, of_others: int) -> int:
@@ -546,11 +549,10 @@ def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()
     else:
-        options = {
-            name: str(value)
-            for name, value in hf.init_kwargs.items()
-            if not name.endswith(("_file", "_path"))
-        }
+        options = {}
+        for name, value in hf.init_kwargs.items():
+            if not name.endswith(("_file", "_path")):
+                options[name] = str(value)
         core = json.dumps(
             [type(hf).__name__, options, sorted(hf.get_vocab().items())], sort_keys=True
         )

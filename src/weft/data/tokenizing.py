@@ -220,9 +220,9 @@ def _tokenize_files(job: EncodingJob, files: Sequence[Path], source: RowSource) 
     # The garbage collector would traverse all rows repeatedly, which takes as long as reading them.
     gc.disable()
     try:
-        rows: Chunk = [
-            (str(place), row) for place, row in rename_columns(read, source.columns, source.path)
-        ]
+        rows: Chunk = []
+        for place, row in rename_columns(read, source.columns, source.path):
+            rows.append((str(place), row))
     finally:
         if collecting:
             gc.enable()
@@ -273,9 +273,12 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     start = 0
     total = TokenizationReport()
     for samples, report, found in outcomes:
-        problems += [(start + index, wrong, long) for index, wrong, long in found]
-        own_ids += [(start + index, own) for index, own, _ in samples]
-        encoded += [sample for _, _, sample in samples]
+        for index, wrong, long in found:
+            problems.append((start + index, wrong, long))
+        for index, own, _ in samples:
+            own_ids.append((start + index, own))
+        for _, _, sample in samples:
+            encoded.append(sample)
         total += replace(report, cut=tuple(replace(cut, row=start + cut.row) for cut in report.cut))
         start += report.rows
     places = [place for place, _ in rows]

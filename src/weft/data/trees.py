@@ -54,11 +54,10 @@ def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
 
 def _read_facts(node: Node) -> dict[str, Any]:
     labels = node.get("labels") or {}
-    found = {
-        name: labels[name]["value"]
-        for name in ("quality", "humor", "creativity")
-        if labels.get(name)
-    }
+    found = {}
+    for name in ("quality", "humor", "creativity"):
+        if labels.get(name):
+            found[name] = labels[name]["value"]
     return {"lang": node["lang"], **found} if node.get("lang") else found
 
 
@@ -80,12 +79,17 @@ def _iterate_paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
         replies = _filter_replies(path[-1])
         if inner or not replies:
             yield path
-        stack += [[*path, reply] for reply in reversed(replies)]
+        for reply in reversed(replies):
+            stack.append([*path, reply])
 
 
 def _filter_replies(node: Node) -> list[Node]:
     """Return the replies that are neither deleted nor synthetic (as named datasets do)."""
-    return [reply for reply in node.get("replies") or () if _is_wanted(reply)]
+    result: list[Node] = []
+    for reply in node.get("replies") or ():
+        if _is_wanted(reply):
+            result.append(reply)
+    return result
 
 
 def _is_wanted(node: Node) -> bool:

@@ -74,10 +74,9 @@ class SavedTensors:
         missing = math.prod(part.stop - part.start for part in where)
         for path, place in pieces:
             assert place is not None
-            common = [
-                slice(max(a.start, b.start), min(a.stop, b.stop))
-                for a, b in zip(where, place, strict=True)
-            ]
+            common = []
+            for a, b in zip(where, place, strict=True):
+                common.append(slice(max(a.start, b.start), min(a.stop, b.stop)))
             if any(part.start >= part.stop for part in common):
                 continue
             with _open_tensors(path) as file:

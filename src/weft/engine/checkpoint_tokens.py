@@ -65,10 +65,19 @@ def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Token
     ):
         return tokenizer
     hf = tokenizer.hf
-    special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
-    ending_nothing = [token for token, id in special.items() if id not in stops]
+    special = {}
+    for id, added in hf.added_tokens_decoder.items():
+        if added.special:
+            special[added.content] = id
+    ending_nothing = []
+    for token, id in special.items():
+        if id not in stops:
+            ending_nothing.append(token)
     named = [token for token in ending_nothing if "pad" in token.lower()]
-    usual = [token for token in (hf.unk_token, hf.bos_token) if token in ending_nothing]
+    usual = []
+    for token in (hf.unk_token, hf.bos_token):
+        if token in ending_nothing:
+            usual.append(token)
     template = (
         tokenizer.chat_template or ""
     )  # tokens in the template occur in every text, so they come last

@@ -253,7 +253,10 @@ def format_hardware(facts: Mapping[str, Any], called: str) -> str:
 def _read_processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's name as its maker gives it, or else its architecture."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    named = []
+    for line in lines:
+        if line.startswith("model name"):
+            named.append(line.split(":", 1)[1].strip())
     return named[0] if named else platform.processor() or platform.machine()
 
 

@@ -88,11 +88,10 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
 
 def find_install_command(*options: str) -> str:
     """Return the command that installs missing packages of these options, or ""."""
-    extras = [
-        EXTRAS[option][1]
-        for option in options
-        if option in EXTRAS and not _is_installed(EXTRAS[option][0])
-    ]
+    extras = []
+    for option in options:
+        if option in EXTRAS and not _is_installed(EXTRAS[option][0]):
+            extras.append(EXTRAS[option][1])
     return install(",".join(extras)) if extras else ""
 
 
@@ -142,11 +141,13 @@ def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
 def format_table(found: Sequence[MemoryOption]) -> list[str]:
     """Return a line for each memory option: its settings, size and smallest GPU."""
     width = max(len(way.options) for way in found)
-    return [
-        f"{way.options:<{width}}  {_format_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
-        f"{_format_fit(way)}{_format_install(way)}"
-        for way in found
-    ]
+    table: list[str] = []
+    for way in found:
+        table.append(
+            f"{way.options:<{width}}  {_format_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
+            f"{_format_fit(way)}{_format_install(way)}"
+        )
+    return table
 
 
 def _format_install(way: MemoryOption) -> str:
@@ -177,10 +178,12 @@ def _estimate_total(cases: Cases) -> float:
 
 def _change_trained(cases: Cases, change: Callable[[MemorySettings], MemorySettings]) -> Cases:
     """Apply `change` to the settings of the trained roles."""
-    return {
-        name: replace(case, settings=change(case.settings)) if case.settings.trained else case
-        for name, case in cases.items()
-    }
+    trained = {}
+    for name, case in cases.items():
+        trained[name] = (
+            replace(case, settings=change(case.settings)) if case.settings.trained else case
+        )
+    return trained
 
 
 def _with_adapters(case: MemoryCase) -> MemoryCase:

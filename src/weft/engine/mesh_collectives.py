@@ -150,9 +150,11 @@ class MeshCollectives:
         """
         if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()
-        return {
-            id(part.parameter) for name, part in self.stored().items() if is_expert_weight(name)
-        }
+        separate_experts: set[int] = set()
+        for name, part in self.stored().items():
+            if is_expert_weight(name):
+                separate_experts.add(id(part.parameter))
+        return separate_experts
 
     def _sum_gradients(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._agree(parameters, group)
@@ -199,7 +201,10 @@ class MeshCollectives:
         dist.all_gather_object(
             dtypes, {name: value.dtype for name, value in own.items()}, group=group
         )
-        dtype = {name: kind for each in dtypes for name, kind in each.items()}
+        dtype = {}
+        for each in dtypes:
+            for name, kind in each.items():
+                dtype[name] = kind
         whole: dict[str, Tensor] = {}
         for name in (name for name in self.shapes if name in dtype):
             for rank, where in self._iterate_slices(name, first):
@@ -215,7 +220,11 @@ class MeshCollectives:
         return whole if self.mesh.rank == first else None
 
     def select_saved_names(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self._find_first_holder(name) == self.mesh.rank]
+        saved_names: list[str] = []
+        for name in names:
+            if self._find_first_holder(name) == self.mesh.rank:
+                saved_names.append(name)
+        return saved_names
 
     def name_file(self, stem: str) -> str:
         return f"{stem}-{self.mesh.mesh.ranks.index(self.mesh.rank):05d}.safetensors"

@@ -44,8 +44,8 @@ def list_sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
     """
     counts = [len(group) for group in part.seqlens["completion"]]
     cuts = part.metadata.get(PART) or tuple({"id": id, "first": 0} for id in part.ids)
-    return [
-        (cut["id"], cut["first"] + k)
-        for cut, count in zip(cuts, counts, strict=True)
-        for k in range(count)
-    ]
+    sequence_keys: list[tuple[str, int]] = []
+    for cut, count in zip(cuts, counts, strict=True):
+        for k in range(count):
+            sequence_keys.append((cut["id"], cut["first"] + k))
+    return sequence_keys

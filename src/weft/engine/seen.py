@@ -43,11 +43,10 @@ def keep_outputs(
         return None
     offsets = part.offsets["completion"]  # [num_ids + 1], in completions
     tokens = part.starts["completion"][offsets]  # [num_ids + 1]
-    kept = [
-        index
-        for index, id in enumerate(part.ids)
-        if id in chosen and tokens[index + 1] - tokens[index] <= TOKENS
-    ]
+    kept = []
+    for index, id in enumerate(part.ids):
+        if id in chosen and tokens[index + 1] - tokens[index] <= TOKENS:
+            kept.append(index)
     if not kept:
         return None
     groups = [part.seqlens["completion"][index] for index in kept]
@@ -56,15 +55,14 @@ def keep_outputs(
         "scores": [[1] * len(group) for group in groups],
     }
     ends: dict[str, Any] = {"logprobs": tokens, "scores": offsets}
-    data = {
-        name: torch.cat(
+    data = {}
+    for name in names:
+        data[name] = torch.cat(
             [
                 out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])]
                 for index in kept
             ]
         )
-        for name in names
-    }
     return SequenceSample.from_groups(
         [part.ids[index] for index in kept], {name: lengths[name] for name in names}, data
     )

@@ -76,12 +76,11 @@ class ServiceClient:
         # Split the sequences into requests.
         name = self._choose_output(wanted, temperature)
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
-        rows = [
-            ([*prompts[int(group)], *completion.tolist()], len(prompts[int(group)]))
-            for group, completion in zip(
-                batch.group_of("completion"), batch.sequences("completion"), strict=True
-            )
-        ]
+        rows = []
+        for group, completion in zip(
+            batch.group_of("completion"), batch.sequences("completion"), strict=True
+        ):
+            rows.append(([*prompts[int(group)], *completion.tolist()], len(prompts[int(group)])))
         if name == "logits":
             size = min(self.spec.rows, LOGIT_ROWS)
         else:
@@ -120,7 +119,10 @@ class ServiceClient:
         """Return the model's output to read. Raises `ConfigError` if none is suitable."""
         if self._known is None:
             self._known = self._call_with_retries(self._transport.fetch_metadata)
-        found = [name for name in NAMES[wanted] if name in self._known.outputs]
+        found = []
+        for name in NAMES[wanted]:
+            if name in self._known.outputs:
+                found.append(name)
         if not found or IDS not in self._known.inputs:
             raise ConfigError(
                 f"{self.role}.url={self.place.url}: this model takes "
@@ -185,11 +187,11 @@ class ServiceClient:
             MASK: np.array([[*[1] * len(ids), *[0] * (longest - len(ids))] for ids, _ in rows]),
             STARTS: np.array([[max(1, start)] for _, start in rows]),
         }
-        return {
-            name: values.astype(DATATYPES[types[name]])
-            for name, values in made.items()
-            if name in types
-        }
+        result: dict[str, Tensor] = {}
+        for name, values in made.items():
+            if name in types:
+                result[name] = values.astype(DATATYPES[types[name]])
+        return result
 
     def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
         """Return the answer, with retries if they may help. Raises `RunError`."""

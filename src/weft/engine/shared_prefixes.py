@@ -72,10 +72,9 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
         for longer in one.longer:
             longer.chosen = len(one.shorter) if one.worth[one.chosen] else one.chosen
     places = {number: np.flatnonzero(belongs == number) for number in set(belongs.tolist()) - {-1}}
-    made = [
-        SharedPrefix(tuple(sorted(order[at] for at in of)), tree[number].size)
-        for number, of in places.items()
-    ]
+    made = []
+    for number, of in places.items():
+        made.append(SharedPrefix(tuple(sorted(order[at] for at in of)), tree[number].size))
     return sorted(made, key=lambda prefix: prefix.sequences)
 
 

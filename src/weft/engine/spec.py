@@ -111,11 +111,10 @@ class OptimizerSpec:
     frozen_epochs: int = option(0, "", at_least=0, hidden=True)
 
     def __post_init__(self) -> None:
-        warmups = [
-            n
-            for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs")
-            if getattr(self, n) is not None
-        ]
+        warmups = []
+        for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs"):
+            if getattr(self, n) is not None:
+                warmups.append(n)
         if len(warmups) > 1:
             raise ConfigError(
                 f"optimizer: {' and '.join(warmups)} exclude each other; set one of them"

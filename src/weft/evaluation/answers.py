@@ -42,10 +42,9 @@ def sample_answers(
     # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
     asked = [prompt.tokenize(tokenizer, system=system, plain=plain) for prompt in prompts]
-    specs = [
-        replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.list_stop_ids()])
-        for each in settings
-    ]
+    specs = []
+    for each in settings:
+        specs.append(replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.list_stop_ids()]))
     requests = [
         Request(
             f"{index}/{kind}",
@@ -77,7 +76,9 @@ def sample_answers(
                     if progress is not None:
                         progress(len(ends), len(requests))
     # Decode the tokens.
-    made: list[list[list[SampledAnswer]]] = [[[] for _ in settings] for _ in prompts]
+    made: list[list[list[SampledAnswer]]] = []
+    for _ in prompts:
+        made.append([[] for _ in settings])
     for request in requests:
         index, kind = map(int, request.id.split("/"))
         ids = tokens[request.id, request.k]

@@ -221,7 +221,10 @@ def _sample_weak_replies(
     If there is a reward model, it selects the best of several. An entry is None if the reply is
     empty or the prompt does not fit in the context.
     """
-    prompts = {place: _build_prompt(row) for place, row in enumerate(rows) if row.messages}
+    prompts = {}
+    for place, row in enumerate(rows):
+        if row.messages:
+            prompts[place] = _build_prompt(row)
     opened, context = weak.opened, weak.opened.context
     if context is not None:
         prompts = {

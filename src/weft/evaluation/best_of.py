@@ -39,11 +39,10 @@ def choose(
     """
     made = []
     for prompt, said, found in zip(prompts, answers, scores, strict=True):
-        distinct = {
-            answer.text: (answer, float(value))
-            for answer, value in zip(said, found, strict=True)
-            if answer.text
-        }
+        distinct = {}
+        for answer, value in zip(said, found, strict=True):
+            if answer.text:
+                distinct[answer.text] = (answer, float(value))
         kept = list(distinct.values())
         whole = [pair for pair in kept if pair[0].finish_reason == "stop"]
         kept = whole if finished_only and whole else kept
@@ -68,8 +67,14 @@ def save(
     reward model or DPO. The last two omit prompts whose answers have equal scores. Each row
     includes its scores.
     """
-    good = [choice for choice in choices if least is None or choice.scores[0] >= least]
-    several = [choice for choice in choices if choice.scores[0] > choice.scores[-1]]
+    good = []
+    for choice in choices:
+        if least is None or choice.scores[0] >= least:
+            good.append(choice)
+    several = []
+    for choice in choices:
+        if choice.scores[0] > choice.scores[-1]:
+            several.append(choice)
     files = {
         "selected.jsonl": [_build_chat_row(choice, 0) for choice in good],
         "rejected.jsonl": [_build_chat_row(choice, -1) for choice in several],

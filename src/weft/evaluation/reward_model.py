@@ -153,7 +153,10 @@ def _read_categories(path: str, split: str | None, column: str | None) -> list[s
     """Return the column's value in every row. Raises `DataError` if no row has the column."""
     if column is None:
         return []
-    rows = [row for file in find_files(path, split) for _, row in read_rows(file)]
+    rows = []
+    for file in find_files(path, split):
+        for _, row in read_rows(file):
+            rows.append(row)
     values = [None if isinstance(row, UnreadableRow) else row.get(column) for row in rows]
     if all(value is None for value in values):
         known = sorted({str(key) for row in rows if isinstance(row, Mapping) for key in row})
@@ -164,7 +167,9 @@ def _read_categories(path: str, split: str | None, column: str | None) -> list[s
 def summarize_by_category(groups: Sequence[PairCounts]) -> dict[str, AgreementSummary]:
     """Return the summary of each category, sorted by name; key "" if there are no categories."""
     names = sorted({group.category for group in groups})
-    return {
-        name: AgreementSummary.from_counts([group for group in groups if group.category == name])
-        for name in names
-    }
+    by_category: dict[str, AgreementSummary] = {}
+    for name in names:
+        by_category[name] = AgreementSummary.from_counts(
+            [group for group in groups if group.category == name]
+        )
+    return by_category

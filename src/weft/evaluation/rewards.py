@@ -55,7 +55,8 @@ def score_replies(
         )
         flat = to_host_array(made.data["scores"]).astype(np.float64)
         owners = made.group_of("scores")
-        scores += [flat[owners == index] for index in range(made.num_ids)]
+        for index in range(made.num_ids):
+            scores.append(flat[owners == index])
     return scores
 
 
@@ -64,9 +65,9 @@ def _encode(
 ) -> EncodedSample:
     try:
         if tokenizer.chat_template is not None:
-            turns: list[list[Message]] = [
-                [{"role": "assistant", "content": reply}] for reply in replies
-            ]
+            turns: list[list[Message]] = []
+            for reply in replies:
+                turns.append([{"role": "assistant", "content": reply}])
             return encode_continuations(tokenizer, prompt.messages, turns, None, may_be_empty=True)
         sequences = [encode_with_eos(tokenizer, prompt.text + reply) for reply in replies]
         return build_answer_group(tokenizer.encode(prompt.text), sequences)

@@ -40,15 +40,16 @@ def build(
     """Return the report of one model; `answers` is `[prompt][setting][sample]`."""
     rows = []
     for prompt, of_prompt in zip(prompts, answers, strict=True):
-        results = [
-            {
-                "sampling_config": chosen.name,
-                "sampling_params": _read_sampling_parameters(chosen),
-                "outputs": [answer.text for answer in said],
-                "finish": [answer.finish_reason for answer in said],
-            }
-            for chosen, said in zip(settings, of_prompt, strict=True)
-        ]
+        results = []
+        for chosen, said in zip(settings, of_prompt, strict=True):
+            results.append(
+                {
+                    "sampling_config": chosen.name,
+                    "sampling_params": _read_sampling_parameters(chosen),
+                    "outputs": [answer.text for answer in said],
+                    "finish": [answer.finish_reason for answer in said],
+                }
+            )
         rows.append(
             {
                 "id": prompt.id,
@@ -210,18 +211,17 @@ def _name_columns(reports: Sequence[Report]) -> list[str]:
     found: dict[str, None] = {}
     for index, report in enumerate(reports):
         for row in report["prompts"]:
-            found |= {
-                _name_column(reports, index, result["sampling_config"]): None
-                for result in row["results"]
-            }
+            for result in row["results"]:
+                found[_name_column(reports, index, result["sampling_config"])] = None
     return list(found)
 
 
 def _name_column(reports: Sequence[Report], index: int, setting: str) -> str:
     name = shorten_name(reports[index]["model_name"])
-    same = [
-        other for other, report in enumerate(reports) if shorten_name(report["model_name"]) == name
-    ]
+    same = []
+    for other, report in enumerate(reports):
+        if shorten_name(report["model_name"]) == name:
+            same.append(other)
     return f"{name if len(same) == 1 else f'{name} ({same.index(index) + 1})'} / {setting}"
 
 

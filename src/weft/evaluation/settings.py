@@ -94,11 +94,10 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], 
     found = list[SamplingSettings]()
     notes = list[str]()
     for name, given in _list_entries(path, values):
-        missing = [
-            f"{key}={given[key]}"
-            for key, value in NEUTRAL.items()
-            if key in given and given[key] != value
-        ]
+        missing = []
+        for key, value in NEUTRAL.items():
+            if key in given and given[key] != value:
+                missing.append(f"{key}={given[key]}")
         if missing:
             notes.append(
                 f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}"
@@ -122,13 +121,17 @@ def _list_entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mappi
             isinstance(each, Mapping) and "name" in each for each in listed
         ):
             raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
-        entries = [
-            (
-                str(each["name"]),
-                {**common, **_check_mapping(path, str(each["name"]), each.get("generate_args"))},
+        entries = []
+        for each in listed:
+            entries.append(
+                (
+                    str(each["name"]),
+                    {
+                        **common,
+                        **_check_mapping(path, str(each["name"]), each.get("generate_args")),
+                    },
+                )
             )
-            for each in listed
-        ]
     return [(name, _check_mapping(path, name, value)) for name, value in entries]
 
 
@@ -141,9 +144,10 @@ def _check_mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
 def _parse_settings(
     name: str, given: Mapping[str, Any], base: GenerationSpec, where: str
 ) -> SamplingSettings:
-    values = {
-        key: value for key, value in given.items() if key not in NEUTRAL and value is not None
-    }
+    values = {}
+    for key, value in given.items():
+        if key not in NEUTRAL and value is not None:
+            values[key] = value
     sampled = values.pop("do_sample", None)
     if sampled is not None and "greedy" not in values:
         values["greedy"] = not sampled

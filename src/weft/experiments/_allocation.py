@@ -62,10 +62,10 @@ def allocate_layouts(
     if layout is None:
         return dict(roles)
     by = f"allocation_mode={mode}"
-    return {
-        name: spec if is_placed(spec) else replace(spec, layout=layout, allocated_by=by)
-        for name, spec in roles.items()
-    }
+    layouts: dict[str, ModelSpec] = {}
+    for name, spec in roles.items():
+        layouts[name] = spec if is_placed(spec) else replace(spec, layout=layout, allocated_by=by)
+    return layouts
 
 
 def is_placed(spec: ModelSpec) -> bool:

@@ -68,13 +68,16 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     """
     # Give every role a layout, and check its model.
     _check_sizes(config, plan)
-    trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
+    trained = set()
+    for node in plan.nodes:
+        if isinstance(node, MFCDef) and node.trains:
+            trained.add(node.role)
     specs = allocate_layouts(
         plan.roles, config.allocation_mode, config.n_nodes * (config.n_gpus_per_node or 1)
     )
-    roles = {
-        name: replace(_expand_paths(spec), trained=name in trained) for name, spec in specs.items()
-    }
+    roles = {}
+    for name, spec in specs.items():
+        roles[name] = replace(_expand_paths(spec), trained=name in trained)
     options = _collect_options(config, plan)
     for name, spec in roles.items():
         checks.check_model(find_option_role(options, name, str(spec.path)), spec)
@@ -101,9 +104,9 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     if config.allocation_mode in (HEURISTIC, SEARCH):
         experiment = place_calls(experiment, config, plan.roles)
     experiment = replace(experiment, fixed_prompts=build_fixed_prompts(config, experiment))
-    placement = {
-        node.name: experiment.get_mesh(node).layout for node in experiment.graph.list_model_calls()
-    }
+    placement = {}
+    for node in experiment.graph.list_model_calls():
+        placement[node.name] = experiment.get_mesh(node).layout
     _check_calls(experiment)
     return replace(experiment, placement=placement)
 
@@ -184,18 +187,22 @@ def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[
     """Return the nodes for validation rows; calls that train use the method `evaluate` instead."""
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
-    return [
-        replace(n, method="evaluate") if isinstance(n, MFCDef) and n.trains else n for n in resized
-    ]
+    evaluation_nodes: list[Node] = []
+    for n in resized:
+        evaluation_nodes.append(
+            replace(n, method="evaluate") if isinstance(n, MFCDef) and n.trains else n
+        )
+    return evaluation_nodes
 
 
 def has_validation(dataset: DatasetSpec) -> bool:
     """Return whether the dataset options or one of the sources have validation rows."""
     sources = list_source_specs(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
-    named = [
-        source for source in sources if source.named is not None and source.valid_split is None
-    ]
+    named = []
+    for source in sources:
+        if source.named is not None and source.valid_split is None:
+            named.append(source)
     own = own or any(
         find_entry(source.named or "", dataset.named_file).valid is not None for source in named
     )
@@ -211,7 +218,10 @@ def _collect_options(config: RunConfig, plan: ExperimentParts) -> dict[str, Any]
             own["optimizer"]["lr"] = spec.optimizer.peak_lr
     lengths = {name: getattr(plan.dataset, name) for name in ("max_seqlen", "max_prompt_len")}
     values["dataset"] |= {name: length for name, length in lengths.items() if length is not None}
-    samples = [n for n in plan.nodes if isinstance(n, MFCDef) and n.method == "generate"]
+    samples = []
+    for n in plan.nodes:
+        if isinstance(n, MFCDef) and n.method == "generate":
+            samples.append(n)
     if samples and config.generation:
         group, _, name = config.generation.rpartition(".")
         (values[group] if group else values)[name]["max_new_tokens"] = samples[0].args[
@@ -247,11 +257,10 @@ def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
 
     Raises `ConfigError` if evaluation is requested and there is nothing to evaluate on.
     """
-    asked = [
-        n
-        for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs")
-        if getattr(config, n) is not None
-    ]
+    asked = []
+    for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
+        if getattr(config, n) is not None:
+            asked.append(n)
     if asked and config.eval_prompts is None and not has_validation(dataset):
         raise ConfigError(
             f"{asked[0]}={getattr(config, asked[0])}: there is nothing to evaluate on; "

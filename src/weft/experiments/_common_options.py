@@ -163,15 +163,16 @@ def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
     For a user's own configuration class the first group lists the options that the class adds.
     """
     known = {leaf.name for leaf in iterate_options(config)}
-    chosen = {
-        group: tuple(dict.fromkeys(name for name in names if name in known))
-        for group, names in COMMON.get(config.algorithm, {}).items()
-    }
-    kin = [
-        cls
-        for cls in type(config).__mro__
-        if cls.__module__.startswith("weft.") and is_dataclass(cls)
-    ]
-    shipped = {spec.name for cls in kin for spec in fields(cls)}
+    chosen = {}
+    for group, names in COMMON.get(config.algorithm, {}).items():
+        chosen[group] = tuple(dict.fromkeys(name for name in names if name in known))
+    kin = []
+    for cls in type(config).__mro__:
+        if cls.__module__.startswith("weft.") and is_dataclass(cls):
+            kin.append(cls)
+    shipped = set()
+    for cls in kin:
+        for spec in fields(cls):
+            shipped.add(spec.name)
     own = tuple(name for name in known if name.split(".")[0] not in shipped)
     return ({"of this configuration": tuple(sorted(own))} if own else {}) | chosen

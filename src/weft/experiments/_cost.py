@@ -155,12 +155,13 @@ def estimate_transfer_seconds(
         (network.num_parameters if network.trainable is None else network.trainable)
         * network.element_bytes
     )
-    wanted = {
-        rank: size
-        * _compute_stored_share(target.layout)
-        * (1.0 - _compute_present_share(source, target, rank))
-        for rank in target.ranks
-    }
+    wanted = {}
+    for rank in target.ranks:
+        wanted[rank] = (
+            size
+            * _compute_stored_share(target.layout)
+            * (1.0 - _compute_present_share(source, target, rank))
+        )
     most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
     return most / rates.compute_bandwidth({*source.ranks, *target.ranks}) + (
         rates.latency if most else 0.0

@@ -379,7 +379,8 @@ def _build_dtype_rule(key: str, dtype: str) -> Callable[[MappedDeepSpeedConfig, 
                 for name in group
                 if name in LOSS_SCALING - {"enabled"} and not _is_off(group[name])
             )
-            done.tuning += [f"{key}.{name}" for name in scaled]
+            for name in scaled:
+                done.tuning.append(f"{key}.{name}")
         done.refuse_unknown(key, group, LOSS_SCALING)
 
     return map_dtype
@@ -429,7 +430,10 @@ def _zero(done: MappedDeepSpeedConfig, value: Any) -> None:
         "zero_hpz_partition_size",
         "mics_shard_size",
     }
-    tuning = {key for key in group if key.removeprefix("stage3_") in ZERO_TUNING}
+    tuning = set()
+    for key in group:
+        if key.removeprefix("stage3_") in ZERO_TUNING:
+            tuning.add(key)
     done.refuse_unknown("zero_optimization", group, ZERO_TUNING | own | tuning)
 
 

@@ -55,11 +55,13 @@ def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation
         )
     # Sample greedily, with default options except for those in KEPT.
     plain = asdict(GenerationSpec())
-    names = [each.name for each in fields(GenerationSpec) if not each.metadata.get("hidden")]
-    args = {
-        name: given.get(name, plain[name]) if name in COPIED_OPTIONS else plain[name]
-        for name in names
-    }
+    names = []
+    for each in fields(GenerationSpec):
+        if not each.metadata.get("hidden"):
+            names.append(each.name)
+    args = {}
+    for name in names:
+        args[name] = given.get(name, plain[name]) if name in COPIED_OPTIONS else plain[name]
     call = MFCDef(
         NODE,
         role,
@@ -81,9 +83,10 @@ def _find_sampler(
 ) -> tuple[MFCDef | None, str]:
     """Return (the run's call that samples with the trained policy, or None; the policy's role)."""
     calls = experiment.graph.list_model_calls()
-    trained = [
-        call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"
-    ]
+    trained = []
+    for call in calls:
+        if call.trains and experiment.roles[call.role].head == "lm":
+            trained.append(call.role)
     if not trained and any(call.trains for call in calls):
         raise ConfigError(
             f"eval_prompts={path}: {config.algorithm or 'this run'} trains a model that scores "

@@ -28,8 +28,14 @@ def find_context(config: RunConfig) -> int | None:
     Contexts come from the available config.json files. The reward model's context does not count,
     since its tokenizer can differ.
     """
-    named = {spec.name: getattr(config, spec.name) for spec in fields(config) if spec.name != "rew"}
-    found = [read_model_context(value) for value in named.values() if isinstance(value, ModelSpec)]
+    named = {}
+    for spec in fields(config):
+        if spec.name != "rew":
+            named[spec.name] = getattr(config, spec.name)
+    found = []
+    for value in named.values():
+        if isinstance(value, ModelSpec):
+            found.append(read_model_context(value))
     return min((each for each in found if each is not None), default=None)
 
 
@@ -38,11 +44,10 @@ def read_model_context(spec: ModelSpec) -> int | None:
     values = checks.read_model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):
-            found = [
-                holder[key]
-                for key in CONTEXT_KEYS
-                if isinstance(holder.get(key), int) and holder[key] > 0
-            ]
+            found = []
+            for key in CONTEXT_KEYS:
+                if isinstance(holder.get(key), int) and holder[key] > 0:
+                    found.append(holder[key])
             if found:
                 return rope_scaling.compute_context(
                     spec.rope_scaling, int(found[0])

@@ -47,10 +47,9 @@ def resolve_models(config: RunConfigT) -> RunConfigT:
 
 def resolve_roles(experiment: Experiment) -> Experiment:
     """Resolve the model paths of an experiment built by user code. Raises `CheckpointError`."""
-    roles = {
-        name: _resolve_role(experiment.control, name, spec)
-        for name, spec in experiment.roles.items()
-    }
+    roles = {}
+    for name, spec in experiment.roles.items():
+        roles[name] = _resolve_role(experiment.control, name, spec)
     return replace(experiment, roles=roles)
 
 

@@ -194,17 +194,18 @@ def _build_problem(
 
 def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
     """Return a line for each model without a local config.json, which an estimate needs."""
-    missing = {
-        role: spec.path
-        for role, spec in roles.items()
-        if spec.path and not checks.read_model_config(spec)
-    }
-    return [
-        f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, "
-        f"so every call is on all "
-        f"devices; fetch it with: hf download {path} config.json"
-        for role, path in missing.items()
-    ]
+    missing = {}
+    for role, spec in roles.items():
+        if spec.path and not checks.read_model_config(spec):
+            missing[role] = spec.path
+    unread_models: list[str] = []
+    for role, path in missing.items():
+        unread_models.append(
+            f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, "
+            f"so every call is on all "
+            f"devices; fetch it with: hf download {path} config.json"
+        )
+    return unread_models
 
 
 def _with_placement(
@@ -456,7 +457,10 @@ def _count_ids(experiment: Experiment) -> int:
 
 def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
     """Return (tokens per prompt, tokens per answer, sampled answers per prompt)."""
-    samplers = [call for call in experiment.graph.list_model_calls() if call.method == "generate"]
+    samplers = []
+    for call in experiment.graph.list_model_calls():
+        if call.method == "generate":
+            samplers.append(call)
     # The experiment's dataset has defaults filled in; prefer the lengths that the user set.
     spec = config.search
     written = getattr(config, "dataset", experiment.dataset)
@@ -480,27 +484,26 @@ def _find_shared_references(experiment: Experiment) -> dict[str, str]:
     """Return the references that are their actor with its adapters disabled, with that actor."""
     from weft.engine.torch.adapters_off import can_share_base
 
-    return {
-        role: other
-        for role, spec in experiment.roles.items()
-        for other, trained in experiment.roles.items()
-        if role != other and can_share_base(spec, trained)
-    }
+    shared_references: dict[str, str] = {}
+    for role, spec in experiment.roles.items():
+        for other, trained in experiment.roles.items():
+            if role != other and can_share_base(spec, trained):
+                shared_references[role] = other
+    return shared_references
 
 
 # -- output
 
 
 def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
-    calls = {
-        call: {
+    calls = {}
+    for call, mesh in estimate.meshes.items():
+        calls[call] = {
             "layout": str(mesh.layout),
             "devices": list(mesh.ranks),
             "seconds": estimate.seconds[call],
             "seconds_for_its_weights": estimate.transfer_seconds[call],
         }
-        for call, mesh in estimate.meshes.items()
-    }
     return {
         "step_seconds": estimate.step_seconds,
         "memory_gb": estimate.peak_bytes / GIB,

@@ -191,7 +191,10 @@ class RLGraphBuilder:
         A step of the run is one firing of `actor_train`; each call that trains makes `num_updates`
         optimizer steps per batch. `notes` are lines for the plan that is printed before the run.
         """
-        trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
+        trains = []
+        for node in nodes:
+            if isinstance(node, MFCDef) and node.trains:
+                trains.append(node)
         plan = ExperimentParts(
             roles=roles,
             nodes=[_with_staleness(node, self.options) for node in nodes],
@@ -213,7 +216,10 @@ class RLGraphBuilder:
     ) -> MFCDef:
         """Return the call that samples completions; `prefix` is prepended to its output keys."""
         spec = replace(self.gen, **gen)
-        args = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in SAMPLING_OPTIONS}
+        args = {}
+        for f in fields(spec):
+            if f.name in SAMPLING_OPTIONS:
+                args[f.name] = getattr(spec, f.name)
         outputs = (*SAMPLE_KEYS, *(SUPPORT_KEYS if spec.record_support else ()))
         return MFCDef(
             name=name,
@@ -242,10 +248,9 @@ class RLGraphBuilder:
                 )
             )
         if self.has_function:
-            remap = {
-                key: prefix + key
-                for key in ("completion", *(("scores",) if self.has_model else ()))
-            }
+            remap = {}
+            for key in ("completion", *(("scores",) if self.has_model else ())):
+                remap[key] = prefix + key
             made = (
                 "rewards",
                 *(("token_rewards",) if config.reward_by_token else ()),

@@ -396,7 +396,10 @@ def _anneal(
 ) -> list[int]:
     """Return the best placement found by simulated annealing, changing one or two units a turn."""
     draw = random.Random(SEED)
-    movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
+    movable = []
+    for number, unit in enumerate(problem.units):
+        if len(unit.meshes) > 1:
+            movable.append(number)
     now = list(start)
     best = list(start)
     for turn in range(ANNEALING_STEPS):

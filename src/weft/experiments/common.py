@@ -67,7 +67,10 @@ class LoggerSpec:
             loggers: dict[str, dict[str, Any]] = {"tensorboard": {}}
         else:
             loggers = {}
-        wandb = {key: value for key, value in asdict(self.wandb).items() if value is not None}
+        wandb = {}
+        for key, value in asdict(self.wandb).items():
+            if value is not None:
+                wandb[key] = value
         if wandb and self.wandb.mode != "disabled":
             loggers["wandb"] = wandb
         if self.trackio.project is not None:
@@ -383,11 +386,10 @@ class RunConfig(ABC):
 
     def missing(self) -> list[str]:
         """Return a phrase for each required option that is not set."""
-        names = [
-            f"{name}=NAME (a folder's name)"
-            for name in ("experiment_name", "trial_name")
-            if not getattr(self, name)
-        ]
+        names = []
+        for name in ("experiment_name", "trial_name"):
+            if not getattr(self, name):
+                names.append(f"{name}=NAME (a folder's name)")
         model = getattr(self, self.main_role, None)
         if isinstance(model, ModelSpec) and model.path is None and model.backend not in NO_NETWORK:
             names.append(
@@ -405,9 +407,10 @@ class RunConfig(ABC):
     def control(self) -> Control:
         """Return the run options in the form that the runtime reads."""
         own = {spec.name for spec in fields(self)}
-        shared = {
-            spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own
-        }
+        shared = {}
+        for spec in fields(Control):
+            if spec.name in own:
+                shared[spec.name] = getattr(self, spec.name)
         return Control(**shared, loggers=self.logger.get_enabled(), env=self.launch.env)
 
 
@@ -470,7 +473,10 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
 
 def _build(config: RunConfig) -> Experiment:
     """Build the experiment with the method that the class of `config` overrides."""
-    own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
+    own = []
+    for cls in type(config).__mro__:
+        if not cls.__module__.startswith("weft."):
+            own.append(cls)
     overridden = {name for cls in own for name in vars(cls)}
     name = type(config).__name__
     for method, instead in UNSUPPORTED_METHODS.items():

@@ -59,7 +59,10 @@ class GenConfig(RunConfig):
         )
         dataset = lengths.dataset
         gen = asdict(lengths.gen)
-        names = [spec.name for spec in fields(GenerationSpec) if not spec.metadata.get("hidden")]
+        names = []
+        for spec in fields(GenerationSpec):
+            if not spec.metadata.get("hidden"):
+                names.append(spec.name)
         node = MFCDef(
             "gen",
             "model",

@@ -271,9 +271,9 @@ class GRPOConfig(PolicyConfig):
             args["part_weights"] = policy.reward_weights
             more.append("reward_parts")
         if greedy:
-            baselines = {
-                f"baseline_{key}": f"greedy_{key}" for key in ("rewards", "finished", "completion")
-            }
+            baselines = {}
+            for key in ("rewards", "finished", "completion"):
+                baselines[f"baseline_{key}"] = f"greedy_{key}"
         else:
             baselines = {}
         return HostFunction(

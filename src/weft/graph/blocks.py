@@ -54,7 +54,11 @@ class StateBlocks(Generic[T]):
     def list_ids(self, blocks: Collection[StateBlock[T]]) -> list[str]:
         """Return the ids in these blocks, in order of arrival."""
         if len(blocks) == 1:
-            return [id for block in blocks for id in block.ids]
+            result: list[str] = []
+            for block in blocks:
+                for id in block.ids:
+                    result.append(id)
+            return result
         held = set(blocks)
         if held:
             return [id for id, block in self._block_of_id.items() if block in held]

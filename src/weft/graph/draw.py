@@ -306,7 +306,10 @@ def shorten_keys(keys: Sequence[str]) -> str:
 
 def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
     """Yield the version edges, each replaced by the parameter sync that causes it, if any."""
-    roles = {node.name: node.role for node in graph.nodes if isinstance(node, MFCDef)}
+    roles = {}
+    for node in graph.nodes:
+        if isinstance(node, MFCDef):
+            roles[node.name] = node.role
     syncs = {(sync.after, sync.target): sync for sync in graph.syncs}
     for edge in graph.version_edges:
         sync = syncs.get((edge.producer, roles[edge.consumer]))

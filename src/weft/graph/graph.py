@@ -82,11 +82,10 @@ class DataflowGraph:
         shared = [key for key in new.output_keys if key in old.output_keys]
         edges = {key: old.output_key_remap.get(key, key) for key in old.output_keys}
         aside = {key: f"{edges[key]}_before_{new.name}" for key in shared}
-        read = {
-            key: aside.get(key, edges[key])
-            for key in (*new.input_keys, *new.optional_keys)
-            if key in edges
-        }
+        read = {}
+        for key in (*new.input_keys, *new.optional_keys):
+            if key in edges:
+                read[key] = aside.get(key, edges[key])
         if not read:
             raise GraphError(
                 f"insert_after: node {new.name!r} reads "
@@ -100,11 +99,10 @@ class DataflowGraph:
             input_key_remap={**read, **new.input_key_remap},
             output_key_remap={**{key: edges[key] for key in shared}, **new.output_key_remap},
         )
-        nodes = [
-            each
-            for node in self.nodes
-            for each in ((changed, placed) if node.name == name else (node,))
-        ]
+        nodes = []
+        for node in self.nodes:
+            for each in (changed, placed) if node.name == name else (node,):
+                nodes.append(each)
         return replace(self, nodes=nodes)
 
     def find_producers(self, consumer: str) -> tuple[str, ...]:
@@ -123,11 +121,10 @@ class DataflowGraph:
         between = self._find_consumers(edge.consumer) & {
             n for n in self.order if edge.producer in self._find_consumers(n)
         }
-        filters = [
-            n
-            for n in self.nodes
-            if isinstance(n, HostFunction) and n.refill_rounds and n.name in between
-        ]
+        filters = []
+        for n in self.nodes:
+            if isinstance(n, HostFunction) and n.refill_rounds and n.name in between:
+                filters.append(n)
         return filters[0] if filters else None
 
     def _find_consumers(self, name: str) -> set[str]:
@@ -236,9 +233,9 @@ def _build_missing_key_error(
 
 def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tuple[str, ...]:
     """Sort the names topologically; independent nodes keep the given order."""
-    waiting = {
-        n.name: {e.producer for e in edges if e.consumer == n.name} - {DATASET} for n in nodes
-    }
+    waiting = {}
+    for n in nodes:
+        waiting[n.name] = {e.producer for e in edges if e.consumer == n.name} - {DATASET}
     order: list[str] = []
     while waiting:
         free = next((name for name, before in waiting.items() if not before), None)

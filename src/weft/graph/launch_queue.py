@@ -113,7 +113,11 @@ class LaunchQueue:
                 held.add(each.lane)
         self._waiting = left
         wanted = {each.required_weights for each in left}
-        return [
-            FiringLaunch(each.firing, each.version, (each.firing.node, each.firing.step) in wanted)
-            for each in begin
-        ]
+        result: list[FiringLaunch] = []
+        for each in begin:
+            result.append(
+                FiringLaunch(
+                    each.firing, each.version, (each.firing.node, each.firing.step) in wanted
+                )
+            )
+        return result

@@ -56,7 +56,10 @@ def lay_out_graph(
     # Reduce crossings, then assign coordinates.
     _order_rows(rows, list(links))
     x = _compute_coordinates(rows, links, dict.fromkeys(names, node_width), bend_width)
-    rank = {dummy: index for index, row in enumerate(rows) for dummy in row}
+    rank = {}
+    for index, dummies in enumerate(rows):
+        for dummy in dummies:
+            rank[dummy] = index
     bends = {edge: [(x[dummy], rank[dummy]) for dummy in chain] for edge, chain in passing.items()}
     return GraphPositions({name: x[name] for name in names}, layer, bends)
 
@@ -78,9 +81,11 @@ def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]
     for name in reversed(names):
         nexts = {target for source, target in pairs if source == name}
         below[name] = nexts.union(*(below[target] for target in nexts)) if nexts else set()
-    return {
-        (a, b) for a, b in pairs if any(b in below[via] for _, via in pairs if _ == a and via != b)
-    }
+    implied_edges: set[Pair] = set()
+    for a, b in pairs:
+        if any(b in below[via] for _, via in pairs if _ == a and via != b):
+            implied_edges.add((a, b))
+    return implied_edges
 
 
 def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
@@ -95,7 +100,10 @@ def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
             }
             here = {name: float(place) for place, name in enumerate(rows[index])}
             for name in here:
-                places = [near[a if down else b] for a, b in links if (b if down else a) == name]
+                places = []
+                for a, b in links:
+                    if (b if down else a) == name:
+                        places.append(near[a if down else b])
                 here[name] = sum(places) / len(places) if places else here[name]
             rows[index].sort(key=lambda name, here=here: here[name])  # type: ignore[misc]
         crossings = _count_crossings(rows, links)
@@ -106,9 +114,10 @@ def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
 
 
 def _count_crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
-    place = {
-        name: (row, index) for row, names in enumerate(rows) for index, name in enumerate(names)
-    }
+    place = {}
+    for row, names in enumerate(rows):
+        for index, name in enumerate(names):
+            place[name] = (row, index)
     spans = [(place[a][0], place[a][1], place[b][1]) for a, b in links]
     return sum(
         1
@@ -128,7 +137,10 @@ def _compute_coordinates(
 
     Each is near the mean of its neighbors, in the row's order, without overlap.
     """
-    room = {name: widths.get(name, bend_width) for row in rows for name in row}
+    room = {}
+    for row in rows:
+        for name in row:
+            room[name] = widths.get(name, bend_width)
     x: dict[str, float] = {}
     for row in rows:
         left = -sum(room[name] for name in row) / 2

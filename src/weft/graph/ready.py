@@ -226,14 +226,16 @@ def _find_available_ids(
     open_blocks = list[StateBlock[IdState]]()
     able = list[str]()
     if buffer.num_ids_started[name] < len(buffer.entries):
-        open_blocks = [each for each in buffer.entries.blocks if name not in each.state.started]
+        open_blocks = []
+        for each in buffer.entries.blocks:
+            if name not in each.state.started:
+                open_blocks.append(each)
     if open_blocks and all(buffer.num_ids_finished[producer] for producer in producers):
         needed = set(node.inputs)
-        fitting = [
-            b
-            for b in open_blocks
-            if needed <= b.state.keys and b.state.finished.issuperset(producers)
-        ]
+        fitting = []
+        for b in open_blocks:
+            if needed <= b.state.keys and b.state.finished.issuperset(producers):
+                fitting.append(b)
         able = buffer.entries.list_ids(fitting)
     # Limit them by the age of the weights and by the batch size.
     edges = graph.find_version_edges(name)
@@ -303,11 +305,11 @@ def _count_allowed(
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
     """Return the blocks of ids that the call took and the training node has not yet taken."""
     blocks = buffer.entries.blocks
-    return [
-        b
-        for b in blocks
-        if edge.consumer in b.state.started and edge.producer not in b.state.started
-    ]
+    result: list[StateBlock[IdState]] = []
+    for b in blocks:
+        if edge.consumer in b.state.started and edge.producer not in b.state.started:
+            result.append(b)
+    return result
 
 
 def _count_ids(blocks: Iterable[StateBlock[IdState]]) -> int:

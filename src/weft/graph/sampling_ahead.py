@@ -41,7 +41,10 @@ def may_load(
     Returns False if enough rows for the remaining steps of the node `follow` are loaded.
     """
     size = graph.get_node(follow).batch_size
-    waiting = [block for block in buffer.entries.blocks if follow not in block.state.started]
+    waiting = []
+    for block in buffer.entries.blocks:
+        if follow not in block.state.started:
+            waiting.append(block)
     count = sum(len(block.ids) for block in waiting)
     if size:
         firings = count // size
@@ -62,4 +65,8 @@ def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
 
 
 def _find_stale_calls(graph: DataflowGraph) -> set[str]:
-    return {edge.consumer for edge in graph.version_edges if edge.max_staleness}
+    stale_calls: set[str] = set()
+    for edge in graph.version_edges:
+        if edge.max_staleness:
+            stale_calls.add(edge.consumer)
+    return stale_calls

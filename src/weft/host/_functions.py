@@ -106,10 +106,9 @@ class AdvantageFunction(StatelessHostFunction):
             "mask": rows.mask,
             "context": context,
         }
-        given = {
-            name: own[name] if name in own else rows.read_tokens_or_sequences(name)
-            for name in self.input_names
-        }
+        given = {}
+        for name in self.input_names:
+            given[name] = own[name] if name in own else rows.read_tokens_or_sequences(name)
         made: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
         if self.per == "completion":
             count = len(rows.lengths)
@@ -153,13 +152,12 @@ class FilterFunction(StatelessHostFunction):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         columns = {name: _read_values_by_id(batch, name, context) for name in self.input_names}
-        kept = [
-            id
-            for index, id in enumerate(batch.ids)
+        kept = []
+        for index, id in enumerate(batch.ids):
             if self.function(
                 **{name: values[index] for name, values in columns.items()}, **self.options
-            )
-        ]
+            ):
+                kept.append(id)
         context.record("kept_fraction", len(kept) / max(batch.num_ids, 1))
         return SequenceSample.from_default(
             kept, [1] * len(kept), {"kept": np.ones(len(kept), dtype=np.float32)}

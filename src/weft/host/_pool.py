@@ -219,7 +219,8 @@ class RewardPool:
     _jobs: Jobs = field(default_factory=queue.SimpleQueue, init=False)
 
     def __post_init__(self) -> None:
-        self._worker_threads.extend(RewardWorkerThread() for _ in range(self.size))
+        for _ in range(self.size):
+            self._worker_threads.append(RewardWorkerThread())
         for lane in self._worker_threads:
             given = self._jobs, self.targets  # not the pool: a reference to it would keep it alive
             threading.Thread(target=lane.serve, args=given, name="weft-reward", daemon=True).start()
@@ -229,7 +230,11 @@ class RewardPool:
     def process_ids(self) -> list[int]:
         """Process ids of the workers."""
         workers = [lane.worker for lane in self._worker_threads]
-        return [worker.process.pid for worker in workers if worker is not None]
+        ids: list[int] = []
+        for worker in workers:
+            if worker is not None:
+                ids.append(worker.process.pid)
+        return ids
 
     def close(self) -> None:
         """Kill all workers and cancel the queued tasks; a later task starts new workers."""

@@ -81,9 +81,10 @@ class RewardRoutes:
         if self.column not in columns:
             held = ", ".join(sorted(columns)) or "none"
             raise DataError(f"reward_column={self.column!r}: the dataset's columns are: {held}")
-        return [
-            self._find_route(value, id) for value, id in zip(columns[self.column], ids, strict=True)
-        ]
+        routes: list[RewardRoute] = []
+        for value, id in zip(columns[self.column], ids, strict=True):
+            routes.append(self._find_route(value, id))
+        return routes
 
     def _find_route(self, value: Any, id: str) -> RewardRoute:
         if value is None or value in ("", [], {}):
@@ -108,9 +109,10 @@ class RewardRoutes:
                         f"reward: {part.name!r} is not a verifier; a row can name registered "
                         f"verifiers only"
                     )
-                barred = [
-                    name for name in FORBIDDEN_ROW_OPTIONS.get(part.name, ()) if name in part.args
-                ]
+                barred = []
+                for name in FORBIDDEN_ROW_OPTIONS.get(part.name, ()):
+                    if name in part.args:
+                        barred.append(name)
                 if barred:
                     raise ConfigError(
                         f"reward: a row must not set {', '.join(barred)} of {part.name!r}"

@@ -53,7 +53,9 @@ class CompletionTexts:
     def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
         """Return (prompt ids, completion ids, columns) of some completions."""
         groups = self.group[list(chunk)].tolist()
-        columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
+        columns = {}
+        for name, values in self.columns.items():
+            columns[name] = [values[g] for g in groups]
         return (
             [self.prompt_ids[g] for g in groups],
             [self.completion_ids[n] for n in chunk],
@@ -67,14 +69,12 @@ class CompletionTexts:
         """
         groups = self.group[list(chunk)].tolist()
         prompts, ids, columns = self.select_inputs(chunk)
-        texts = {
-            g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True)
-            for g in dict.fromkeys(groups)
-        }
-        completions = [
-            self.tokenizer.decode_after(prompt, each, True)
-            for prompt, each in zip(prompts, ids, strict=True)
-        ]
+        texts = {}
+        for g in dict.fromkeys(groups):
+            texts[g] = self.tokenizer.decode(self.prompt_ids[g], skip_special=True)
+        completions = []
+        for prompt, each in zip(prompts, ids, strict=True):
+            completions.append(self.tokenizer.decode_after(prompt, each, True))
         return [texts[g] for g in groups], completions, ids, columns
 
     def spread_over_tokens(

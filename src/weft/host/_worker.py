@@ -87,15 +87,13 @@ def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
     except UserError as error:
         return "error", str(error), None
     except BaseException as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename != __file__
-        ]
-        places = [
-            f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-            for frame in frames[-SHOWN_FRAMES:]
-        ]
+        frames = []
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename != __file__:
+                frames.append(frame)
+        places = []
+        for frame in frames[-SHOWN_FRAMES:]:
+            places.append(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
         return "error", "\n  ".join([f"it raised {type(error).__name__}: {error}", *places]), None
 
 
@@ -123,7 +121,10 @@ def load(target: RewardTarget) -> Callable[..., Any]:
         )
     made: Callable[..., Any] = function
     taken = inspect.signature(made).parameters.values()
-    unknown = [name for name in target.args if name not in {p.name for p in taken}]
+    unknown = []
+    for name in target.args:
+        if name not in {p.name for p in taken}:
+            unknown.append(name)
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
         raise InvalidRewardResult(f"it takes no argument {', '.join(map(repr, unknown))}")
     return made
@@ -138,11 +139,10 @@ def merge_arguments(
     """
     options: set[str] = set()
     if target.verifier:
-        options = {
-            p.name
-            for p in inspect.signature(function).parameters.values()
-            if p.default is not p.empty
-        }
+        options = set()
+        for p in inspect.signature(function).parameters.values():
+            if p.default is not p.empty:
+                options.add(p.name)
     return {name: values for name, values in columns.items() if name not in options} | dict(
         target.args
     )
@@ -174,11 +174,10 @@ def select_accepted_columns(
 ) -> dict[str, Any]:
     """Return the columns that a function takes. Raises `InvalidRewardResult` if a required one is missing."""
     parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.name not in columns and p.kind in NAMED_PARAMETER_KINDS
-    ]
+    missing = []
+    for p in parameters:
+        if p.default is p.empty and p.name not in columns and p.kind in NAMED_PARAMETER_KINDS:
+            missing.append(p.name)
     if missing:
         held = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
         raise InvalidRewardResult(

@@ -147,7 +147,10 @@ def check_arguments(
     The first `given` parameters of `thing` are positional and are not checked.
     """
     parameters = list(inspect.signature(thing).parameters.values())[given:]
-    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            takes.append(p.name)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         takes += [name for name in args if name not in takes]
     for name in args:
@@ -158,11 +161,10 @@ def check_arguments(
             else:
                 hint = f"it takes {', '.join(takes) or 'none'}"
             raise ConfigError(f"{what} has no argument {name!r}; {hint}")
-    missing = [
-        p.name
-        for p in parameters
-        if p.name in takes and p.default is p.empty and p.name not in args
-    ]
+    missing = []
+    for p in parameters:
+        if p.name in takes and p.default is p.empty and p.name not in args:
+            missing.append(p.name)
     if missing:
         raise ConfigError(
             f"{what} needs the argument {', '.join(map(repr, missing))}; give it in its args"

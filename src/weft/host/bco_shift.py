@@ -42,9 +42,10 @@ class BCOShift:
             own = rewards[desirable == bool(side)]
             self.sums[side] += float(own.sum())
             self.counts[side] += len(own)
-        means = [
-            total / count for total, count in zip(self.sums, self.counts, strict=True) if count
-        ]
+        means = []
+        for total, count in zip(self.sums, self.counts, strict=True):
+            if count:
+                means.append(total / count)
         shift = sum(means) / len(means) if means else 0.0
         context.record("reward_shift", shift)
         return rows.build_sequence_sample(reward_shift=np.full(len(rewards), shift))

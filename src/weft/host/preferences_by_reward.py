@@ -69,10 +69,11 @@ class PreferencesByReward(StatelessHostFunction):
         groups = np.split(
             shape(raw, rows.read_sequences("finished"), context), np.cumsum(counts)[:-1]
         )
-        made = [
-            (compare_best_and_worst if self.pairs == "best_worst" else rank_by_reward)(rewards)
-            for rewards in groups
-        ]
+        made = []
+        for rewards in groups:
+            made.append(
+                (compare_best_and_worst if self.pairs == "best_worst" else rank_by_reward)(rewards)
+            )
         margins = np.concatenate([margins for _, _, margins in made])
         context.record("reward", float(raw.mean()))
         context.record("tied_fraction", float((margins == 0.0).mean()))

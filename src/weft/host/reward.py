@@ -217,9 +217,8 @@ class RewardFunction(StatelessHostFunction):
         size = self.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
         for route, prompts in rest.items():
             chunks = (prompts[n : n + size] for n in range(0, len(prompts), size))
-            calls += [
-                self._submit(texts, list(chain.from_iterable(chunk)), route) for chunk in chunks
-            ]
+            for chunk in chunks:
+                calls.append(self._submit(texts, list(chain.from_iterable(chunk)), route))
         return calls
 
     def _submit(

@@ -66,7 +66,10 @@ def parse_reward(reward: Any) -> list[RewardPart]:
             f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of "
             f"its own: [{list(entries)}]"
         )
-    parts = [part for entry in entries for part in _parse_parts(entry)]
+    parts = []
+    for entry in entries:
+        for part in _parse_parts(entry):
+            parts.append(part)
     if all(part.weight == 0 for part in parts):
         raise ConfigError(
             "reward: all weights are 0, so every reward is; give one of them another weight"
@@ -234,9 +237,8 @@ def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
                 hint = f"its options: {', '.join(options) or 'none'}"
             raise ConfigError(f"reward: verifier {part.name!r} has no option {name!r}; {hint}")
     if function.__module__.startswith("weft.host.verifiers."):
-        needed = [
-            p.name
-            for p in list(parameters)[2:]
-            if p.default is p.empty and p.kind is p.KEYWORD_ONLY
-        ]
+        needed = []
+        for p in list(parameters)[2:]:
+            if p.default is p.empty and p.kind is p.KEYWORD_ONLY:
+                needed.append(p.name)
         function([], [], **{name: [] for name in needed}, **part.args)

@@ -99,11 +99,17 @@ class GenerateInterface:
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Sample completions of a share of the ids and keep the rows' own for the others."""
         purpose = f"share/{model.role}"
-        draws = [
-            randomness.draw_uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids
-        ]
-        chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
-        others = [id for id, draw in zip(batch.ids, draws, strict=True) if draw >= self.share]
+        draws = []
+        for id in batch.ids:
+            draws.append(randomness.draw_uniform(model.seed, purpose, model.step, id, 0, 0))
+        chosen = []
+        for id, draw in zip(batch.ids, draws, strict=True):
+            if draw < self.share:
+                chosen.append(id)
+        others = []
+        for id, draw in zip(batch.ids, draws, strict=True):
+            if draw >= self.share:
+                others.append(id)
         if others or not batch.num_ids:
             parts = [_extract_own_completions(batch.select(ids=others))]
         else:
@@ -132,11 +138,10 @@ class GenerateInterface:
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.list_stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         # One request per completion.
-        requests = [
-            Request(id, k, prompt.tolist(), step=model.step)
-            for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True)
-            for k in range(self.samples_per_prompt)
-        ]
+        requests = []
+        for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True):
+            for k in range(self.samples_per_prompt):
+                requests.append(Request(id, k, prompt.tolist(), step=model.step))
         progress = _GenerationProgress(
             {(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0)
         )
@@ -152,9 +157,10 @@ class GenerateInterface:
             # After an interruption, apply the updates and resume the unfinished completions.
             interruptions += bool(partials)
             parts = {(partial.id, partial.k): partial for partial in partials}
-            left = [
-                replace(r, generated=parts[r.id, r.k]) for r in requests if (r.id, r.k) in parts
-            ]
+            left = []
+            for r in requests:
+                if (r.id, r.k) in parts:
+                    left.append(replace(r, generated=parts[r.id, r.k]))
             goes_on = model.updates is not None and model.updates.take(left=bool(left))
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
@@ -181,9 +187,10 @@ class GenerateInterface:
                     if progress.ended[event.id] == self.samples_per_prompt:
                         complete.append(event.id)
             if complete and model.announce is not None:
-                made = [
-                    progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)
-                ]
+                made = []
+                for id in complete:
+                    for k in range(self.samples_per_prompt):
+                        made.append(progress.rows[id, k])
                 model.announce(self._build_outputs(complete, made))
             if partials or generator.idle or model.updates is None:
                 continue
@@ -195,7 +202,10 @@ class GenerateInterface:
         self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]
     ) -> SequenceSample:
         """Return the completions as keys of a sample, K per id in the order of `ids`."""
-        events = [event for row in rows for event in row]
+        events = []
+        for row in rows:
+            for event in row:
+                events.append(event)
         tokens = [len(row) for row in rows]
         single = [1] * len(rows)
         made: dict[str, tuple[list[int], list[Any], npt.DTypeLike]] = {
@@ -206,14 +216,15 @@ class GenerateInterface:
             "finished": (single, [float(row[-1].finish == "stop") for row in rows], np.float32),
         }
         if self.spec.record_support:
-            kept = [sum(len(event.support) for event in row) for row in rows]
+            kept = []
+            for row in rows:
+                kept.append(sum(len(event.support) for event in row))
             made["support"] = (kept, [id for event in events for id in event.support], np.int64)
             made["support_counts"] = (tokens, [len(event.support) for event in events], np.int64)
         count = self.samples_per_prompt
-        lengths = {
-            key: [sizes[i : i + count] for i in range(0, len(rows), count)]
-            for key, (sizes, _, _) in made.items()
-        }
+        lengths = {}
+        for key, (sizes, _, _) in made.items():
+            lengths[key] = [sizes[i : i + count] for i in range(0, len(rows), count)]
         data = {key: np.array(values, dtype=dtype) for key, (_, values, dtype) in made.items()}
         return SequenceSample.from_groups(ids, lengths, data)
 
@@ -267,10 +278,16 @@ def _compute_metrics(ranks: Sequence[GenerationCounts]) -> dict[str, float]:
     length limit), `tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
     ranks.
     """
-    lengths = [length for rank in ranks for length in rank.lengths]
+    lengths = []
+    for rank in ranks:
+        for length in rank.lengths:
+            lengths.append(length)
     if not lengths:
         return {}
-    interrupted = [rank.interruptions for rank in ranks if rank.interruptions is not None]
+    interrupted = []
+    for rank in ranks:
+        if rank.interruptions is not None:
+            interrupted.append(rank.interruptions)
     return {
         **({"interruptions_max": float(max(interrupted))} if interrupted else {}),
         "response_length": sum(lengths) / len(lengths),

@@ -133,11 +133,10 @@ class OutputSums:
     @classmethod
     def from_outputs(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> OutputSums:
         """Return the sums of the outputs of one rank."""
-        values = {
-            key: to_host_array(made.data[key]).astype(np.float64)
-            for key in ("entropy", "values")
-            if key in made.data
-        }
+        values = {}
+        for key in ("entropy", "values"):
+            if key in made.data:
+                values[key] = to_host_array(made.data[key]).astype(np.float64)
         if "scores" in made.data:
             scores = to_host_array(made.data["scores"]).astype(np.float64)
         else:

@@ -86,10 +86,8 @@ class ProcessRewardInterface:
             ids = sequence.tolist()
             prompt = prompts[int(group)]
             ends = find_step_ends(model.data_tokenizer.decode_after(prompt, ids, True), self.step)
-            found += [
-                start + at
-                for at in dict.fromkeys(find_step_tokens(model.data_tokenizer, prompt, ids, ends))
-            ]
+            for at in dict.fromkeys(find_step_tokens(model.data_tokenizer, prompt, ids, ends)):
+                found.append(start + at)
             start += len(ids)
         return found
 

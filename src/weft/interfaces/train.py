@@ -101,10 +101,11 @@ def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> di
     """
     if not all("versions" in part.data for part in minibatches):
         return {}
-    ages = [
-        model.version - to_host_array(part.data["versions"])[_find_trained_tokens(part)]
-        for part in minibatches
-    ]
+    ages = []
+    for part in minibatches:
+        ages.append(
+            model.version - to_host_array(part.data["versions"])[_find_trained_tokens(part)]
+        )
     own = np.concatenate(ages)
     ranks = model.gather((float(own.sum()), len(own), float(own.max(initial=0))))
     count = sum(number for _, number, _ in ranks)
@@ -131,7 +132,10 @@ def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):
-        values = [step.metrics[name] for step in steps if name in step.metrics]
+        values = []
+        for step in steps:
+            if name in step.metrics:
+                values.append(step.metrics[name])
         if name in FIRST:
             metrics[name] = values[0]
         elif name in LAST:

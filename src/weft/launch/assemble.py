@@ -270,9 +270,9 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     else:
         own = with_dtype(main, main.path, device)
     dtype = own.dtype or "float32"
-    roles = {
-        name: replace(spec, dtype=spec.dtype or dtype) for name, spec in experiment.roles.items()
-    }
+    roles = {}
+    for name, spec in experiment.roles.items():
+        roles[name] = replace(spec, dtype=spec.dtype or dtype)
     return replace(experiment, roles=roles)
 
 
@@ -282,11 +282,9 @@ def check_layouts(experiment: Experiment) -> None:
     Raises `ConfigError` naming the option.
     """
     wanted = dict(experiment.build_meshes())
-    wanted |= {
-        call.name: experiment.get_mesh(call)
-        for call in experiment.list_calls()
-        if call.layout is not None
-    }
+    for call in experiment.list_calls():
+        if call.layout is not None:
+            wanted[call.name] = experiment.get_mesh(call)
     roles = {role: role for role in experiment.roles} | {
         call.name: call.role for call in experiment.list_calls()
     }

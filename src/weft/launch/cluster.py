@@ -96,9 +96,10 @@ def launch_devices(
         check_enough_devices(count, kind, nodes)
         # Start the processes; the shortest deadline bounds the silence of a device.
         told = {**collect_environment(), **control.env}
-        deadlines = [
-            call.deadline_s for call in experiment.list_calls() if call.deadline_s is not None
-        ]
+        deadlines = []
+        for call in experiment.list_calls():
+            if call.deadline_s is not None:
+                deadlines.append(call.deadline_s)
         cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
         return cluster.launch(count, kind, {**told, **build_segment_variables(told)})
     except BaseException:
@@ -222,8 +223,8 @@ def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> Non
 
 def collect_environment() -> Mapping[str, str]:
     """Return the environment variables that device processes need."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in PASSED_VARIABLES or name.startswith(PASSED_PREFIXES)
-    }
+    environment = {}
+    for name, value in os.environ.items():
+        if name in PASSED_VARIABLES or name.startswith(PASSED_PREFIXES):
+            environment[name] = value
+    return environment

@@ -120,10 +120,9 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
         lengths["completion"] = [
             [answer] * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
         ] * size
-    data = {
-        key: torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
-        for key, groups in lengths.items()
-    }
+    data = {}
+    for key, groups in lengths.items():
+        data[key] = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
     batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
     if samples:
         long = f"prompts of {prompt:,} tokens"
@@ -156,10 +155,11 @@ def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[flo
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})
-    parts = [
-        expected.select_roles([name for name, mesh in named.items() if rank in mesh.ranks])
-        for rank in ranks
-    ]
+    parts = []
+    for rank in ranks:
+        parts.append(
+            expected.select_roles([name for name, mesh in named.items() if rank in mesh.ranks])
+        )
     worst = max(parts, key=lambda part: part.total)
     return worst.total, worst
 
@@ -175,8 +175,10 @@ def _format_verdict(
         scope = ""
     lines = [target.format_verdict(needed, scope)]
     if needed > target.usable and target.device.type == "cuda" and not worst.incomplete:
-        cases = {name: case for name, case in expected.on_gpu.items() if name in worst.roles}
-        lines += [
-            f"  {line}" for line in memory_options.format_smaller_options(cases, target.usable)
-        ]
+        cases = {}
+        for name, case in expected.on_gpu.items():
+            if name in worst.roles:
+                cases[name] = case
+        for line in memory_options.format_smaller_options(cases, target.usable):
+            lines.append(f"  {line}")
     return lines

@@ -21,11 +21,10 @@ def predict_facts(
     found = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():
         tokenizer = tokenizers.get(role)
-        copies = {
-            mesh: describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
-            for name, mesh in experiment.list_copies()
-            if name == role
-        }
+        copies = {}
+        for name, mesh in experiment.list_copies():
+            if name == role:
+                copies[mesh] = describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
         shared = next(
             (
                 r

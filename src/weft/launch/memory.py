@@ -91,11 +91,10 @@ class MemoryForecast:
         """Yield readable lines for the plan; `on` gives the roles on each of several devices."""
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
-            parts = [
-                (f.name, getattr(role, f.name))
-                for f in fields(role)
-                if f.name not in ("call", "away", "kept")
-            ]
+            parts = []
+            for f in fields(role):
+                if f.name not in ("call", "away", "kept"):
+                    parts.append((f.name, getattr(role, f.name)))
             shown = ", ".join(f"{what} {format_size(number)}" for what, number in parts if number)
             if role.away:
                 shown += f"; {format_size(role.away)} of it in host memory between its calls"
@@ -112,7 +111,10 @@ class MemoryForecast:
 
     def select_roles(self, names: Sequence[str]) -> MemoryForecast:
         """Return the forecast for these roles only."""
-        roles = {name: self.roles[name] for name in names if name in self.roles}
+        roles = {}
+        for name in names:
+            if name in self.roles:
+                roles[name] = self.roles[name]
         return replace(
             self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles)
         )
@@ -178,11 +180,10 @@ def forecast(
         if not facts[role].get("num_parameters"):
             continue  # only a tokenizer
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
-            calls = [
-                c
-                for c in experiment.graph.list_model_calls()
-                if c.role == role and experiment.get_mesh(c) == mesh
-            ]
+            calls = []
+            for c in experiment.graph.list_model_calls():
+                if c.role == role and experiment.get_mesh(c) == mesh:
+                    calls.append(c)
             place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
             works = _collect_works(experiment, calls, batches, place, own)
             name = format_role_name(experiment, role, mesh)
@@ -237,12 +238,12 @@ def _collect_works(
 ) -> list[CallDemand]:
     shared = facts.get("shared_prompts", {})
     batches = [_select_largest_share(batch, place.data) for batch in batches]
-    return [
-        w
-        for call in calls
-        for batch in batches
-        for w in _iterate_works(experiment, call, batch, place, shared)
-    ]
+    result: list[CallDemand] = []
+    for call in calls:
+        for batch in batches:
+            for w in _iterate_works(experiment, call, batch, place, shared):
+                result.append(w)
+    return result
 
 
 def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
@@ -269,11 +270,10 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
     """Return a readable name of a role or copy: `actor`, `actor (actor_gen)`."""
     if mesh == experiment.build_meshes()[role]:
         return role
-    calls = [
-        call.name
-        for call in experiment.list_calls()
-        if call.role == role and experiment.get_mesh(call) == mesh
-    ]
+    calls = []
+    for call in experiment.list_calls():
+        if call.role == role and experiment.get_mesh(call) == mesh:
+            calls.append(call.name)
     return f"{role} ({', '.join(dict.fromkeys(calls))})"
 
 
@@ -283,10 +283,13 @@ def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]
     Weights offloaded only by hooks, without the option, are on the device with all others until the
     first call, so they count as not offloaded.
     """
-    after = [{hook.what for hook in call.post_hooks if isinstance(hook, Offload)} for call in calls]
-    trains = [
-        hooks for hooks, call in zip(after, calls, strict=True) if call.method == "train_step"
-    ]
+    after = []
+    for call in calls:
+        after.append({hook.what for hook in call.post_hooks if isinstance(hook, Offload)})
+    trains = []
+    for hooks, call in zip(after, calls, strict=True):
+        if call.method == "train_step":
+            trains.append(hooks)
     found: set[What] = set()
     if spec.offload and after and all("weights" in hooks for hooks in after):
         found.add("weights")

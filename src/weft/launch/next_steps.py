@@ -29,9 +29,10 @@ def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
 def _build_policy_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
     control = experiment.control
     at = shlex.quote(str(run))
-    calls = [
-        n for n in experiment.graph.nodes if isinstance(n, MFCDef) and n.role == role and n.trains
-    ]
+    calls = []
+    for n in experiment.graph.nodes:
+        if isinstance(n, MFCDef) and n.role == role and n.trains:
+            calls.append(n)
     if not any(call.args.get("loss") == "sft" for call in calls):
         began = experiment.roles[role].path
         if began is None:

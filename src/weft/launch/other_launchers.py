@@ -38,7 +38,10 @@ class OtherLauncher:
 
     def build_command(self, words: Sequence[str]) -> str:
         """Return the equivalent weft command; `words` are those after `weft`."""
-        kept = [word for word in words if not LAUNCHER_OPTIONS.fullmatch(word)]
+        kept = []
+        for word in words:
+            if not LAUNCHER_OPTIONS.fullmatch(word):
+                kept.append(word)
         own = {word.partition("=")[0].lstrip("-") for word in kept}
         if kept and kept[0] != "quickstart":
             mode = ["--mode", "ray"] if self.num_nodes > 1 and "mode" not in own else []
@@ -53,7 +56,10 @@ class OtherLauncher:
             added["mode"] = "ray"
         if self.mixed_precision in ("bf16", "fp16"):
             added[self.mixed_precision] = "true"
-        options = [f"{name}={value}" for name, value in added.items() if name not in own]
+        options = []
+        for name, value in added.items():
+            if name not in own:
+                options.append(f"{name}={value}")
         return shlex.join(mask_words(["weft", *kept, *options]))
 
     def format_message(self, words: Sequence[str]) -> str:

@@ -68,10 +68,11 @@ def build_plan(
     rows += [*models, *below]
     # Details, and notes that are always shown.
     told = () if data is None else data.notes
-    if data is None:
-        unused = set()
-    else:
-        unused = {note for count in data.counts for note in count.build_unused_notes()}
+    unused: set[str] = set()
+    if data is not None:
+        for count in data.counts:
+            for note in count.build_unused_notes():
+                unused.add(note)
     details = [
         *_iterate_details(experiment, horizon, facts, data, expected),
         *_iterate_roles(experiment, facts, models),
@@ -128,11 +129,12 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
     """Yield rows with the steps, completions and optimizer steps per step, epoch and run."""
     # Per step.
     sampling = list(_iterate_sampling(experiment))
-    step = [
-        f"{format_plural(call.batch_size, 'prompt')} x {samples} = "
-        f"{format_plural(call.batch_size * samples, 'completion')}"
-        for call, samples in sampling
-    ]
+    step = []
+    for call, samples in sampling:
+        step.append(
+            f"{format_plural(call.batch_size, 'prompt')} x {samples} = "
+            f"{format_plural(call.batch_size * samples, 'completion')}"
+        )
     nodes = [node.name for node in experiment.list_trained_nodes()]
     updates = {name: experiment.updates_per_firing.get(name, 1) for name in nodes}
     step += _format_updates(experiment, updates)
@@ -140,7 +142,8 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
         yield "step", ", ".join(step)
     # Per epoch.
     epoch = [format_plural(horizon.steps_per_epoch, "step")]
-    epoch += [format_plural(samples * horizon.num_ids, "completion") for _, samples in sampling]
+    for _, samples in sampling:
+        epoch.append(format_plural(samples * horizon.num_ids, "completion"))
     yield (
         "epoch",
         ", ".join(
@@ -178,14 +181,12 @@ def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[s
     for name, count in counts.items():
         found.setdefault(count, []).append(roles[name])
     if len(found) == 1:
-        return [
-            format_plural(count, "optimizer step") + (" per model" if len(roles) > 1 else "")
-            for count in found
-        ]
-    return [
-        f"{format_plural(count, 'optimizer step')} of {_join_names(names)}"
-        for count, names in found.items()
-    ]
+        steps = format_plural(next(iter(found)), "optimizer step")
+        return [f"{steps} per model" if len(roles) > 1 else steps]
+    result: list[str] = []
+    for count, names in found.items():
+        result.append(f"{format_plural(count, 'optimizer step')} of {_join_names(names)}")
+    return result
 
 
 def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
@@ -199,7 +200,10 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
         found.setdefault(_shorten_model(spec, facts[role]), []).append(role)
     rows = [(roles, text) for text, roles in found.items()]
     if len(rows) > most:
-        trained = [row for row in rows if experiment.roles[row[0][0]].trained]
+        trained = []
+        for row in rows:
+            if experiment.roles[row[0][0]].trained:
+                trained.append(row)
         rows = _merge_rows(
             [*trained, *(row for row in rows if row not in trained)], len(trained), facts
         )
@@ -211,7 +215,10 @@ def _merge_rows(
     rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
     """Return the first `kept` rows and one that summarizes the rest."""
-    names = [role for roles, _ in rows[kept:] for role in roles]
+    names = []
+    for roles, _ in rows[kept:]:
+        for role in roles:
+            names.append(role)
     total = sum(facts[role].get("num_parameters", 0) for role in names)
     if all("frozen" in text for _, text in rows[kept:]):
         frozen = "frozen, "
@@ -257,10 +264,9 @@ def format_memory_row(
     ranks: dict[str, list[int]] = {}
     for rank, part in parts.items():
         ranks.setdefault(format_size(part), []).append(rank)
-    told = [
-        f"{part} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}"
-        for part, held in ranks.items()
-    ]
+    told = []
+    for size, held in ranks.items():
+        told.append(f"{size} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}")
     if several:
         of = f"{', '.join(told)}, of {format_size(room)}{' in all' if shared else ''}"
     else:
@@ -285,10 +291,10 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
 def _group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
     """Return the roles and copies on each device."""
     named = _name_meshes(experiment)
-    return {
-        rank: [n for n, mesh in named.items() if rank in mesh.ranks]
-        for rank in range(experiment.num_devices)
-    }
+    result: dict[int, list[str]] = {}
+    for rank in range(experiment.num_devices):
+        result[rank] = [n for n, mesh in named.items() if rank in mesh.ranks]
+    return result
 
 
 def _name_meshes(experiment: Experiment) -> dict[str, Mesh]:
@@ -394,7 +400,11 @@ def _iterate_roles(
     experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
     """Yield details on each role: long paths, learning rates, and models merged in the table."""
-    merged = [role for roles, text in models if MERGED.match(text) for role in roles.split(", ")]
+    merged = []
+    for roles, text in models:
+        if MERGED.match(text):
+            for role in roles.split(", "):
+                merged.append(role)
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""
         if (shorten_path(path) != path or len(path) > PATH) and path not in " ".join(spec.notes):

@@ -120,11 +120,10 @@ def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig |
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
     own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
-    models = {
-        name: replace(value, planned=True)
-        for name, value in own.items()
-        if isinstance(value, ModelSpec)
-    }
+    models = {}
+    for name, value in own.items():
+        if isinstance(value, ModelSpec):
+            models[name] = replace(value, planned=True)
     return cast(ExperimentConfig, replace(config, **models))
 
 
@@ -179,11 +178,10 @@ def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
         return experiment
     given = dict(flatten_options(to_mapping(config)))
     settled = flatten_options(experiment.config)
-    chosen = [
-        name
-        for name, value in settled
-        if is_left_open(given.get(name, "")) and value != given.get(name, value)
-    ]
+    chosen = []
+    for name, value in settled:
+        if is_left_open(given.get(name, "")) and value != given.get(name, value):
+            chosen.append(name)
     return replace(experiment, chosen=chosen)
 
 

@@ -151,9 +151,9 @@ def _check_networks(experiment: Experiment) -> None:
     from weft.launch.cluster import get_device_kind
     from weft.runtime.check import check_calls
 
-    roles = {
-        name: choose_backend(replace(spec, planned=True)) for name, spec in experiment.roles.items()
-    }
+    roles = {}
+    for name, spec in experiment.roles.items():
+        roles[name] = choose_backend(replace(spec, planned=True))
     experiment = replace(experiment, roles=roles)
     get_device_kind(experiment)
     check_calls(experiment)
@@ -229,7 +229,8 @@ def build_script(request: SlurmRequest) -> str:
     wrapped, pyxis, apptainer = _build_container(request)
     on_first = 'srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="${nodes[0]}"'
     preparations = [f"module load {shlex.quote(name)}" for name in spec.modules] + list(spec.setup)
-    preparations += [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
+    for name, value in request.env.items():
+        preparations.append(f"export {name}={shlex.quote(value)}")
     templates = Environment(
         loader=PackageLoader("weft.launch", "."),
         undefined=StrictUndefined,
@@ -308,7 +309,10 @@ def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
         words = [f"--container-image={spec.container}", f"--container-mounts={','.join(mounts)}"]
         return "pyxis", shlex.join([*words, f"--container-workdir={here}"]), ""
     nvidia = ["--nv"] if request.gpus_per_node else []
-    bound = [word for mount in mounts for word in ("--bind", mount)]
+    bound = []
+    for mount in mounts:
+        for word in ("--bind", mount):
+            bound.append(word)
     return (
         "apptainer",
         "",
@@ -437,8 +441,7 @@ def _run_slurm(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _get_first_line(text: str) -> str:
-    lines = [
-        line.removeprefix("sbatch: error: ").removeprefix("sbatch: ")
-        for line in text.strip().splitlines()
-    ]
+    lines = []
+    for line in text.strip().splitlines():
+        lines.append(line.removeprefix("sbatch: error: ").removeprefix("sbatch: "))
     return "; ".join(dict.fromkeys(lines[:3])) or "no reason given"

@@ -81,15 +81,17 @@ class TargetDevices:
             "GPU of {gb} GB, the smallest that suffices: this machine has none and none is named "
             "({option})"
         )
-        return [
-            replace(
-                self,
-                name=f"GPU of {gb} GB",
-                usable=(gib - memory_options.RESERVED_GIB) * GIB,
-                description=said.format(gb=gb, option=GPU_OPTION_HINT),
+        candidates: list[TargetDevices] = []
+        for gb, gib in memory_options.GPUS:
+            candidates.append(
+                replace(
+                    self,
+                    name=f"GPU of {gb} GB",
+                    usable=(gib - memory_options.RESERVED_GIB) * GIB,
+                    description=said.format(gb=gb, option=GPU_OPTION_HINT),
+                )
             )
-            for gb, gib in memory_options.GPUS
-        ]
+        return candidates
 
     def format_verdict(self, needed: float, scope: str = "") -> str:
         """Return a readable line on whether the memory needed by a device fits."""

@@ -59,7 +59,9 @@ def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
     """Return the run's last group for each prompt, without ranked pairs of the dataset."""
     found: dict[str, SampleGroup] = {}
     for listed in group_rows(run.samples, most=1000).values():
-        found |= {group.prompt: group for group in listed if group.prompt and not group.is_ranked}
+        for group in listed:
+            if group.prompt and not group.is_ranked:
+                found[group.prompt] = group
     return found
 
 
@@ -69,11 +71,10 @@ def _render_prompt(
     latest: Sequence[Mapping[str, SampleGroup]],
     tokens: list[dict[str, Any]],
 ) -> str:
-    there = [
-        (shown_run, found[prompt])
-        for shown_run, found in zip(listed, latest, strict=True)
-        if prompt in found
-    ]
+    there = []
+    for shown_run, found in zip(listed, latest, strict=True):
+        if prompt in found:
+            there.append((shown_run, found[prompt]))
     right = next((group.answer for _, group in there if group.answer), None)
     if right:
         reference = (

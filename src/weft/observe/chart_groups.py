@@ -153,12 +153,12 @@ class SeriesIndex(Generic[Scope]):
             for sign, place in map(_find_bin, _pick_probes(values))
         )
         keys = ((*_build_key(scope, values), *bins) for bins in itertools.product(*near))
-        return [
-            number
-            for key in keys
-            for other, number in self._found.get(key, ())
-            if is_same_series(values, other)
-        ]
+        equal: list[int] = []
+        for key in keys:
+            for other, number in self._found.get(key, ()):
+                if is_same_series(values, other):
+                    equal.append(number)
+        return equal
 
 
 def _build_key(scope: object, values: Values) -> tuple[Any, ...]:

@@ -82,12 +82,18 @@ class Chart:
 
     @cached_property
     def x_range(self) -> tuple[float, float]:
-        xs = [x for line in self.lines for x in (line.x[0], line.x[-1])]
+        xs = []
+        for line in self.lines:
+            for x in (line.x[0], line.x[-1]):
+                xs.append(x)
         return (min(xs), max(xs)) if min(xs) < max(xs) else (xs[0] - 1, xs[0] + 1)
 
     @cached_property
     def y_range(self) -> tuple[float, float]:
-        ys = [y for line in self.lines for y in line.y]
+        ys = []
+        for line in self.lines:
+            for y in line.y:
+                ys.append(y)
         low = min(ys)
         high = max(ys)
         pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
@@ -170,16 +176,20 @@ def read_axes(run: RunFiles) -> dict[str, list[float]]:
     tokens = 0.0
     seconds = 0.0
     rows = []
-    counted = [name for name in run.metric_names if get_last_part(name) == "num_tokens"]
+    counted = []
+    for name in run.metric_names:
+        if get_last_part(name) == "num_tokens":
+            counted.append(name)
     for line in run.lines:
         tokens += max((float(line.get(name) or 0.0) for name in counted), default=0.0)
         seconds += float(line.get("step_seconds") or 0.0)
         rows.append((float(line["step"]), tokens, round(seconds, 3)))
     every = max(1, len(rows) // KEPT)
     kept = rows if every == 1 else [*rows[::every], rows[-1]]
-    return {
-        name: [row[place] for row in kept] for place, name in enumerate(("step", "tokens", "time"))
-    }
+    axes: dict[str, list[float]] = {}
+    for place, name in enumerate(("step", "tokens", "time")):
+        axes[name] = [row[place] for row in kept]
+    return axes
 
 
 def build_page_data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
@@ -268,9 +278,9 @@ def describe_chart(chart: Chart) -> str:
 def _render_plot(chart: Chart, large: bool) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     rows = [(y, 100 - 100 * (y - y0) / (y1 - y0)) for y in choose_ticks(y0, y1, 6 if large else 4)]
-    columns = [
-        (x, 100 * (x - x0) / (x1 - x0)) for x in choose_ticks(x0, x1, 7 if large else 5, whole=True)
-    ]
+    columns = []
+    for x in choose_ticks(x0, x1, 7 if large else 5, whole=True):
+        columns.append((x, 100 * (x - x0) / (x1 - x0)))
     grid = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for _, at in rows)
     lines = "".join(
         f'<path class="raw" data-line="{place}" style="{format_hue(line.hue)}" d="{_render_path(line, chart)}"/>'
@@ -309,10 +319,9 @@ def _render_path(line: ChartLine, chart: Chart) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     right = 100 / (x1 - x0)
     down = 100 / (y1 - y0)
-    points = [
-        (right * (x - x0), down * (y1 - y))
-        for x, y in zip(*thin_series(line.x, line.y), strict=True)
-    ]
+    points = []
+    for x, y in zip(*thin_series(line.x, line.y), strict=True):
+        points.append((right * (x - x0), down * (y1 - y)))
     return ("M" + "L".join(["%.2f %.2f"] * len(points))) % tuple(
         itertools.chain.from_iterable(points)
     )
@@ -346,15 +355,16 @@ def _build_chart(run: RunFiles, group: MetricGroup, most: int) -> Chart:
     )
     if group.measure == SECONDS:
         hues = list(HUES)
-    lines = [
-        ChartLine(
-            name,
-            _choose_label(name, nodes),
-            hues[place % len(hues)],
-            *thin_series(*run.get_series(name), most),
+    lines = []
+    for place, name in enumerate(listed):
+        lines.append(
+            ChartLine(
+                name,
+                _choose_label(name, nodes),
+                hues[place % len(hues)],
+                *thin_series(*run.get_series(name), most),
+            )
         )
-        for place, name in enumerate(listed)
-    ]
     missing = sum(run.count_not_finite(name) for name in listed)
     return Chart(find_heading(group.measure), ", ".join(nodes or ["eval"]), lines, missing)
 

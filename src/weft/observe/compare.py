@@ -157,7 +157,11 @@ def read_values_until(run: RunFiles, name: str, step: float | None) -> list[floa
     steps, values = run.get_series(name)
     if step is None or not steps or max(steps) <= step:
         return list(values)
-    return [value for at, value in zip(steps, values, strict=True) if at <= step]
+    values_until: list[float] = []
+    for at, value in zip(steps, values, strict=True):
+        if at <= step:
+            values_until.append(value)
+    return values_until
 
 
 def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> float | None:
@@ -231,10 +235,11 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
     runs = [each.run for each in listed]
     names = _find_headline_metric(listed)
     if names is None:
-        own = [
-            (each, find_headline(each.run.metric_names, each.run.record.get("algorithm")))
-            for each in listed
-        ]
+        own = []
+        for each in listed:
+            own.append(
+                (each, find_headline(each.run.metric_names, each.run.record.get("algorithm")))
+            )
         told = ", ".join(
             f"{escape(each.label)} has {escape(find_title(name))}" for each, name in own if name
         )
@@ -245,10 +250,9 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
     # Values at the last step that all runs have completed.
     step = find_common_step(runs)
     name = names[0]
-    found = [
-        (compute_final_value(run, each, step), one)
-        for run, each, one in zip(runs, names, listed, strict=True)
-    ]
+    found = []
+    for run, metric, one in zip(runs, names, listed, strict=True):
+        found.append((compute_final_value(run, metric, step), one))
     known = [(value, one) for value, one in found if value is not None]
     if len(known) < len(listed):
         return f"Not every run has measured its {escape(find_title(name))} by step {format_number(step)}."
@@ -299,14 +303,13 @@ def _compute_difference_noise(
 ) -> float:
     """Return the noise of the difference between the two noisiest runs; 0 if unknown."""
     if names[0].startswith(EVAL):
-        drawn = [
-            _compute_sampling_noise(run, name, step) for run, name in zip(runs, names, strict=True)
-        ]
+        drawn = []
+        for run, name in zip(runs, names, strict=True):
+            drawn.append(_compute_sampling_noise(run, name, step))
         return trend.compute_difference_noise(drawn) or 0.0
-    found = [
-        trend.compute_end_noise(read_values_until(run, name, step)) or 0.0
-        for run, name in zip(runs, names, strict=True)
-    ]
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        found.append(trend.compute_end_noise(read_values_until(run, name, step)) or 0.0)
     width = trend.compute_difference_noise(found) or 0.0
     largest = max(
         abs(compute_final_value(run, name, step) or 0.0)
@@ -396,10 +399,9 @@ def _render_card(each: NamedRun, listed: Sequence[NamedRun]) -> str:
 
 def _render_settings(listed: Sequence[NamedRun]) -> str:
     runs = [each.run for each in listed]
-    rows = [
-        (name, [configuration.format_briefly(value) for value in values])
-        for name, values in find_differences(runs).items()
-    ]
+    rows = []
+    for name, values in find_differences(runs).items():
+        rows.append((name, [configuration.format_briefly(value) for value in values]))
     rows += find_version_differences(runs)
     if not rows:
         return '<div class="card"><p>Their configurations are the same.</p></div>'
@@ -469,10 +471,9 @@ def _render_metric_rows(
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
-        values = [
-            compute_final_value(run, name, step) if name else None
-            for run, name in zip(runs, names, strict=True)
-        ]
+        values = []
+        for run, name in zip(runs, names, strict=True):
+            values.append(compute_final_value(run, name, step) if name else None)
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
         if _is_policy_loss(runs, [first]) or _has_reward_instead(listed, first):
@@ -635,17 +636,18 @@ def _build_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list
     most = charts.compute_points_per_line(len(measures) * len(listed))
     for names in measures:
         first = next(name for name in names if name)
-        lines = [
-            ChartLine(
-                name,
-                each.label_with_status,
-                each.hue,
-                *charts.thin_series(*each.run.get_series(name), most),
-                run=place,
-            )
-            for place, (each, name) in enumerate(zip(listed, names, strict=True))
-            if name
-        ]
+        lines = []
+        for place, (each, name) in enumerate(zip(listed, names, strict=True)):
+            if name:
+                lines.append(
+                    ChartLine(
+                        name,
+                        each.label_with_status,
+                        each.hue,
+                        *charts.thin_series(*each.run.get_series(name), most),
+                        run=place,
+                    )
+                )
         missing = sum(
             each.run.count_not_finite(name)
             for each, name in zip(listed, names, strict=True)

@@ -87,11 +87,10 @@ def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
 
 def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
     """Render the search field and the menu of values by which tokens can be coloured."""
-    choices = [
-        f'<option value="{key}">{word}</option>'
-        for key, word in COLOURS.items()
-        if any(key in t for t in tokens)
-    ]
+    choices = []
+    for key, word in COLOURS.items():
+        if any(key in t for t in tokens):
+            choices.append(f'<option value="{key}">{word}</option>')
     if choices:
         options = f'<option value="">nothing</option>{"".join(choices)}'
         colour = f'<label>Colour tokens by <select id="colour">{options}</select></label>'

@@ -54,10 +54,12 @@ def find_defaults(run: RunFiles) -> dict[str, Any] | None:
 
 def compute_defaults(base: Any) -> dict[str, Any]:
     """Return the default of each option of a quickstart's configuration, as YAML would load it."""
-    return {
-        leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
-        for leaf in iterate_options(base)
-    }
+    defaults: dict[str, Any] = {}
+    for leaf in iterate_options(base):
+        defaults[leaf.name] = (
+            list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
+        )
+    return defaults
 
 
 def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
@@ -65,11 +67,11 @@ def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
     usual = find_defaults(run)
     if usual is None:
         return None
-    return {
-        name: (value, usual.get(name))
-        for name, value in flatten_options(run.config)
-        if name not in NAMES and value != usual.get(name, None if unset(value) else ABSENT)
-    }
+    changed_options = {}
+    for name, value in flatten_options(run.config):
+        if name not in NAMES and value != usual.get(name, None if unset(value) else ABSENT):
+            changed_options[name] = (value, usual.get(name))
+    return changed_options
 
 
 def find_chosen_options(run: RunFiles) -> frozenset[str]:
@@ -173,7 +175,10 @@ def _format_time(seconds: Any) -> str:
 
 def render_options(config: Mapping[str, Any]) -> str:
     """Render every option under its dotted name, with a block for each top-level group."""
-    alone = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
+    alone = {}
+    for name, value in config.items():
+        if not isinstance(value, Mapping):
+            alone[name] = value
     blocks = {"run": alone} | {
         name: value for name, value in config.items() if isinstance(value, Mapping)
     }

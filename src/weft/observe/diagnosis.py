@@ -183,7 +183,10 @@ def diagnose_run(
     )
     if len(run.lines) < LEAST_STEPS:
         return None
-    found = [finding for check in CHECKS for finding in check(run)]
+    found = []
+    for check in CHECKS:
+        for finding in check(run):
+            found.append(finding)
     # Findings on the KL come first. Weak findings alone do not count.
     strong = sorted(
         (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
@@ -497,18 +500,30 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Find repetitive completions in the last step if the first step had few of them."""
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
-    written = [row for row in answers if isinstance(row.get("completion"), str)]
-    steps = [float(row["step"]) for row in written if is_finite(row.get("step"))]
+    written = []
+    for row in answers:
+        if isinstance(row.get("completion"), str):
+            written.append(row)
+    steps = []
+    for row in written:
+        if is_finite(row.get("step")):
+            steps.append(float(row["step"]))
     if not steps:
         return
-    last = [str(row["completion"]) for row in written if row.get("step") == max(steps)]
+    last = []
+    for row in written:
+        if row.get("step") == max(steps):
+            last.append(str(row["completion"]))
     if min(steps) < max(steps):
-        first = [str(row["completion"]) for row in written if row.get("step") == min(steps)]
+        first = []
+        for row in written:
+            if row.get("step") == min(steps):
+                first.append(str(row["completion"]))
     else:
         first = []
-    shares = [
-        sum(map(_is_repetitive, texts)) / len(texts) if texts else 0.0 for texts in (first, last)
-    ]
+    shares = []
+    for texts in (first, last):
+        shares.append(sum(map(_is_repetitive, texts)) / len(texts) if texts else 0.0)
     if shares[1] >= 0.5 and shares[0] < 0.5:
         means = "the text has collapsed"
         yield DiagnosisFinding(
@@ -530,11 +545,10 @@ def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding
     `fact` is empty; the caller fills it in.
     """
     far = any(key.startswith("kl") for key in keys)
-    collapsed = [
-        key
-        for key in keys
-        if key in ("truncated_fraction", "reward_std", "text", "entropy", "response_length")
-    ]
+    collapsed = []
+    for key in keys:
+        if key in ("truncated_fraction", "reward_std", "text", "entropy", "response_length"):
+            collapsed.append(key)
     if len(collapsed) + 2 * far < 3:
         return None
     _, fixes, _ = _find_cause(run, run.find_metric("kl") or "actor_train/kl", "kl")

@@ -46,16 +46,17 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     told = [configuration.find_changed_options(run) for run in runs]
     for name in dict.fromkeys(name for names in own for name in names):
         real = [names.get(name) for names in own]
-        values = [
-            each.get(key) if key is not None else None for each, key in zip(flat, real, strict=True)
-        ]
+        values = []
+        for each, key in zip(flat, real, strict=True):
+            values.append(each.get(key) if key is not None else None)
         if name in configuration.NAMES or all(value == values[0] for value in values):
             continue
         # Skip options that no user set.
-        left_open = [
-            configuration.is_left_open(value) or key in configuration.find_chosen_options(run)
-            for value, key, run in zip(values, real, runs, strict=True)
-        ]
+        left_open = []
+        for value, key, run in zip(values, real, runs, strict=True):
+            left_open.append(
+                configuration.is_left_open(value) or key in configuration.find_chosen_options(run)
+            )
         changed = any(
             key is not None
             and (
@@ -110,11 +111,9 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     ):
         return {ALGORITHM: algorithm} if last == "grad_norm" else {}
     if (loss or group == PREFERENCES) and last not in FREE_OF_SCALE and algorithm not in POLICIES:
-        told += [
-            option
-            for option in options
-            if option.startswith(f"{algorithm}.") and ".gen." not in option
-        ]
+        for option in options:
+            if option.startswith(f"{algorithm}.") and ".gen." not in option:
+                told.append(option)
     if name.startswith(EVAL):
         valid = [f"dataset.{option}" for option in VALIDATION_ROWS]
     else:
@@ -130,27 +129,33 @@ def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) ->
 
     `names` is the metric's name in each run. Runs whose configuration is not known are ignored.
     """
-    found = [
-        find_defining_options(run, name)
-        for run, name in zip(runs, names, strict=True)
-        if run.config
-    ]
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        if run.config:
+            found.append(find_defining_options(run, name))
     options = dict.fromkeys(option for each in found for option in each)
-    return [
-        option for option in options if len({each[option] for each in found if option in each}) > 1
-    ]
+    incomparable_options: list[str] = []
+    for option in options:
+        if len({each[option] for each in found if option in each}) > 1:
+            incomparable_options.append(option)
+    return incomparable_options
 
 
 def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return (name, value in each run) of versions and hardware that differ."""
     starts = [run.record.get("starts") for run in runs]
-    last = [
-        dict(found[-1])
-        if isinstance(found, list) and found and isinstance(found[-1], Mapping)
-        else {}
-        for found in starts
-    ]
-    told = [{**(one.get("versions") or {}), **{key: one.get(key) for key in FACTS}} for one in last]
+    last = []
+    for found in starts:
+        last.append(
+            dict(found[-1])
+            if isinstance(found, list) and found and isinstance(found[-1], Mapping)
+            else {}
+        )
+    told = []
+    for one in last:
+        told.append({**(one.get("versions") or {}), **{key: one.get(key) for key in FACTS}})
     names = dict.fromkeys(name for one in told for name in one)
-    rows = [(name, [str(one.get(name) or "") for one in told]) for name in names]
+    rows = []
+    for name in names:
+        rows.append((name, [str(one.get(name) or "") for one in told]))
     return [(name, values) for name, values in rows if len(set(values)) > 1]

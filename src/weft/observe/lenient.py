@@ -24,9 +24,10 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, dict):
-        return {
-            clean_value(str(name)): clean_value(each, depth + 1) for name, each in value.items()
-        }
+        result = {}
+        for name, each in value.items():
+            result[clean_value(str(name))] = clean_value(each, depth + 1)
+        return result
     if isinstance(value, list | tuple):
         return [clean_value(each, depth + 1) for each in value]
     return str(value).encode("utf-8", errors="replace").decode()

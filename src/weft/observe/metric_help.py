@@ -689,7 +689,8 @@ def render_markdown() -> str:
     for group in groups:
         rows = [one for one in HELP if one.group == group]
         lines = [f"## {group}", "", "| metric | unit | what it is | healthy |", "|---|---|---|---|"]
-        lines += [f"| `{one.pattern}` | {one.unit} | {one.what} | {one.healthy} |" for one in rows]
+        for one in rows:
+            lines.append(f"| `{one.pattern}` | {one.unit} | {one.what} | {one.healthy} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

@@ -180,28 +180,26 @@ def compute_tokens_per_second(line: Line) -> float | None:
     If no node counted tokens, returns the largest rate that a node reports.
     """
     seconds = line.get("step_seconds")
-    counts = [
-        value
-        for name, value in line.items()
-        if get_last_part(name) == "num_tokens" and value is not None
-    ]
+    counts = []
+    for name, value in line.items():
+        if get_last_part(name) == "num_tokens" and value is not None:
+            counts.append(value)
     if counts and seconds:
         return max(counts) / seconds
-    rates = [
-        value
-        for name, value in line.items()
-        if get_last_part(name) == "tokens_per_second" and value is not None
-    ]
+    rates = []
+    for name, value in line.items():
+        if get_last_part(name) == "tokens_per_second" and value is not None:
+            rates.append(value)
     return max(rates) if rates else None
 
 
 def read_call_seconds(line: Line) -> dict[str, float]:
     """Return the seconds of each call in one step, in the order of the line."""
-    return {
-        name.removeprefix(TIME): value
-        for name, value in line.items()
-        if name.startswith(TIME) and value is not None
-    }
+    call_seconds: dict[str, float] = {}
+    for name, value in line.items():
+        if name.startswith(TIME) and value is not None:
+            call_seconds[name.removeprefix(TIME)] = value
+    return call_seconds
 
 
 def format_number(value: float | None) -> str:

@@ -115,9 +115,10 @@ class RunObserver:
     def expect(self, total_steps: int | None, done: int = 0) -> None:
         """Set the total steps (None if unknown) and the steps `done` by earlier processes."""
         if done:
-            earlier = [
-                row for row in read_rows(self.directory / METRICS) if is_finite(row.get("step"))
-            ]
+            earlier = []
+            for row in read_rows(self.directory / METRICS):
+                if is_finite(row.get("step")):
+                    earlier.append(row)
         else:
             earlier = []
         self._view.expect(
@@ -141,7 +142,10 @@ class RunObserver:
         line.setdefault("peak_memory_gb", round(self._memory(), 4))
         with self._explain_write_errors(METRICS):
             self._metrics.append(line)
-        numbers = {name: float(value) for name, value in line.items() if is_finite(value)}
+        numbers = {}
+        for name, value in line.items():
+            if is_finite(value):
+                numbers[name] = float(value)
         step = int(line["step"])
         shown = step % self._every == 0
         for text in self._view.record_step(numbers, shown=shown):
@@ -155,7 +159,10 @@ class RunObserver:
         """Add late metrics to the already written line of `step`, and to the loggers."""
         with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
-        numbers = {name: float(value) for name, value in metrics.items() if is_finite(value)}
+        numbers = {}
+        for name, value in metrics.items():
+            if is_finite(value):
+                numbers[name] = float(value)
         for sink in self._sinks:
             sink.log(step, numbers)
 
@@ -167,7 +174,8 @@ class RunObserver:
         but not sent to the terminal and the loggers.
         """
         with self._explain_write_errors(SAMPLES):
-            self._samples.extend({"step": step, **row} for row in rows)
+            for row in rows:
+                self._samples.append({"step": step, **row})
         written = [row for row in rows if not is_dataset_row(row)]
         if written:
             self._view.show_sample(step, written[0])

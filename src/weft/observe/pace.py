@@ -134,12 +134,12 @@ class RunPace:
     def format_line(self) -> str:
         """Format the latest step as one plain line."""
         parts = [self.format_step(), f"epoch {self.epoch:.2f}"]
-        parts += [
-            f"{find_title(name)} {format_number(value)}" for name, value in self.list_evaluations()
-        ]
+        for name, value in self.list_evaluations():
+            parts.append(f"{find_title(name)} {format_number(value)}")
         if self.name is not None and self.name in self.latest:
             parts.append(f"{find_title(self.name)} {format_number(self.latest[self.name])}")
-        parts += [f"{name} {format_number(value)}" for name, value in self.list_other_metrics(2)]
+        for name, value in self.list_other_metrics(2):
+            parts.append(f"{name} {format_number(value)}")
         rate = compute_tokens_per_second(self.latest)
         parts += [f"{format_number(round(rate))} tokens/s"] if rate else []
         parts += (

@@ -45,10 +45,11 @@ class RunPlan:
         rows = [row for row in self.rows if row[0] not in self.hidden]
         begins = [f"{label:<{column}}  " for label, _ in rows]
         texts = [text for _, text in rows]
-        cells = [
-            [text] if width is None else _wrap_text(text, width, len(begin), column + 2)
-            for begin, text in zip(begins, texts, strict=True)
-        ]
+        cells = []
+        for begin, text in zip(begins, texts, strict=True):
+            cells.append(
+                [text] if width is None else _wrap_text(text, width, len(begin), column + 2)
+            )
         if short and width is not None:
             rooms = _allot_lines([len(lines) for lines in cells])
             cells = [

@@ -192,7 +192,10 @@ def _read_status(directory: Path) -> str:
 
 def is_quiet(directory: Path) -> bool:
     """Return whether a run has written nothing for so long that it does not count as running."""
-    files = [directory / name for name in (STATUS, METRICS, LOG) if (directory / name).is_file()]
+    files = []
+    for name in (STATUS, METRICS, LOG):
+        if (directory / name).is_file():
+            files.append(directory / name)
     return time.time() - max((path.stat().st_mtime for path in files), default=0.0) > QUIET_SECONDS
 
 

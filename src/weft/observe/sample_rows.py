@@ -45,7 +45,11 @@ class SampleGroup:
 
     def read_values(self, name: str) -> list[float]:
         """Return the finite values of the key `name` in the rows."""
-        return [float(row[name]) for row in self.rows if is_finite(row.get(name))]
+        values: list[float] = []
+        for row in self.rows:
+            if is_finite(row.get(name)):
+                values.append(float(row[name]))
+        return values
 
 
 def pick(values: Sequence[T], count: int) -> list[T]:
@@ -110,13 +114,13 @@ def group_rows(
         of_step = found.setdefault(float(row["step"]), {})
         key = f"id {id}" if id is not None else f"row {len(of_step)}"
         of_step.setdefault(key, []).append(row)
-    return {
-        step: [
+    result: dict[float, list[SampleGroup]] = {}
+    for step, by_id in sorted(found.items()):
+        result[step] = [
             SampleGroup(step, _read_id(listed[0]), _sort_ranked(listed))
             for listed in list(by_id.values())[:most]
         ]
-        for step, by_id in sorted(found.items())
-    }
+    return result
 
 
 def _read_id(row: Mapping[str, Any]) -> str | None:

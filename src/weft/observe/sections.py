@@ -125,11 +125,10 @@ def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
             f"{format_number(sum(seconds) / len(seconds))} s per step",
         )
     # Throughput and memory.
-    names = [
-        name
-        for name in run.metric_names
-        if get_last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second")
-    ]
+    names = []
+    for name in run.metric_names:
+        if get_last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second"):
+            names.append(name)
     told = ({name: line[name] for name in names if is_finite(line.get(name))} for line in run.lines)
     rates = [rate for line in told if (rate := compute_tokens_per_second(line))]
     if rates:

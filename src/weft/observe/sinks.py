@@ -90,7 +90,7 @@ def _import_sink(name: str) -> Any:
 
 def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
     """Return rows of strings for loggers that show tables; missing values are empty strings."""
-    return [
-        ["" if row.get(column) is None else str(row[column]) for column in columns]
-        for row in samples
-    ]
+    table: list[list[str]] = []
+    for row in samples:
+        table.append(["" if row.get(column) is None else str(row[column]) for column in columns])
+    return table

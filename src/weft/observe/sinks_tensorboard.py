@@ -45,9 +45,9 @@ class TensorBoard:
             self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
-        ]
+        values = []
+        for name, value in metrics.items():
+            values.append(self._summary.Value(tag=name, simple_value=value))
         self._add(step, summary=self._summary(value=values))
         self._writer.flush()
 

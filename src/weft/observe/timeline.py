@@ -206,8 +206,14 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Timel
     out, as are its spans outside any step. `head` and `tail` have the meaning of `read_events`.
     """
     events = read_events(path, head, tail)
-    groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    groups = {}
+    for e in events:
+        if e["name"] == "process_name":
+            groups[e["pid"]] = e["args"]["group"]
+    lanes = {}
+    for e in events:
+        if e["name"] == "thread_name":
+            lanes[(e["pid"], e["tid"])] = e["args"]["name"]
     spans: list[TimelineSpan] = []
     # Backwards, so that the steps of later processes are known before those of earlier ones.
     again = math.inf  # the first step repeated by a later process

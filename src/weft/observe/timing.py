@@ -24,7 +24,11 @@ GROUPS = (ROLES, HOST, RUN)
 def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
     """Return node -> colour of its role, from the timeline; host functions are grey."""
     roles = assign_role_hues(span.lane for span in spans if span.group == ROLES)
-    return {span.name: roles.get(span.lane, GREY) for span in spans if span.group in (ROLES, HOST)}
+    node_hues: dict[str, ColourPair] = {}
+    for span in spans:
+        if span.group in (ROLES, HOST):
+            node_hues[span.name] = roles.get(span.lane, GREY)
+    return node_hues
 
 
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
@@ -125,19 +129,20 @@ class SpansByStep:
         for step in self.steps:
             spans = self.listed[step]
             begin = min(span.start for span in spans)
-            rows = [
-                [
-                    name_at[s.name],
-                    lane_at[s.group, s.lane],
-                    round(s.start - begin, 4),
-                    round(s.seconds, 4),
-                ]
-                for s in spans
-            ]
+            rows = []
+            for s in spans:
+                rows.append(
+                    [
+                        name_at[s.name],
+                        lane_at[s.group, s.lane],
+                        round(s.start - begin, 4),
+                        round(s.seconds, 4),
+                    ]
+                )
             steps.append({"step": step, "spans": rows})
-        styles = [
-            f"{format_hue(self.hues.get(name, GREY))};--tone:{tones[name]}%" for name in names
-        ]
+        styles = []
+        for name in names:
+            styles.append(f"{format_hue(self.hues.get(name, GREY))};--tone:{tones[name]}%")
         return {
             "names": names,
             "styles": styles,
@@ -258,8 +263,7 @@ def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
 
 
 def _describe_tracks(lanes: Mapping[tuple[str, str], Sequence[TimelineSpan]], length: float) -> str:
-    busy = [
-        f"{lane} {sum(span.seconds for span in spans) / length:.0%}"
-        for (_, lane), spans in lanes.items()
-    ]
+    busy = []
+    for (_, lane), spans in lanes.items():
+        busy.append(f"{lane} {sum(span.seconds for span in spans) / length:.0%}")
     return f"Timeline of {format_duration(length)}. Busy: {', '.join(busy)}."

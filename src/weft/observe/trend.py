@@ -196,10 +196,9 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     """
     count = len(values)
     many = count_last(len(values))
-    bent = [
-        a - 3 * b + 3 * c - d
-        for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False)
-    ]
+    bent = []
+    for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False):
+        bent.append(a - 3 * b + 3 * c - d)
     variance = compute_mean([each * each for each in bent]) / 20
     freedom = max(1.0, (count - 3) * 2 // 5)  # fewer, since neighbouring differences overlap
     # A long curve: the scatter of blocks includes noise that lasts several steps.

@@ -161,7 +161,10 @@ class Pipeline:
         # Broadcast each output of all micro-batches as one flat tensor.
         found: list[Outputs] = [{} for _ in forms]
         for name in dict.fromkeys(name for form in forms for name in form):
-            having = [number for number, form in enumerate(forms) if name in form]
+            having = []
+            for number, form in enumerate(forms):
+                if name in form:
+                    having.append(number)
             shapes = [forms[number][name][0] for number in having]
             sizes = [int(torch.Size(shape).numel()) for shape in shapes]
             if self.has_last_stage:
@@ -337,7 +340,10 @@ class _PipelineRun:
         self, stage: int, microbatch: int, passed: _StagePass
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors at which a backward pass starts, and their gradients."""
-        roots: list[Tensor] = [loss for loss in passed.losses if loss.requires_grad]
+        roots: list[Tensor] = []
+        for loss in passed.losses:
+            if loss.requires_grad:
+                roots.append(loss)
         gradients: list[Tensor | None] = [None] * len(roots)
         if passed.made is not None:
             gradient = self._take((stage + 1, stage, microbatch))
@@ -426,13 +432,14 @@ def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> 
 
 def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
     """Return the trained embeddings of the first and last stage that are copies of one matrix."""
-    found = [
-        network.embed.weight
-        for network in networks.values()
-        if network.config.tied
-        and network.kind == "lm"
-        and network.is_first_stage != network.is_last_stage
-    ]
+    found = []
+    for network in networks.values():
+        if (
+            network.config.tied
+            and network.kind == "lm"
+            and network.is_first_stage != network.is_last_stage
+        ):
+            found.append(network.embed.weight)
     return [parameter for parameter in found if parameter.requires_grad]
 
 

@@ -305,7 +305,10 @@ def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
         counts = np.full(len(tokens), -1)
     else:
         counts = np.array([len(ids) for ids in supports])
-    ids = [id for support in supports or () for id in support]
+    ids = []
+    for support in supports or ():
+        for id in support:
+            ids.append(id)
     first = np.stack([tokens.astype(np.float64), logprobs, counts.astype(np.float64)])
     return torch.from_numpy(first), torch.tensor(ids, dtype=torch.int64)
 

@@ -117,10 +117,10 @@ def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Orde
         case "gpipe":
             return [_order_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
         case "1f1b":
-            return [
-                _order_1f1b(rank, placement.ranks, num_microbatches)
-                for rank in range(placement.ranks)
-            ]
+            result = []
+            for rank in range(placement.ranks):
+                result.append(_order_1f1b(rank, placement.ranks, num_microbatches))
+            return result
         case _:
             return _from_table(kind, placement, num_microbatches)
 
@@ -140,11 +140,10 @@ def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     left = [list(reversed(own)) for own in order]
     done: set[ComputeAction] = set()
     while any(left):
-        ready = [
-            own.pop()
-            for own in left
-            if own and all(need in done for need in _needs(own[-1], placement))
-        ]
+        ready = []
+        for own in left:
+            if own and all(need in done for need in _needs(own[-1], placement)):
+                ready.append(own.pop())
         if not ready:
             stuck = ", ".join(str(own[-1]) for own in left if own)
             raise ValueError(
@@ -195,7 +194,11 @@ def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeActio
 
 def _order_gpipe(rank: int, count: int) -> list[ComputeAction]:
     halves: tuple[Half, ...] = ("F", "B")
-    return [ComputeAction(half, rank, m) for half in halves for m in range(count)]
+    gpipe: list[ComputeAction] = []
+    for half in halves:
+        for m in range(count):
+            gpipe.append(ComputeAction(half, rank, m))
+    return gpipe
 
 
 def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
@@ -219,35 +222,38 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     while kind != "zbv" and rounded % max(1, rounded // placement.ranks):
         rounded += 1
     # Build the table from stand-ins with the attributes that it reads.
-    stages = [
-        SimpleNamespace(
-            group_size=placement.ranks,
-            group_rank=0,
-            stage_index=stage,
-            num_stages=placement.num_stages,
-            is_first=stage == 0,
-            is_last=stage == placement.num_stages - 1,
-            submod=None,
-            has_backward=True,
+    stages = []
+    for stage in placement.list_stages(0):
+        stages.append(
+            SimpleNamespace(
+                group_size=placement.ranks,
+                group_rank=0,
+                stage_index=stage,
+                num_stages=placement.num_stages,
+                is_first=stage == 0,
+                is_last=stage == placement.num_stages - 1,
+                submod=None,
+                has_backward=True,
+            )
         )
-        for stage in placement.list_stages(0)
-    ]
     from torch.distributed.pipelining import schedules
 
     table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_raise_unused).pipeline_order
     # Convert it, and drop the extra micro-batches.
-    return [
-        [
-            ComputeAction(
-                cast(Half, action.computation_type.value),
-                action.stage_index,
-                action.microbatch_index,
-            )
-            for action in table[rank]
-            if action is not None and action.microbatch_index < count
-        ]
-        for rank in range(placement.ranks)
-    ]
+    result = []
+    for rank in range(placement.ranks):
+        result.append(
+            [
+                ComputeAction(
+                    cast(Half, action.computation_type.value),
+                    action.stage_index,
+                    action.microbatch_index,
+                )
+                for action in table[rank]
+                if action is not None and action.microbatch_index < count
+            ]
+        )
+    return result
 
 
 def _raise_unused(*_: Any) -> Any:

@@ -54,14 +54,20 @@ def shard(
         apart = None
     for network in networks:
         parts: list[tuple[list[nn.Module], DeviceMesh]] = []
-        lent: set[nn.Parameter] = {
-            parameter for parameter in network.parameters() if isinstance(parameter, DTensor)
-        }
+        lent: set[nn.Parameter] = set()
+        for parameter in network.parameters():
+            if isinstance(parameter, DTensor):
+                lent.add(parameter)
         # FSDP2 wants inner modules first: experts, then blocks, then the rest of the network.
         if apart is not None:
-            stacks = [module.experts for module in network.modules() if isinstance(module, MoE)]
-            parts += [(list(experts.values()), apart) for experts in stacks]
-        parts += [([part], shards) for part in (*network.blocks, network)]
+            stacks = []
+            for module in network.modules():
+                if isinstance(module, MoE):
+                    stacks.append(module.experts)
+            for experts in stacks:
+                parts.append((list(experts.values()), apart))
+        for part in (*network.blocks, network):
+            parts.append(([part], shards))
         for modules, within in parts:
             wrapped, *_ = fully_shard(
                 modules,

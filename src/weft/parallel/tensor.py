@@ -147,7 +147,9 @@ def sum_gradients(
     # Sum the gradients of parameters that all ranks use in part.
     parts = _find_partial(stored, config)
     if shares_rows:
-        parts += [part for name, part in stored.items() if re.fullmatch(BETWEEN, name)]
+        for name, part in stored.items():
+            if re.fullmatch(BETWEEN, name):
+                parts.append(part)
     gradients = [grad for part in parts if (grad := part.grad) is not None]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
@@ -165,11 +167,11 @@ def _find_partial(
     stored: Mapping[str, StoredParameter], config: TransformerConfig
 ) -> list[StoredParameter]:
     by_head = config.qk_norm != "full"
-    return [
-        part
-        for name, part in stored.items()
-        if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)
-    ]
+    result: list[StoredParameter] = []
+    for name, part in stored.items():
+        if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name):
+            result.append(part)
+    return result
 
 
 def _sum_copies(
@@ -180,7 +182,10 @@ def _sum_copies(
     device: torch.device,
 ) -> None:
     """Sum gradients of key and value heads over the `copies` consecutive ranks that hold each."""
-    held = [part.grad for name, part in stored.items() if re.fullmatch(pattern, name)]
+    held = []
+    for name, part in stored.items():
+        if re.fullmatch(pattern, name):
+            held.append(part.grad)
     gradients = [gradient for gradient in held if gradient is not None]
     if not gradients:
         return

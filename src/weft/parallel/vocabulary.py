@@ -45,10 +45,9 @@ class GroupVocabularySplit:
 
     def gather(self, own: Tensor) -> Tensor:
         """Return all logits [R, all ids], given [R, own ids]; bit-identical on all ranks."""
-        ranks = [
-            compute_vocabulary(self.vocab_size, self.group.size(), rank)
-            for rank in range(self.group.size())
-        ]
+        ranks = []
+        for rank in range(self.group.size()):
+            ranks.append(compute_vocabulary(self.vocab_size, self.group.size(), rank))
         counts = [ids.stop - ids.start for ids in ranks]
         padded = own.new_zeros(len(own), max(counts))
         padded[:, : own.shape[1]] = own
@@ -58,9 +57,8 @@ class GroupVocabularySplit:
         )
 
     def gather_candidates(self, own: Tensor) -> Tensor:
-        parts = [
-            torch.empty_like(own, memory_format=torch.contiguous_format)
-            for _ in range(self.group.size())
-        ]
+        parts = []
+        for _ in range(self.group.size()):
+            parts.append(torch.empty_like(own, memory_format=torch.contiguous_format))
         dist.all_gather(parts, own.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)

@@ -202,7 +202,11 @@ def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> Non
 def read_parameters(parameters: Any) -> dict[str, Any]:
     """Return a map of protocol parameters as plain Python values."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
-    return {name: getattr(parameters[name], choice) for name, choice in chosen.items() if choice}
+    result: dict[str, Any] = {}
+    for name, choice in chosen.items():
+        if choice:
+            result[name] = getattr(parameters[name], choice)
+    return result
 
 
 def write_parameters(values: Mapping[str, Any], parameters: Any) -> None:

@@ -183,7 +183,10 @@ class Reallocation:
                     f"rank {self._rank}; "
                     "all ranks of both layouts must be given the same ones"
                 )
-        versions = {rank: version for rank, (_, has, version) in told.items() if has}
+        versions = {}
+        for rank, (_, has, version) in told.items():
+            if has:
+                versions[rank] = version
         if len(set(versions.values())) != 1:
             shown = ", ".join(
                 f"rank {rank}: {version}" for rank, version in sorted(versions.items())
@@ -215,8 +218,14 @@ class Reallocation:
             for index, messages in enumerate(
                 plan_rounds(self._transfers, itemsize, self._bucket_bytes)
             ):
-                sends = [message for message in messages if message.source == self._rank]
-                receives = [message for message in messages if message.target == self._rank]
+                sends = []
+                for message in messages:
+                    if message.source == self._rank:
+                        sends.append(message)
+                receives = []
+                for message in messages:
+                    if message.target == self._rank:
+                        receives.append(message)
                 if sends or receives:
                     steps.append(ReallocationStep(index, sends, receives))
             self._steps[key] = steps
@@ -243,7 +252,10 @@ def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side:
     """
     found = {}
     for at, name in enumerate(names):
-        theirs = {rank: DTYPES[code[at] - 1] for rank, code in codes.items() if code[at]}
+        theirs = {}
+        for rank, code in codes.items():
+            if code[at]:
+                theirs[rank] = DTYPES[code[at] - 1]
         if len(set(theirs.values())) != 1:
             shown = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
             raise RunError(

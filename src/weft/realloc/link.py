@@ -61,7 +61,10 @@ class ReallocationLink:
         told = {self.rank: list(facts)}
         if self._group is None:
             return told
-        others = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.rank]
+        others = []
+        for rank in dist.get_process_group_ranks(self._group):
+            if rank != self.rank:
+                others.append(rank)
         ours = torch.tensor(facts, dtype=torch.int64, device=self.device)
         theirs = [(rank, torch.empty_like(ours)) for rank in others]
         for pending in self.post_messages(theirs, [(rank, ours) for rank in others]):
@@ -101,9 +104,9 @@ class ReallocationLink:
         ]
         if not pairs:
             return []
-        others = [
-            ("from" if way is dist.irecv else "to") + f" rank {rank}" for way, rank, _ in pairs
-        ]
+        others = []
+        for way, rank, _ in pairs:
+            others.append(("from" if way is dist.irecv else "to") + f" rank {rank}")
         try:
             works = dist.batch_isend_irecv(
                 [P2POp(way, x, peer=rank, group=self._group, tag=tag) for way, rank, x in pairs]
@@ -112,9 +115,10 @@ class ReallocationLink:
             raise _build_lost_error(self.rank, ", ".join(others), error) from error
         if len(works) != len(pairs):  # NCCL returns one handle for all messages
             others = [", ".join(others)] * len(works)
-        return [
-            PendingMessage(work, self.rank, what) for work, what in zip(works, others, strict=True)
-        ]
+        messages: list[PendingMessage] = []
+        for work, what in zip(works, others, strict=True):
+            messages.append(PendingMessage(work, self.rank, what))
+        return messages
 
 
 def _build_lost_error(rank: int, others: str, error: RuntimeError) -> RunError:

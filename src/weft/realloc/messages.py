@@ -132,7 +132,11 @@ class MessageExchange:
             _wait(flight.acknowledgements)
 
     def _filter_remote(self, receives: Sequence[BucketMessage]) -> list[BucketMessage]:
-        return [message for message in receives if message.source not in self._link.peer_memory]
+        remote: list[BucketMessage] = []
+        for message in receives:
+            if message.source not in self._link.peer_memory:
+                remote.append(message)
+        return remote
 
     def _begin(self, at: int) -> None:
         """Pack and post the messages of one step.
@@ -146,7 +150,10 @@ class MessageExchange:
             _wait(self._flights[at - 2].acknowledgements)
         mail = _split_buffer(self._filter_remote(step.receives), self._in[slot])
         sends = _split_buffer(step.sends, self._out[slot])
-        near = [message for message in step.receives if message.source in self._link.peer_memory]
+        near = []
+        for message in step.receives:
+            if message.source in self._link.peer_memory:
+                near.append(message)
         notes = [(message, torch.empty(1, dtype=torch.int64)) for message in near]
         posts = []
         seen = []
@@ -168,13 +175,16 @@ class MessageExchange:
 
     def _finish(self, flight: _StepInFlight) -> Iterator[Values]:
         _wait(flight.pending)
-        places = [
-            (
-                message,
-                self._link.peer_memory[message.source][int(note) : int(note) + message.num_bytes],
+        places = []
+        for message, note in flight.offsets:
+            places.append(
+                (
+                    message,
+                    self._link.peer_memory[message.source][
+                        int(note) : int(note) + message.num_bytes
+                    ],
+                )
             )
-            for message, note in flight.offsets
-        ]
         for message, buffer in (*flight.mail, *places):
             self._verify(message, buffer, flight.step.index)
             for part in message.parts:
@@ -231,7 +241,9 @@ def _allocate_buffers(
     messages: Sequence[Sequence[BucketMessage]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
     """Return two buffers, each as large as its largest step; slices of `within` if given."""
-    sizes = [sum(message.num_bytes for message in each) for each in messages]
+    sizes = []
+    for each in messages:
+        sizes.append(sum(message.num_bytes for message in each))
     most = [max(sizes[slot::2], default=0) for slot in (0, 1)]
     if within is None:
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in most]

@@ -59,10 +59,12 @@ def holdings_of(
     `shapes`: canonical name -> shape of the whole parameter. Raises `ConfigError` if the layout
     does not fit the network.
     """
-    return {
-        rank: compute_holdings(shapes, sizes, mesh.layout, mesh.get_coordinates(rank), tied=tied)
-        for rank in mesh.ranks
-    }
+    result: dict[int, dict[str, Slice]] = {}
+    for rank in mesh.ranks:
+        result[rank] = compute_holdings(
+            shapes, sizes, mesh.layout, mesh.get_coordinates(rank), tied=tied
+        )
+    return result
 
 
 def plan(
@@ -86,10 +88,9 @@ def plan(
         for box, ranks in boxes.items():
             if (have, box) not in known:
                 known[have, box] = _split_cells(have, box)
-            cells = [
-                (cell, [rank for n in numbers for rank in givers[n]])
-                for cell, numbers in known[have, box]
-            ]
+            cells = []
+            for cell, numbers in known[have, box]:
+                cells.append((cell, [rank for n in numbers for rank in givers[n]]))
             lacking = next((cell for cell, who in cells if not who), None)
             if lacking is not None:
                 raise ConfigError(
@@ -150,10 +151,9 @@ def _split_cells(have: Sequence[Box], box: Box) -> Cells:
         for number, each in enumerate(have)
         if (common := overlap(each, box)) is not None
     ]
-    cuts = [
-        sorted({edge for _, common in met for edge in common[dim]} | set(limits))
-        for dim, limits in enumerate(box)
-    ]
+    cuts = []
+    for dim, limits in enumerate(box):
+        cuts.append(sorted({edge for _, common in met for edge in common[dim]} | set(limits)))
     owners: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, common in met:
         spans = (
@@ -162,13 +162,15 @@ def _split_cells(have: Sequence[Box], box: Box) -> Cells:
         )
         for place in product(*spans):
             owners[place].append(number)
-    return [
-        (
-            tuple((cuts[dim][at], cuts[dim][at + 1]) for dim, at in enumerate(place)),
-            tuple(owners.get(place, ())),
+    result = []
+    for place in product(*(range(len(at) - 1) for at in cuts)):
+        result.append(
+            (
+                tuple((cuts[dim][at], cuts[dim][at + 1]) for dim, at in enumerate(place)),
+                tuple(owners.get(place, ())),
+            )
         )
-        for place in product(*(range(len(at) - 1) for at in cuts))
-    ]
+    return result
 
 
 def overlap(a: Box, b: Box) -> Box | None:

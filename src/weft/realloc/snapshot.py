@@ -29,7 +29,10 @@ class ParameterSnapshot:
         `others`, snapshots of the same giver at the same moment, are shared instead of copied; the
         memory is freed with the last snapshot that refers to it.
         """
-        there = {name: part for other in others for name, part in other.parts.items()}
+        there = {}
+        for other in others:
+            for name, part in other.parts.items():
+                there[name] = part
         wanted = list(names)
         parts = {name: there[name] for name in wanted if name in there}
         for name, where, values in giver.read([name for name in wanted if name not in there]):

@@ -58,8 +58,14 @@ class OutputCache:
         `compute` is called once, on the ids that are not cached.
         """
         names = dict(zip(batch.ids, hash_contents(batch), strict=True))
-        missing = [id for id, name in names.items() if name not in self._records]
-        parts = [self._load(id, names[id]) for id in batch.ids if id not in set(missing)]
+        missing = []
+        for id, name in names.items():
+            if name not in self._records:
+                missing.append(id)
+        parts = []
+        for id in batch.ids:
+            if id not in set(missing):
+                parts.append(self._load(id, names[id]))
         if missing:
             made = compute(batch if len(missing) == batch.num_ids else batch.select(ids=missing))
             self._append({names[one.ids[0]]: one for one in made.unpack()})

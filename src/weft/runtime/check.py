@@ -24,7 +24,8 @@ def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
     found = {node.name: node for node in experiment.graph.list_model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
         if beside is not None:
-            found |= {EVALUATION + node.name: node for node in beside.graph.list_model_calls()}
+            for node in beside.graph.list_model_calls():
+                found[EVALUATION + node.name] = node
     return found
 
 
@@ -48,9 +49,10 @@ def check_calls(experiment: Experiment) -> None:
     Raises `UserError` for a method that an interface lacks, arguments it does not take, or an
     unknown function or hook.
     """
-    beside = [
-        each.graph for each in (experiment.evaluation, experiment.fixed_prompts) if each is not None
-    ]
+    beside = []
+    for each in (experiment.evaluation, experiment.fixed_prompts):
+        if each is not None:
+            beside.append(each.graph)
     for graph in (experiment.graph, *beside):
         for node in graph.nodes:
             if isinstance(node, MFCDef):
@@ -80,7 +82,10 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             f"that has {node.method}"
         )
     if not implements_method(node.interface, node.method):
-        there = [method for method in METHODS if implements_method(node.interface, method)]
+        there = []
+        for method in METHODS:
+            if implements_method(node.interface, method):
+                there.append(method)
         raise GraphError(
             f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
             f"does not have it "

@@ -61,7 +61,10 @@ class CheckpointStore:
             return
         kept = self._read_milestones()
         for role in self._roles:
-            passing = [step for step in self._directory.list_saved_steps(role) if step not in kept]
+            passing = []
+            for step in self._directory.list_saved_steps(role):
+                if step not in kept:
+                    passing.append(step)
             for step in passing[: -self._limit]:
                 disk.remove(self._directory.checkpoints_folder / role / f"step{step}")
 

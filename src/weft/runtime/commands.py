@@ -96,12 +96,14 @@ class BuildWorker:
         roles = worker.roles
         facts = roles.describe()
         moved = _find_transferred_roles(self.experiment)
-        engines = {
-            place: roles.find_engine(place) for place in roles.engine_keys if place[0] in moved
-        }
-        slices = {
-            place: dict(engine.slices()) for place, engine in engines.items() if engine is not None
-        }
+        engines = {}
+        for place in roles.engine_keys:
+            if place[0] in moved:
+                engines[place] = roles.find_engine(place)
+        slices = {}
+        for place, engine in engines.items():
+            if engine is not None:
+                slices[place] = dict(engine.slices())
         return BuiltEngines(
             facts,
             roles.describe_copies(),
@@ -112,8 +114,14 @@ class BuildWorker:
 
 def _find_transferred_roles(experiment: Experiment) -> set[str]:
     """Return the roles whose parameters are transferred to or from other roles or copies."""
-    synced = {role for s in experiment.graph.syncs for role in (s.source, s.target)}
-    begun = {role for pair in experiment.init_from.items() for role in pair}
+    synced = set()
+    for s in experiment.graph.syncs:
+        for role in (s.source, s.target):
+            synced.add(role)
+    begun = set()
+    for pair in experiment.init_from.items():
+        for role in pair:
+            begun.add(role)
     return synced | begun | {role for role, _ in experiment.list_copies()}
 
 
@@ -433,5 +441,7 @@ def describe_samples(
         names = part.metadata.get(owner, part.ids)
         for column in (name for name in part.metadata if name != owner):
             values.setdefault(column, {}).update(zip(names, part.metadata[column], strict=True))
-    metadata = {column: tuple([of.get(id) for id in ids]) for column, of in values.items()}
+    metadata = {}
+    for column, of in values.items():
+        metadata[column] = tuple([of.get(id) for id in ids])
     return SequenceSample(tuple(ids), {}, {}, {}, metadata)

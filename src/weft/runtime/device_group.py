@@ -202,7 +202,10 @@ class DeviceGroup:
 
         `shared` caches the rows already serialized for this call.
         """
-        rows = [(want.ids, want.keys) for want in wants if want.rank == ON_DRIVER]
+        rows = []
+        for want in wants:
+            if want.rank == ON_DRIVER:
+                rows.append((want.ids, want.keys))
         for row in rows:
             if row not in shared:
                 with self._lock:
@@ -320,11 +323,10 @@ class DeviceGroup:
         """Return facts by role, with `copies` by mesh and `moves`, its described transfers."""
         found: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
-            copies = {
-                m: self._built[m.ranks[0]].copies[r, m]
-                for r, m in self._experiment.list_copies()
-                if r == role
-            }
+            copies = {}
+            for r, m in self._experiment.list_copies():
+                if r == role:
+                    copies[m] = self._built[m.ranks[0]].copies[r, m]
             moves = [f"{what}: {way}" for what, way in self._parameters.list_plans(role)]
             found[role] = {
                 **self._built[mesh.ranks[0]].facts[role],

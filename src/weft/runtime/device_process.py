@@ -286,11 +286,10 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
     tensors, or for the next command.
     """
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    own = [
-        index
-        for index, frame in enumerate(stack)
-        if frame.filename.startswith(PACKAGE) or not frame.filename.startswith(libraries)
-    ]
+    own = []
+    for index, frame in enumerate(stack):
+        if frame.filename.startswith(PACKAGE) or not frame.filename.startswith(libraries):
+            own.append(index)
     inmost = stack[own[-1]]
     called = stack[own[-1] + 1 :]
     waits = (

@@ -146,11 +146,10 @@ def admit(
     # A new run needs a directory without foreign files.
     if not directory.has_run():
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-        foreign = [
-            name
-            for name in names
-            if name not in (LOCK, *LAUNCHERS) and not name.endswith(disk.TEMPORARY)
-        ]
+        foreign = []
+        for name in names:
+            if name not in (LOCK, *LAUNCHERS) and not name.endswith(disk.TEMPORARY):
+                foreign.append(name)
         if foreign:
             raise ConfigError(
                 f"{path} contains files that do not belong to a run ({', '.join(foreign[:5])}); "

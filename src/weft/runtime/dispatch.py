@@ -107,7 +107,11 @@ class DeviceJob:
     @property
     def unfinished_ranks(self) -> list[int]:
         """Ranks that have not finished."""
-        return [rank for rank in self.ranks if rank not in self.final_reports]
+        result: list[int] = []
+        for rank in self.ranks:
+            if rank not in self.final_reports:
+                result.append(rank)
+        return result
 
 
 class JobDispatcher:
@@ -254,7 +258,10 @@ class JobDispatcher:
     def _fail_doubtful_jobs(self) -> None:
         """Fail the jobs whose doubtful errors were not explained by a death in time."""
         with self._lock:
-            over = [doubt for doubt in self._doubts if doubt[0] < time.monotonic()]
+            over = []
+            for doubt in self._doubts:
+                if doubt[0] < time.monotonic():
+                    over.append(doubt)
             self._doubts = [doubt for doubt in self._doubts if doubt not in over]
             for _, job, error in over:
                 if job.number in self._jobs:
@@ -276,11 +283,10 @@ class JobDispatcher:
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
         """Return " in JOB or JOB", the unfinished jobs of these ranks, for error messages."""
         with self._lock:
-            names = [
-                job.name
-                for job in self._jobs.values()
-                if not set(ranks).isdisjoint(job.unfinished_ranks)
-            ]
+            names = []
+            for job in self._jobs.values():
+                if not set(ranks).isdisjoint(job.unfinished_ranks):
+                    names.append(job.name)
         return f" in {' or '.join(names[:3])}" if names else ""
 
     def _describe_late(self, ranks: Sequence[int]) -> str:
@@ -295,7 +301,10 @@ class JobDispatcher:
             return ", ".join(
                 f"{self._devices.addresses[rank]}, which does not answer" for rank in silent
             )
-        busy = {rank: each.place for rank, each in activities.items() if not each.is_waiting}
+        busy = {}
+        for rank, each in activities.items():
+            if not each.is_waiting:
+                busy[rank] = each.place
         if busy:
             return ", ".join(
                 f"{self._devices.addresses[rank]}, which is in {place}"

@@ -55,14 +55,14 @@ class Evaluator:
         everything: list[FiringMetrics] = []
         line: dict[str, float] = {}
         for name, rows in self._sources.items():
-            measured = [
-                self._evaluate_batch(batch, step) for batch in self._iterate_batches(name, rows)
-            ]
-            line |= {
-                f"eval/{name}/{metric}": value for metric, value in join_metrics(measured).items()
-            }
+            measured = []
+            for batch in self._iterate_batches(name, rows):
+                measured.append(self._evaluate_batch(batch, step))
+            for metric, value in join_metrics(measured).items():
+                line[f"eval/{name}/{metric}"] = value
             everything += measured
-        line |= {f"eval/{metric}": value for metric, value in join_metrics(everything).items()}
+        for metric, value in join_metrics(everything).items():
+            line[f"eval/{metric}"] = value
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:

@@ -59,14 +59,14 @@ class FixedPrompts:
         self._runner.wait()
         rows = self._samples.read_generations(ids)
         self._group.discard(ids)
-        self._file.extend(
-            {
-                "step": step,
-                "id": row["id"].removeprefix(self._prefix),
-                "prompt": row["prompt"],
-                "completion": row["completion"],
-                "tokens": len(row["completion_ids"]),
-                "finish_reason": row["finish_reason"],
-            }
-            for row in rows
-        )
+        for row in rows:
+            self._file.append(
+                {
+                    "step": step,
+                    "id": row["id"].removeprefix(self._prefix),
+                    "prompt": row["prompt"],
+                    "completion": row["completion"],
+                    "tokens": len(row["completion_ids"]),
+                    "finish_reason": row["finish_reason"],
+                }
+            )

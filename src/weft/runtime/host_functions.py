@@ -51,7 +51,10 @@ class HostFunctionRunner:
         self._seed = seed
         self._tokenizers = tokenizers
         self._data_role = data_role
-        nodes = [node for node in graph.nodes if isinstance(node, HostFunction)]
+        nodes = []
+        for node in graph.nodes:
+            if isinstance(node, HostFunction):
+                nodes.append(node)
         self.by_node: dict[str, HostCallable] = {
             n.name: make_host_function(n.function, n.args) for n in nodes
         }
@@ -100,12 +103,12 @@ class HostFunctionRunner:
     @property
     def notes(self) -> list[str]:
         """Messages for the user at the start of the run."""
-        return [
-            line
-            for function in self.by_node.values()
-            if isinstance(function, HasNotes)
-            for line in function.notes
-        ]
+        result: list[str] = []
+        for function in self.by_node.values():
+            if isinstance(function, HasNotes):
+                for line in function.notes:
+                    result.append(line)
+        return result
 
     def can_drop_ids(self, node: HostFunction) -> bool:
         """Return whether the node's function may drop ids."""
@@ -134,9 +137,10 @@ class HostFunctionRunner:
         if not isinstance(function, SupportsPrefetch):
             return
         part = replace(node, input_keys=function.begins_with, optional_keys=())
-        makers = {
-            maker.name for maker in self._graph.nodes if set(maker.outputs) & set(part.inputs)
-        }
+        makers = set()
+        for maker in self._graph.nodes:
+            if set(maker.outputs) & set(part.inputs):
+                makers.add(maker.name)
         if len(makers) == 1 and isinstance(self._graph.get_node(*makers), MFCDef):
             call = self._prefix + makers.pop()
             self._prefetches.setdefault(call, []).append(part)

@@ -65,11 +65,11 @@ class TensorLocations:
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
         """Return those of `keys` that every id has on some rank."""
         parts = self._ids.group_by_block(ids)
-        return [
-            key
-            for key in keys
-            if all(block is not None and key in block.state.holders for block in parts)
-        ]
+        available: list[str] = []
+        for key in keys:
+            if all(block is not None and key in block.state.holders for block in parts):
+                available.append(key)
+        return available
 
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]

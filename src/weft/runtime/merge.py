@@ -36,9 +36,10 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        having = [
-            (part[name], count) for part, count in zip(parts, counts, strict=True) if name in part
-        ]
+        having = []
+        for part, count in zip(parts, counts, strict=True):
+            if name in part:
+                having.append((part[name], count))
         values = [value for value, _ in having]
         weight = sum(count for _, count in having)
         if name == STARTED or name.endswith("_min"):

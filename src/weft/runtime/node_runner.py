@@ -152,11 +152,10 @@ class NodeRunner:
 
     def _next_event(self) -> Event:
         """Return the next event; raise the deadline's error if none arrives before it."""
-        bounded = [
-            (run.expires_at, run)
-            for run in self._running_firings.values()
-            if run.expires_at is not None
-        ]
+        bounded = []
+        for run in self._running_firings.values():
+            if run.expires_at is not None:
+                bounded.append((run.expires_at, run))
         if not bounded:
             return self._group.events.get()
         expires, first = min(bounded, key=lambda each: each[0])

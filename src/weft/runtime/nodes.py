@@ -55,6 +55,7 @@ def order_bundles(on: Mapping[int, str], nodes: Sequence[RayNode]) -> list[int]:
 
 def count_threads(on: Mapping[int, str], nodes: Sequence[RayNode]) -> dict[str, int]:
     """Return node id -> CPU threads per device: the node's CPUs divided by its devices."""
-    return {
-        node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in nodes
-    }
+    threads: dict[str, int] = {}
+    for node in nodes:
+        threads[node.id] = max(1, node.cpus // max(1, list(on.values()).count(node.id)))
+    return threads

@@ -236,7 +236,10 @@ class ParameterTransfers:
                 numbers[newest] = self._weights[place]
         elif version is not None:
             numbers.setdefault(self._copy_versions.setdefault(place, version), self._weights[place])
-        known = [of for of in sorted(numbers) if version is not None and of <= version]
+        known = []
+        for of in sorted(numbers):
+            if version is not None and of <= version:
+                known.append(of)
         for older in known[:-1]:
             del numbers[older]
         return numbers[known[-1]] if known else 0
@@ -298,11 +301,10 @@ class ParameterTransfers:
         written = any(sync.target == role for sync in self._experiment.graph.syncs)
         for place in self._copies:
             if place[0] == role and (written or self._experiment.roles[role].trained):
-                calls = [
-                    c.name
-                    for c in self._experiment.list_calls()
-                    if (c.role, self._experiment.get_mesh(c)) == place
-                ]
+                calls = []
+                for c in self._experiment.list_calls():
+                    if (c.role, self._experiment.get_mesh(c)) == place:
+                        calls.append(c.name)
                 if written:
                     names = self._plans.list_common(own, place, partly=False)
                 else:

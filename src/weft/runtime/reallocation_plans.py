@@ -122,10 +122,12 @@ class ReallocationPlanCache:
     ) -> dict[int, dict[str, Slice]]:
         """Return the parameter slices of each rank, optionally only those in `names`."""
         held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
-        return {
-            rank: {name: part for name, part in parts.items() if names is None or name in names}
-            for rank, parts in held.items()
-        }
+        slices: dict[int, dict[str, Slice]] = {}
+        for rank, parts in held.items():
+            slices[rank] = {
+                name: part for name, part in parts.items() if names is None or name in names
+            }
+        return slices
 
     def _compute_itemsize(self, source: str, target: EngineKey, eta: float) -> int:
         """Return the bytes per element sent.

@@ -101,14 +101,16 @@ def find_damage(point: RecoveryPoint) -> str | None:
         expected = json.loads(point.manifest.read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{point.manifest.name} cannot be read"
-    missing = [name for name in expected if not (point.directory / name).is_file()]
+    missing = []
+    for name in expected:
+        if not (point.directory / name).is_file():
+            missing.append(name)
     if missing:
         return f"{missing[0]} is missing"
-    wrong = [
-        name
-        for name, sum in expected.items()
-        if disk.compute_checksum(point.directory / name) != sum
-    ]
+    wrong = []
+    for name, sum in expected.items():
+        if disk.compute_checksum(point.directory / name) != sum:
+            wrong.append(name)
     return f"{wrong[0]} differs from what was written" if wrong else None
 
 
@@ -132,7 +134,10 @@ def find_named_point(path: Path) -> RecoveryPoint:
             "give the directory as the model's path"
         )
     match = STEP.fullmatch(path.name)
-    chosen = [point for point in found if match is None or point.step == int(match[1])]
+    chosen = []
+    for point in found:
+        if match is None or point.step == int(match[1]):
+            chosen.append(point)
     for point in chosen:
         if find_damage(point) is None:
             return point

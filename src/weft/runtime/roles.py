@@ -65,7 +65,10 @@ class RoleEngines:
         )  # state offloaded to host memory by hooks
         written = {sync.target for sync in experiment.graph.syncs}
         shared: dict[str, Engine] = {}
-        here = {role: spec for role, spec in specs.items() if role in self._meshes}
+        here = {}
+        for role, spec in specs.items():
+            if role in self._meshes:
+                here[role] = spec
         # build engines with adapters before roles that share their base
         for role, spec in sorted(here.items(), key=lambda each: not each[1].trained):
             base = None if role in written else self._find_shared_base(role, here)
@@ -214,11 +217,11 @@ class RoleEngines:
 
     def describe_copies(self) -> dict[EngineKey, Mapping[str, Any]]:
         """Return the description of each copy."""
-        return {
-            place: engine.description
-            for place, engine in self._engines.items()
-            if place in self._weights
-        }
+        copies: dict[EngineKey, Mapping[str, Any]] = {}
+        for place, engine in self._engines.items():
+            if place in self._weights:
+                copies[place] = engine.description
+        return copies
 
     def get_trained_names(self, role: str) -> frozenset[str] | None:
         """Return the parameters that train steps change; None if the engine does not know."""
@@ -254,7 +257,10 @@ def list_common_parameters(
     `want` map names to full shapes, or to local slices if both meshes are equal. Raises
     `ConfigError` naming the parameters that differ.
     """
-    names = [name for name in want if name in have and have[name] == want[name]]
+    names = []
+    for name in want:
+        if name in have and have[name] == want[name]:
+            names.append(name)
     if not names or (not partly and len(names) < max(len(want), len(have))):
         apart = sorted((set(want) | set(have)) - set(names))
         raise ConfigError(

@@ -54,9 +54,10 @@ class SampleReader:
         self._group = group
         self._tokenizer = tokenizer
         self._decode_tokens = TokenDecoder(tokenizer)
-        calls = [
-            node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"
-        ]
+        calls = []
+        for node in graph.nodes:
+            if isinstance(node, MFCDef) and node.method == "generate":
+                calls.append(node)
         self._has_generation = any("completion" in node.output_keys for node in calls)
         self._names = {made: key for node in calls for key, made in node.output_key_remap.items()}
         self._keys = list(dict.fromkeys(key for node in graph.nodes for key in node.outputs))
@@ -150,12 +151,14 @@ class SampleReader:
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         """Yield a row per completion, with values per token."""
         counts = batch.lengths["completion"].tolist()
-        held = {
-            key: batch.sequences(key)
-            for key in (*BY_TOKEN, "advantages")
-            if key in batch.data and batch.lengths[key].tolist() == counts
-        }
-        references = [batch.metadata[name] for name in REFERENCES if name in batch.metadata]
+        held = {}
+        for key in (*BY_TOKEN, "advantages"):
+            if key in batch.data and batch.lengths[key].tolist() == counts:
+                held[key] = batch.sequences(key)
+        references = []
+        for name in REFERENCES:
+            if name in batch.metadata:
+                references.append(batch.metadata[name])
         owners = batch.group_of("completion").tolist()
         completions = batch.sequences("completion")
         for index, row in self._read(batch):
@@ -203,22 +206,19 @@ class SampleReader:
             prompt_ids = []
         prompt_ids = prompt_ids or [[] for _ in batch.ids]
         bos = self._tokenizer.bos_id  # not part of the prompt in the row
-        prompts = [
-            self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens)
-            for tokens in prompt_ids
-        ]
+        prompts = []
+        for tokens in prompt_ids:
+            prompts.append(self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens))
         # Find the keys with one value per completion.
         lengths = batch.lengths["completion"]
-        single = [
-            k
-            for k in batch.data
-            if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all()
-        ]
-        columns = {
-            NAMES.get(key, key): batch.data[key].tolist()
-            for key in single
-            if key not in ("prompt", "completion", *BY_TOKEN)
-        }
+        single = []
+        for k in batch.data:
+            if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all():
+                single.append(k)
+        columns = {}
+        for key in single:
+            if key not in ("prompt", "completion", *BY_TOKEN):
+                columns[NAMES.get(key, key)] = batch.data[key].tolist()
         # Yield one row per completion.
         owners = batch.group_of("completion").tolist()
         for index, (owner, tokens) in enumerate(
@@ -253,5 +253,8 @@ def _find_reference(values: Sequence[Any]) -> dict[str, Any]:
 def _compute_loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the mean cross-entropy of the trained tokens."""
     mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
-    trained = [-value for value, counts in zip(values["logprobs"], mask, strict=True) if counts]
+    trained = []
+    for value, counts in zip(values["logprobs"], mask, strict=True):
+        if counts:
+            trained.append(-value)
     return {"loss": sum(trained) / len(trained)} if trained else {}

@@ -33,10 +33,9 @@ class RunLength:
         num_ids = loader.num_ids
         batches = loader.batches_per_epoch
         control = experiment.control
-        firings = {
-            n.name: math.ceil(num_ids / n.batch_size) if n.batch_size else batches
-            for n in experiment.graph.nodes
-        }
+        firings = {}
+        for n in experiment.graph.nodes:
+            firings[n.name] = math.ceil(num_ids / n.batch_size) if n.batch_size else batches
         per_epoch = firings[experiment.steps_follow]
         epochs = control.total_train_epochs
         by_batch = experiment.get_node(experiment.steps_follow).batch_size == 0

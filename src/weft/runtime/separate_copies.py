@@ -18,14 +18,16 @@ def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
     for call in experiment.graph.list_model_calls():
         used.setdefault((call.role, experiment.get_mesh(call)), []).append(call)
     written = {sync.target for sync in experiment.graph.syncs}
-    return {
-        call.name: place
-        for place, calls in used.items()
-        if set(place[1].ranks).isdisjoint(meshes[place[0]].ranks)
-        and place[0] not in written
-        and all(_tolerates_staleness(experiment, call) for call in calls)
-        for call in calls
-    }
+    separate_copies: dict[str, EngineKey] = {}
+    for place, calls in used.items():
+        if (
+            set(place[1].ranks).isdisjoint(meshes[place[0]].ranks)
+            and place[0] not in written
+            and all(_tolerates_staleness(experiment, call) for call in calls)
+        ):
+            for call in calls:
+                separate_copies[call.name] = place
+    return separate_copies
 
 
 def _tolerates_staleness(experiment: Experiment, call: MFCDef) -> bool:

@@ -303,10 +303,9 @@ class Session:
         Raises `Interrupted` if a signal was received.
         """
         # Find what is due, and write a finished trace.
-        due = {
-            name: every.check_due(result.step, result.epochs_done)
-            for name, every in self._frequencies.items()
-        }
+        due = {}
+        for name, every in self._frequencies.items():
+            due[name] = every.check_due(result.step, result.epochs_done)
         over = self._is_over()
         self._profiling.write_after(result.step, over=over or self._signals.number is not None)
         # Write the metrics, with those of an evaluation.

@@ -51,7 +51,10 @@ def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[Seq
     if unit == "sequence" and batch.num_ids % count:
         batch = split_completions(batch)
     runs = np.array_split(np.arange(batch.num_ids), count)
-    return [batch.select(ids=[batch.ids[index] for index in run]) for run in runs]
+    minibatches: list[SequenceSample] = []
+    for run in runs:
+        minibatches.append(batch.select(ids=[batch.ids[index] for index in run]))
+    return minibatches
 
 
 def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
@@ -76,7 +79,10 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
     counts = np.diff(batch.offsets["completion"])
     if (counts == 1).all():
         return batch
-    ids = [f"{id}[{k}]" for id, count in zip(batch.ids, counts, strict=True) for k in range(count)]
+    ids = []
+    for id, count in zip(batch.ids, counts, strict=True):
+        for k in range(count):
+            ids.append(f"{id}[{k}]")
     lengths = {}
     data = {}
     for key in batch.keys:
@@ -92,10 +98,11 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
         if key in batch.data:
             sequences = batch.sequences(key)
             data[key] = arrays.concatenate([sequences[index] for index in chosen])
-    metadata = {
-        name: [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
-        for name, values in {OWNER: batch.ids, **batch.metadata}.items()
-    }
+    metadata = {}
+    for name, values in {OWNER: batch.ids, **batch.metadata}.items():
+        metadata[name] = [
+            value for value, count in zip(values, counts, strict=True) for _ in range(count)
+        ]
     return SequenceSample.from_groups(ids, lengths, data, metadata)
 
 
@@ -110,12 +117,14 @@ def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list
         single = split_completions(batch)
     else:
         single = batch
-    return [
-        batch
-        if part.ids == batch.ids
-        else (single if OWNER in part.metadata else batch).select(ids=part.ids)
-        for part in parts
-    ]
+    samples: list[SequenceSample] = []
+    for part in parts:
+        samples.append(
+            batch
+            if part.ids == batch.ids
+            else (single if OWNER in part.metadata else batch).select(ids=part.ids)
+        )
+    return samples
 
 
 def join_outputs(

@@ -55,7 +55,11 @@ class StepLedger:
 
     def collect_open_ids(self) -> set[str]:
         """Return the ids read by unfinished firings."""
-        return {id for firing in self._open_entries for id in firing.ids}
+        open_ids: set[str] = set()
+        for firing in self._open_entries:
+            for id in firing.ids:
+                open_ids.add(id)
+        return open_ids
 
     def close_step(self, ahead: Collection[str] = ()) -> dict[str, float]:
         """Return the metrics of the finished step and drop its entries."""

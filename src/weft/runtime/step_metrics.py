@@ -30,11 +30,12 @@ class StepMetrics:
 
     def compute_metrics(self) -> dict[str, float]:
         """Return `time/{node}` and `{node}/{metric}` since the last call."""
-        line: dict[str, float] = {
-            f"time/{node}": sum(f.seconds for f in fired) for node, fired in self.firings.items()
-        }
+        line: dict[str, float] = {}
         for node, fired in self.firings.items():
-            line |= {f"{node}/{name}": value for name, value in join_metrics(fired).items()}
+            line[f"time/{node}"] = sum(f.seconds for f in fired)
+        for node, fired in self.firings.items():
+            for name, value in join_metrics(fired).items():
+                line[f"{node}/{name}"] = value
         self.firings = {}
         return line
 
@@ -49,7 +50,10 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
     parts = list(fired)
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
-        having = [(float(p.metrics[name]), p.num_ids) for p in parts if name in p.metrics]
+        having = []
+        for p in parts:
+            if name in p.metrics:
+                having.append((float(p.metrics[name]), p.num_ids))
         values = [value for value, _ in having]
         last = name.rsplit("/", 1)[-1]
         if len(values) == 1 or last in ("learning_rate", "version"):

@@ -100,9 +100,9 @@ class TensorStore:
                         f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}"
                     )
                 by_origin.setdefault(tuple(held.keys[key] for held in parts), []).append(key)
-            found = [
-                self._collect(ids, parts, origin, names) for origin, names in by_origin.items()
-            ]
+            found = []
+            for origin, names in by_origin.items():
+                found.append(self._collect(ids, parts, origin, names))
             return SequenceSample(
                 ids,
                 {key: sample.lengths[key] for sample in found for key in sample.keys},
@@ -199,8 +199,7 @@ class TensorStore:
             by_batch.setdefault(number, []).extend(chosen)
         if len(by_batch) == 1:
             return self._batches[origin[0]].sample.select(ids=ids, keys=keys)
-        found = [
-            self._batches[number].sample.select(ids=chosen, keys=keys)
-            for number, chosen in by_batch.items()
-        ]
+        found = []
+        for number, chosen in by_batch.items():
+            found.append(self._batches[number].sample.select(ids=chosen, keys=keys))
         return SequenceSample.gather(found, keys).select(ids=ids)

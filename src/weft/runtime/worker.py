@@ -182,12 +182,12 @@ class Worker:
         """
         own = own or point
         self.roles.save_state(point / ENGINES_FOLDER)
-        stateful = {
-            n: self._interfaces[n].state_dict()
-            for n, node in self.calls.items()
-            if self._rank in self._meshes[n].ranks
-            and implements_method(node.interface, "state_dict")
-        }
+        stateful = {}
+        for n, node in self.calls.items():
+            if self._rank in self._meshes[n].ranks and implements_method(
+                node.interface, "state_dict"
+            ):
+                stateful[n] = self._interfaces[n].state_dict()
         write_state(own / INTERFACES_FILE, stateful)
         write_samples(own, self.store)
 

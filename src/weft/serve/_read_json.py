@@ -53,10 +53,10 @@ class CompactConverter:
     def convert_value(self, found: Any, *, arrays: bool = False) -> Any:
         if isinstance(found, dict):
             self._add(len(found))
-            return {
-                key: self.convert_value(each, arrays=arrays or key in ARRAYS)
-                for key, each in found.items()
-            }
+            value = {}
+            for key, each in found.items():
+                value[key] = self.convert_value(each, arrays=arrays or key in ARRAYS)
+            return value
         if not isinstance(found, list):
             return found
         if arrays and len(found) >= SHORT and (array := convert_numbers(found)) is not None:

@@ -165,10 +165,14 @@ class ServerApp:
 
     def _describe_models(self, name: str) -> dict[str, Any]:
         """Return OpenAI's description of the model `name`, or of all models for ""."""
-        cards = {
-            each: {"id": each, "object": "model", "created": self.started, "owned_by": "weft"}
-            for each in self.models
-        }
+        cards = {}
+        for each in self.models:
+            cards[each] = {
+                "id": each,
+                "object": "model",
+                "created": self.started,
+                "owned_by": "weft",
+            }
         if not name:
             return {"object": "list", "data": list(cards.values())}
         if name not in cards:

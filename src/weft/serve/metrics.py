@@ -67,9 +67,8 @@ class ServerMetrics:
                 if name.endswith("_total") and name != "weft_requests_total":
                     lines += [*_format_head(name, "counter"), f"{name} {self.counts[name]}"]
         lines += _format_head("weft_load", "gauge")
-        lines += [
-            f'weft_load{{model="{_escape_label(model)}"}} {load}' for model, load in loads.items()
-        ]
+        for model, load in loads.items():
+            lines.append(f'weft_load{{model="{_escape_label(model)}"}} {load}')
         return "\n".join(lines) + "\n"
 
 

@@ -220,13 +220,14 @@ class OpenAIResponseForm:
         if said is None:
             return None
         if self.chat:
-            content = [
-                {
-                    **_build_token(s.piece, s.logprob),
-                    "top_logprobs": [_build_token(*other) for other in s.top],
-                }
-                for s in said
-            ]
+            content = []
+            for s in said:
+                content.append(
+                    {
+                        **_build_token(s.piece, s.logprob),
+                        "top_logprobs": [_build_token(*other) for other in s.top],
+                    }
+                )
             return {"content": content, "refusal": None}
         return {
             "tokens": [_decode_piece(s.piece) for s in said],
@@ -380,11 +381,15 @@ class CompletionRun:
     def _build_texts(self) -> list[GrowingText]:
         tokenizer = self.endpoints.policy.tokenizer
         pieces = self.endpoints.policy.pieces
-        return [
-            GrowingText(tokenizer, [] if self.form.chat else prompt, self.settings.stops, pieces)
-            for prompt in self.prompts
-            for _ in range(self.settings.count)
-        ]
+        result: list[GrowingText] = []
+        for prompt in self.prompts:
+            for _ in range(self.settings.count):
+                result.append(
+                    GrowingText(
+                        tokenizer, [] if self.form.chat else prompt, self.settings.stops, pieces
+                    )
+                )
+        return result
 
     def _count_usage(self, texts: Sequence[GrowingText]) -> dict[str, int]:
         prompt = sum(map(len, self.prompts))

@@ -197,7 +197,10 @@ def _read_stops(value: Any) -> tuple[str, ...]:
 
 
 def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
-    names = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    names = []
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is not None:
+            names.append(name)
     if len(names) > 1:
         raise RequestRefused(
             400,

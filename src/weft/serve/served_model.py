@@ -109,9 +109,10 @@ class ServedModel:
             scores = await self._score_rows(rows, "scores", 1.0)
             return {REWARDS: np.array([float(score[0]) for score in scores], np.float32)[:, None]}
         made = np.zeros(inputs[IDS].shape, np.float32)
-        wanted = [
-            index for index, start in enumerate(rows.starts) if start < len(rows.tokens[index])
-        ]
+        wanted = []
+        for index, start in enumerate(rows.starts):
+            if start < len(rows.tokens[index]):
+                wanted.append(index)
         if wanted:
             asked = ScoredRows(
                 [rows.tokens[index] for index in wanted], [rows.starts[index] for index in wanted]

@@ -70,7 +70,9 @@ class GrowingText:
         until = self._count_final()
         new = self._text[self._num_emitted : until]
         self._num_emitted = until
-        self._emitted_tokens += [said for said in self._pending_tokens if said.offset < until]
+        for said in self._pending_tokens:
+            if said.offset < until:
+                self._emitted_tokens.append(said)
         self._pending_tokens = [said for said in self._pending_tokens if said.offset >= until]
         return new
 

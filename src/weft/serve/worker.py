@@ -49,17 +49,19 @@ class CompletionJob:
 
     def build_requests(self, sampling: GenerationSpec) -> list[Request]:
         """Return one engine request per completion."""
-        return [
-            Request(
-                self.id,
-                k,
-                self.prompt,
-                max_new_tokens=self.max_new_tokens,
-                sampling=sampling,
-                draws_as=self.draws_as,
+        requests: list[Request] = []
+        for k in range(self.count):
+            requests.append(
+                Request(
+                    self.id,
+                    k,
+                    self.prompt,
+                    max_new_tokens=self.max_new_tokens,
+                    sampling=sampling,
+                    draws_as=self.draws_as,
+                )
             )
-            for k in range(self.count)
-        ]
+        return requests
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,10 @@ class ServingWorker:
                 generator.abort([command])
                 self._remove_job(command)
             else:
-                dropped = [job for job in self._waiting_jobs if job.id == command]
+                dropped = []
+                for job in self._waiting_jobs:
+                    if job.id == command:
+                        dropped.append(job)
                 self._waiting_jobs = [job for job in self._waiting_jobs if job.id != command]
                 self._change_load(-sum(job.count for job in dropped))
 
@@ -250,17 +255,16 @@ class ServingWorker:
         waiting = self._scorings
         self._scorings = []
         for kind in dict.fromkeys(scoring.kind for scoring in waiting):
-            group = [
-                scoring
-                for scoring in waiting
-                if scoring.kind == kind and not scoring.future.cancelled()
-            ]
+            group = []
+            for scoring in waiting:
+                if scoring.kind == kind and not scoring.future.cancelled():
+                    group.append(scoring)
             try:
                 made = self._forward(group) if group else []
             except Exception as error:
-                made = [
-                    self._forward_alone(scoring) if len(group) > 1 else error for scoring in group
-                ]
+                made = []
+                for scoring in group:
+                    made.append(self._forward_alone(scoring) if len(group) > 1 else error)
             for scoring, found in zip(group, made, strict=True):
                 if not scoring.future.set_running_or_notify_cancel():
                     continue
@@ -278,11 +282,10 @@ class ServingWorker:
 
     def _forward(self, group: Sequence[ScoringJob]) -> list[list[Vector] | Exception]:
         """Score a group of one kind in one forward pass; return the vectors of each request."""
-        rows = [
-            (ids, start)
-            for scoring in group
-            for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True)
-        ]
+        rows = []
+        for scoring in group:
+            for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True):
+                rows.append((ids, start))
         want, temperature = group[0].kind
         batch = build_sample([ids for ids, _ in rows], [start for _, start in rows])
         made = self.engine.forward(

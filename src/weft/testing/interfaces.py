@@ -135,9 +135,13 @@ def build_small_batch() -> SequenceSample:
     """
     tokenizer = build_small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
-    groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
+    groups = []
+    for texts in TEXTS.values():
+        groups.append([tokenizer.encode(text, bos=False) for text in texts])
     # Lengths of the completions; number of tokens, of completions and of ids.
-    lengths = [[len(c) for c in group] for group in groups]
+    lengths = []
+    for group in groups:
+        lengths.append([len(c) for c in group])
     rows = sum(map(sum, lengths))
     count = sum(map(len, lengths))
     single = [[1] * len(group) for group in groups]

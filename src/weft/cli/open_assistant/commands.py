@@ -76,7 +76,11 @@ def _trainer(
     if quickstart != "ppo":
         flags += ("--deepspeed", "--no-deepspeed", "--resume_from_checkpoint")
     done, assigned = _take(words, lists, values, flags, keys=True)
-    names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
+    names = []
+    for word in done.named.get("--configs", []):
+        for name in word.split(","):
+            if name:
+                names.append(name)
     if not names and not {"--help", "-h"} & set(done.rest):
         raise ConfigError(
             "--configs: needs names of sections, such as --configs defaults pythia-1b; weft "
@@ -90,11 +94,9 @@ def _trainer(
         assigned.append(f"logger.wandb.entity={done.one('--wandb-entity')}")
     if quickstart == "ppo":
         servers = {"TRITON_HOST_RM": "triton_host_rm", "TRITON_HOST_REF": "triton_host_sft"}
-        assigned += [
-            _assignment(key, environment[name])
-            for name, key in servers.items()
-            if environment.get(name)
-        ]
+        for name, key in servers.items():
+            if environment.get(name):
+                assigned.append(_assignment(key, environment[name]))
     made = ["quickstart", quickstart, "--configs", *names, *assigned]
     made += ["--verbose"] if "--show_dataset_stats" in done.named else []
     deepspeed = "--deepspeed" in done.named and "--no-deepspeed" not in done.named
@@ -193,7 +195,11 @@ def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--configs X --triton_mode rm|sft`, for the model of rank_config or sft_config."""
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
     mode = done.one("--triton_mode")
-    names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
+    names = []
+    for word in done.named.get("--configs", []):
+        for name in word.split(","):
+            if name:
+                names.append(name)
     model = triton_model(names, mode or "", assigned)
     return ["convert", "triton", model, "--triton_mode", str(mode), *done.rest]
 

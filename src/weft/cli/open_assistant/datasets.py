@@ -71,7 +71,10 @@ def _source(entry: Any, index: int) -> dict[str, Any]:
 def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a source for the dataset `name` with the given parameters."""
     made: dict[str, Any] = {"named": name}
-    given = {str(key): value for key, value in parameters.items() if value is not None}
+    given = {}
+    for key, value in parameters.items():
+        if value is not None:
+            given[str(key)] = value
     if "data_path" in given and "input_file_path" in given:
         given["path"] = _in_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
     hub = given.pop("hf_dataset_name", None)

@@ -311,9 +311,10 @@ def _rope(done: Mapped, value: Any) -> None:
 
 
 def _metrics(done: Mapped, value: Any) -> None:
-    unknown = [
-        name for name in (value if isinstance(value, list) else [value]) if name not in METRICS
-    ]
+    unknown = []
+    for name in value if isinstance(value, list) else [value]:
+        if name not in METRICS:
+            unknown.append(name)
     if unknown:
         done.refuse(value, f"weft measures {' and '.join(METRICS[:2])} of rankings")
     elif "spearmanr" in (value if isinstance(value, list) else [value]):

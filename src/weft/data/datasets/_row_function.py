@@ -124,11 +124,10 @@ def make_dataset_class(
     def build(
         util: DatasetUtility, path: str, split: str | None = None, **options: Any
     ) -> RowDataset:
-        given = {
-            key: value
-            for key, value in options.items()
-            if value is not None or key not in shipped.default_options
-        }
+        given = {}
+        for key, value in options.items():
+            if value is not None or key not in shipped.default_options:
+                given[key] = value
         # Separate the options of the function from those of the form.
         of_function = {key: given.pop(key) for key in own if key in given}
         inner, lengths = split_options(shipped.form, {**shipped.default_options, **given})

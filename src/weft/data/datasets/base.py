@@ -176,9 +176,9 @@ def split_options(
                 hint = f"known: {', '.join(sorted(of_form))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
     hints = {**get_type_hints(LengthLimits), **get_type_hints(form)}
-    given = {
-        name: coerce(value, hints[name], f"dataset.args.{name}") for name, value in options.items()
-    }
+    given = {}
+    for name, value in options.items():
+        given[name] = coerce(value, hints[name], f"dataset.args.{name}")
     chosen = form(**{name: value for name, value in given.items() if name in of_form})
     return chosen, LengthLimits(
         **{name: value for name, value in given.items() if name in of_lengths}
@@ -200,11 +200,10 @@ class TableDataset:
     def __init__(
         self, util: DatasetUtility, path: str, split: str | None = None, **options: Any
     ) -> None:
-        given = {
-            name: value
-            for name, value in options.items()
-            if value is not None or name not in self.default_options
-        }
+        given = {}
+        for name, value in options.items():
+            if value is not None or name not in self.default_options:
+                given[name] = value
         self.table: TokenTable | BackgroundTokenTable
         self.table, self.epoch_samples = build_table(
             self.form, util, path, split, {**self.default_options, **given}
@@ -250,10 +249,9 @@ def build_answer_group(
     answer.
     """
     bounds = [count_common_prefix(prompt, sequence) for sequence in sequences]
-    masks = [
-        [index >= bound for index in range(len(ids))]
-        for ids, bound in zip(sequences, bounds, strict=True)
-    ]
+    masks = []
+    for ids, bound in zip(sequences, bounds, strict=True):
+        masks.append([index >= bound for index in range(len(ids))])
     return build_group(sequences, masks, **more)
 
 
@@ -304,7 +302,10 @@ def _build_turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message
     if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
         reply = reply.strip()
     if tokenizer.additions.tags:
-        facts = {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None}
+        facts = {}
+        for name in (*FACTS, CONTEXT):
+            if row.get(name) is not None:
+                facts[name] = row[name]
     else:
         facts = {}
     return {"role": "assistant", "content": reply, **facts}

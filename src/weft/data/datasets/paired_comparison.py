@@ -44,7 +44,10 @@ class PairedComparisonEncoder:
             )
         margins = _read_margins(row.get("margin"), len(better))
         pairs = list(zip(better, worse, margins, strict=True))[: self.max_pairs_per_prompt]
-        answers = [answer for pair in pairs for answer in pair[:2]]
+        answers = []
+        for pair in pairs:
+            for answer in pair[:2]:
+                answers.append(answer)
         values = {
             "rank": [0.0, 1.0] * len(pairs),
             "comparison": [float(j) for j in range(len(pairs)) for _ in range(2)],

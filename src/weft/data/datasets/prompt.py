@@ -81,15 +81,15 @@ class PromptEncoder:
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         if is_tree(row):
-            return [
-                self._encode_branch(row, path, tokenizer) for path in trees.iterate_prompts(row)
-            ]
+            result: list[EncodedSample] = []
+            for path in trees.iterate_prompts(row):
+                result.append(self._encode_branch(row, path, tokenizer))
+            return result
         key, row, used = self._find_prompt(row)
-        columns = {
-            name: to_json_value(value)
-            for name, value in row.items()
-            if name not in (key, *used, self.id_key)
-        }
+        columns = {}
+        for name, value in row.items():
+            if name not in (key, *used, self.id_key):
+                columns[name] = to_json_value(value)
         if isinstance(row[key], str) and not self.as_chat:
             if not row[key].strip():
                 raise BadRow(f"{key!r} is empty")
@@ -113,11 +113,10 @@ class PromptEncoder:
         self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
         """Encode a path of a tree that ends with a prompter's message."""
-        columns = {
-            name: to_json_value(value)
-            for name, value in row.items()
-            if name not in ("prompt", self.id_key)
-        }
+        columns = {}
+        for name, value in row.items():
+            if name not in ("prompt", self.id_key):
+                columns[name] = to_json_value(value)
         messages = normalize_messages(trees.to_messages(path))
         ids, unused = tokenizer.encode_context(messages)
         return EncodedSample(

@@ -100,10 +100,9 @@ class RankingEncoder:
         self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
         """Encode the ranked replies to one message of a tree."""
-        kept = [
-            [{"role": "assistant", "content": reply["text"]}]
-            for reply in replies[: self.max_replies]
-        ]
+        kept = []
+        for reply in replies[: self.max_replies]:
+            kept.append([{"role": "assistant", "content": reply["text"]}])
         context = normalize_messages(trees.to_messages(path))
         part = path[-1]["message_id"]
         return encode_continuations(

@@ -68,10 +68,10 @@ def read_entries(file: Path) -> dict[str, CatalogueEntry]:
     values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: must contain entries as NAME: {{reader: .., repo: ..}}")
-    return {
-        str(name): CatalogueEntry.parse(str(name), value, str(file))
-        for name, value in values.items()
-    }
+    result: dict[str, CatalogueEntry] = {}
+    for name, value in values.items():
+        result[str(name)] = CatalogueEntry.parse(str(name), value, str(file))
+    return result
 
 
 def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
@@ -84,7 +84,10 @@ def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
         entries[name] = _parse_registered(name, named_datasets.get(name))
     for file in files:
         entries |= read_entries(Path(file).expanduser())
-    aliases = {alias: entry for entry in entries.values() for alias in entry.aliases}
+    aliases = {}
+    for entry in entries.values():
+        for alias in entry.aliases:
+            aliases[alias] = entry
     return {**aliases, **entries}
 
 

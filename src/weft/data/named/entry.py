@@ -53,7 +53,10 @@ class CatalogueEntry:
             )
         known = {spec.name for spec in fields(cls)} - {"name", "options"}
         given = {key: item for key, item in value.items() if key in known}
-        options = {key: item for key, item in value.items() if key not in known}
+        options = {}
+        for key, item in value.items():
+            if key not in known:
+                options[key] = item
         for key in ("reader", "modes"):
             if not given.get(key):
                 close = find_nearest(key, options, 1)

@@ -139,4 +139,8 @@ def to_row(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _drop_empty(more: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in more.items() if value is not None and value != ""}
+    empty: dict[str, Any] = {}
+    for key, value in more.items():
+        if value is not None and value != "":
+            empty[key] = value
+    return empty

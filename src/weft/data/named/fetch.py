@@ -198,16 +198,15 @@ def _find_matching(root: Path, pattern: str) -> list[Path]:
         for file in root.rglob("*")
         if file.is_file() and file.name.endswith((*SUFFIXES, ".txt"))
     )
-    shown = [
-        file
-        for file in files
-        if not any(part.startswith(".") for part in file.relative_to(root).parts)
-    ]
-    return [
-        f
-        for f in shown
-        if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern)
-    ]
+    shown = []
+    for file in files:
+        if not any(part.startswith(".") for part in file.relative_to(root).parts):
+            shown.append(file)
+    matching: list[Path] = []
+    for f in shown:
+        if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern):
+            matching.append(f)
+    return matching
 
 
 def _find_split_files(root: Path, split: str) -> list[Path]:
@@ -222,9 +221,10 @@ def _build_request(entry: CatalogueEntry) -> dict[str, Any]:
 
     It requests the files that match the entry's patterns, or all files of its configuration.
     """
-    patterns = [
-        which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)
-    ]
+    patterns = []
+    for which in (entry.train, entry.valid):
+        if which is not None and _is_pattern(which):
+            patterns.append(which)
     folder = entry.config or ("default" if entry.revision == PARQUET_REVISION else None)
     if not patterns:
         patterns = [f"{folder}/*{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]

@@ -160,11 +160,10 @@ def _split_options(
     for unknown or missing ones.
     """
     known = list_reader_options(reader)
-    of_type = {
-        spec.name
-        for kind in (datasets.get(TYPES[mode]).form, LengthLimits)
-        for spec in fields(kind)
-    }
+    of_type = set()
+    for kind in (datasets.get(TYPES[mode]).form, LengthLimits):
+        for spec in fields(kind):
+            of_type.add(spec.name)
     for name in args:
         if name not in known and name not in of_type:
             close = find_nearest(name, [*known, *of_type])

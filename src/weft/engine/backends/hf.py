@@ -163,7 +163,10 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = []
+    for m in module.modules():
+        if isinstance(m, GradientCheckpointingLayer):
+            layers.append(m)
     if every > 1 and not layers:
         raise ConfigError(
             f"recompute_every={every}: backend=hf recomputes all layers of "
@@ -193,7 +196,10 @@ def _describe(
         heads, kv_heads, head_dim, _ = trial.shapes[0]
         layers = len(trial.shapes)
     positions = values.get("max_position_embeddings") or values.get("n_positions") or 0
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    tables = []
+    for m in module.modules():
+        if isinstance(m, nn.Embedding) and m is not embedding:
+            tables.append(m)
     learned = any(m.num_embeddings >= positions > 0 for m in tables)
     return TransformerConfig(
         family=values["model_type"],

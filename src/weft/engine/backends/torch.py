@@ -124,9 +124,9 @@ def planned(
     )
     network.repeats_prefixes = layout.context > 1
     places = compute_holdings(source.shapes, config, layout, at, tied=source.is_tied)
-    held = {
-        name: math.prod(part.stop - part.start for part in where) for name, where in places.items()
-    }
+    held = {}
+    for name, where in places.items():
+        held[name] = math.prod(part.stop - part.start for part in where)
     trained = {name for name, part in every.items() if part.requires_grad}
     return {
         "family": family.name,
@@ -232,7 +232,9 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
         block.attention.qkv,
         block.mlp.gate_up if block.mlp.down.gated else block.mlp.up,
     ]
-    rates = [[adapter.rate for adapter in lora.list_adapters(layer)] for layer in readers]
+    rates = []
+    for layer in readers:
+        rates.append([adapter.rate for adapter in lora.list_adapters(layer)])
     apart = (
         len(own) == len(layer.parts) and all(own) for layer, own in zip(readers, rates, strict=True)
     )

@@ -407,10 +407,9 @@ def identify_storage(network: Decoder) -> Hashable:
     """
     tensors = [kernels.get_address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):
-        tensors += [kernels.get_address(x) for x in network.buffers()]
-        tensors += [
-            module.active
-            for module in network.modules()
-            if isinstance(module, Adapter | PrefixKeysValues)
-        ]
+        for x in network.buffers():
+            tensors.append(kernels.get_address(x))
+        for module in network.modules():
+            if isinstance(module, Adapter | PrefixKeysValues):
+                tensors.append(module.active)
     return tuple(tensors)

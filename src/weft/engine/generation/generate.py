@@ -294,7 +294,10 @@ class BatchGenerator:
         """
         states = []
         leaders = []
-        fresh = [chunk for chunk in chunks if chunk.is_whole and chunk.prefill.new_prefix is None]
+        fresh = []
+        for chunk in chunks:
+            if chunk.is_whole and chunk.prefill.new_prefix is None:
+                fresh.append(chunk)
         for chunk in chunks:
             if chunk.is_whole and chunk.prefill.new_prefix is None:
                 continue

@@ -122,9 +122,10 @@ class InterleavedGenerator:
         """
         self._finish_all()
         wanted = list(ids)
-        partials = [
-            partial for generator in self._generators for partial in generator.abort(wanted)
-        ]
+        partials = []
+        for generator in self._generators:
+            for partial in generator.abort(wanted):
+                partials.append(partial)
         for partial in partials:
             self._forget(partial.id)
         return partials

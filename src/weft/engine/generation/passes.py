@@ -292,5 +292,8 @@ def _get_norm_weight(norm: Norm) -> Tensor:
 
 
 def _build_prefix_rows(prefix: KVCache, rows: Tensor) -> PrefixRows:
-    stored = [x for pair in zip(prefix.keys, prefix.values, strict=True) for x in pair]
+    stored = []
+    for pair in zip(prefix.keys, prefix.values, strict=True):
+        for x in pair:
+            stored.append(x)
     return PrefixRows(rows, int(prefix.used[0]), prefix.capacity, stored)

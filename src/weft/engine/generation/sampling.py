@@ -109,7 +109,10 @@ def sample(
                 logits[rows], uniforms[rows], spec, None if banned is None else banned[rows]
             )
         )
-    kept = [part.support_mask for part in parts if part.support_mask is not None]
+    kept = []
+    for part in parts:
+        if part.support_mask is not None:
+            kept.append(part.support_mask)
     return SampledTokens(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.logprobs for part in parts]),

@@ -171,7 +171,10 @@ class Scheduler:
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Remove all sequences of these ids, and return them in order of submission."""
         wanted = set(ids)
-        gone = [sequence for sequence in self._sequences.values() if sequence.id in wanted]
+        gone = []
+        for sequence in self._sequences.values():
+            if sequence.id in wanted:
+                gone.append(sequence)
         for sequence in gone:
             if sequence.key in self.running:
                 self.finish(sequence)
@@ -217,7 +220,10 @@ class Scheduler:
             # Pending prefills are younger than all running sequences; only their computation is
             # lost.
             if self.prefilling:
-                young = [sequence for fill in self.prefilling for sequence in fill.sequences]
+                young = []
+                for fill in self.prefilling:
+                    for sequence in fill.sequences:
+                        young.append(sequence)
                 self.prefilling.clear()
             else:
                 young = [self.running.popitem()[1]]
@@ -245,11 +251,10 @@ class Scheduler:
 
         Returns whether there were any. Computed prefixes whose hashes are in `keep` remain.
         """
-        unused = [
-            prefix
-            for prefix in self.prefixes.values()
-            if not prefix.num_users and not (prefix.is_ready and prefix.chain_hash in keep)
-        ]
+        unused = []
+        for prefix in self.prefixes.values():
+            if not prefix.num_users and not (prefix.is_ready and prefix.chain_hash in keep):
+                unused.append(prefix)
         for prefix in unused:
             del self.prefixes[prefix.chain_hash]
             self.blocks.release(prefix)
@@ -261,11 +266,10 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit waiting sequences while there is room, up to the prefill budget of a step."""
         pending = sum(len(fill.tokens) - fill.num_done for fill in self.prefilling)
-        equal = {
-            (fill.parent_prefix, fill.tokens): fill
-            for fill in self.prefilling
-            if fill.new_prefix is None
-        }
+        equal = {}
+        for fill in self.prefilling:
+            if fill.new_prefix is None:
+                equal[(fill.parent_prefix, fill.tokens)] = fill
         count = len(self.running) + sum(len(fill.sequences) for fill in self.prefilling)
         while (
             self.waiting

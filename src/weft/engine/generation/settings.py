@@ -171,7 +171,10 @@ class SettingsTable:
 
         Rows whose settings do not request them have none. Returns None if no row does.
         """
-        kinds = [kind for kind in np.unique(settings).tolist() if self.specs[kind].top_logprobs]
+        kinds = []
+        for kind in np.unique(settings).tolist():
+            if self.specs[kind].top_logprobs:
+                kinds.append(kind)
         if not kinds:
             return None
         found: list[TopLogprobs] = [()] * len(settings)

@@ -141,11 +141,11 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
     """Return the dropout rates of a configuration by their keys."""
-    return {
-        k: v
-        for k, v in values.items()
-        if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True
-    }
+    dropout_rates: dict[str, float] = {}
+    for k, v in values.items():
+        if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True:
+            dropout_rates[k] = v
+    return dropout_rates
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:

@@ -78,11 +78,10 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
     `ConfigError` for a target that the module lacks.
     """
     output = module.get_output_embeddings()
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and layer is not output and "." in name
-    }
+    layers = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not output and "." in name:
+            layers[name] = layer
     held = {name.rsplit(".", 1)[1] for name in layers}
     for target in spec.targets:
         if target not in held:
@@ -111,7 +110,10 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
 @contextmanager
 def disable_adapters(module: nn.Module) -> Iterator[None]:
     """Disable the module's adapters within the context, so that it computes what its base does."""
-    adapted = [layer for layer in module.modules() if isinstance(layer, HFAdaptedLinear)]
+    adapted = []
+    for layer in module.modules():
+        if isinstance(layer, HFAdaptedLinear):
+            adapted.append(layer)
     for layer in adapted:
         layer.active = False
     try:
@@ -126,11 +128,10 @@ def merge_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[
 
     `tensors` are the exact values of the adapters by the module's parameter names.
     """
-    state = {
-        name.replace(f"{BASE}.", "."): value
-        for name, value in module.state_dict().items()
-        if not name.endswith((".lora_a", ".lora_b"))
-    }
+    state = {}
+    for name, value in module.state_dict().items():
+        if not name.endswith((".lora_a", ".lora_b")):
+            state[name.replace(f"{BASE}.", ".")] = value
     for name, layer in module.named_modules():
         if isinstance(layer, HFAdaptedLinear):
             state[f"{name}.weight"] = layer.merge_weight(
@@ -151,18 +152,18 @@ def save_adapter(
     `tensors` are parameters by the module's names.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    adapted = {
-        name: layer for name, layer in module.named_modules() if isinstance(layer, HFAdaptedLinear)
-    }
+    adapted = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, HFAdaptedLinear):
+            adapted[name] = layer
     held: dict[str, Tensor] = {}
     for name in adapted:
         held[f"base_model.model.{name}.lora_A.weight"] = tensors[f"{name}.lora_a"]
         held[f"base_model.model.{name}.lora_B.weight"] = tensors[f"{name}.lora_b"]
-    heads = [
-        name
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear) and child.out_features == 1
-    ]
+    heads = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and child.out_features == 1:
+            heads.append(name)
     for name in heads:
         held[f"base_model.model.{name}.weight"] = tensors[f"{name}.weight"]
     settings: dict[str, Any] = {

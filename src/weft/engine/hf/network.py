@@ -164,11 +164,12 @@ class HFNetwork(nn.Module):
         for start, stop in pairwise(starts):
             members.setdefault(stop - start, []).append(start)
         members.pop(0, None)
-        index = [
-            torch.tensor(found, device=x.tokens.device)[:, None]
-            + torch.arange(length, device=x.tokens.device)
-            for length, found in members.items()
-        ]
+        index = []
+        for length, found in members.items():
+            index.append(
+                torch.tensor(found, device=x.tokens.device)[:, None]
+                + torch.arange(length, device=x.tokens.device)
+            )
         states = [self.run(x.tokens[cells]).flatten(0, 1) for cells in index]
         order = torch.cat([cells.flatten() for cells in index])
         return torch.cat(states)[torch.argsort(order)]
@@ -207,7 +208,10 @@ def _get_trunk(module: PreTrainedModel) -> nn.Module:
     """
     if module.base_model is not module:
         return module.base_model
-    inside = [child for child in module.children() if isinstance(child, PreTrainedModel)]
+    inside = []
+    for child in module.children():
+        if isinstance(child, PreTrainedModel):
+            inside.append(child)
     if len(inside) != 1:
         raise ConfigError(
             f"backend=hf: a {module.config.model_type} model is not one decoder and a head; weft "

@@ -140,7 +140,10 @@ def _check_head(
     values: dict[str, Any] = module.config.to_dict()
     kind = values.get("model_type")
     if head != "lm":
-        layers = [m for m in module.children() if isinstance(m, nn.Linear) and m.out_features == 1]
+        layers = []
+        for m in module.children():
+            if isinstance(m, nn.Linear) and m.out_features == 1:
+                layers.append(m)
         if len(layers) != 1:
             raise ConfigError(
                 f"backend=hf: the classifier of a {kind} model is no single linear layer, so it "
@@ -235,10 +238,11 @@ def _widen(module: nn.Module, but: Container[int]) -> list[_ParameterLocation]:
         if parameter.dtype in HALF and id(parameter) not in but:
             owner, _, own = name.rpartition(".")
             found.append(_ParameterLocation(module.get_submodule(owner), own, parameter))
-    wide = {
-        id(place.parameter): nn.Parameter(place.parameter.detach().float(), requires_grad=False)
-        for place in found
-    }
+    wide = {}
+    for place in found:
+        wide[id(place.parameter)] = nn.Parameter(
+            place.parameter.detach().float(), requires_grad=False
+        )
     for place in found:
         setattr(place.owner, place.name, wide[id(place.parameter)])
     return found

@@ -137,9 +137,10 @@ def _list_offload_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...
         ),
         "offload=true": (spec.offload, "weights are"),
     }
-    there = [
-        (option, what) for option, (on, what) in asked.items() if on and device.type == HOST.type
-    ]
+    there = []
+    for option, (on, what) in asked.items():
+        if on and device.type == HOST.type:
+            there.append((option, what))
     return tuple(
         f"{option}: on a CPU {what} in host memory already; nothing changes"
         for option, what in there
@@ -235,11 +236,10 @@ class TorchEngine:
         how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
         parts = microbatches.split_batch(batch, max_tokens, "sequence")
         work = ScoringProcessor(self._network, how, self._device)
-        made = [
-            each
-            for each in self._spread.run(self._network, parts, work, trains=False)
-            if each is not None
-        ]
+        made = []
+        for each in self._spread.run(self._network, parts, work, trains=False):
+            if each is not None:
+                made.append(each)
         return microbatches.join(made, batch.ids) if made else _build_empty_sample(want)
 
     def train(
@@ -307,7 +307,10 @@ class TorchEngine:
         own = MinibatchSums(0.0, [])
         if batch.num_ids:
             layout = PackLayout.from_sample(batch)
-            text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
+            text = []
+            for key in ("prompt", "completion", "loss_mask"):
+                if key in batch.data:
+                    text.append(key)
             network = SampleRows(batch.select(keys=text).update(made), layout, HOST, torch.float32)
             out: dict[str, Any] = {name: network[name] for name in loss.outputs}
             value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
@@ -411,12 +414,14 @@ class TorchEngine:
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
         kept = set(self._spread.select_saved_names(dict.fromkeys(owners.values())))
-        chosen = {key: value for key, value in held.items() if owners[key] in kept}
-        places = {
-            key: slices[owners[key]]
-            for key, value in chosen.items()
-            if optimizer_states.has_parameter_shape(key, value)
-        }
+        chosen = {}
+        for key, value in held.items():
+            if owners[key] in kept:
+                chosen[key] = value
+        places = {}
+        for key, value in chosen.items():
+            if optimizer_states.has_parameter_shape(key, value):
+                places[key] = slices[owners[key]]
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
     def load_state(self, d: Path) -> None:
@@ -463,11 +468,10 @@ class TorchEngine:
         """Return an engine for the frozen base weights, or None without adapters."""
         if self._built.adapters_off is None:
             return None
-        base = [
-            name
-            for name in self._masters.exact_tensors
-            if name not in self._masters.trained_parameters
-        ]
+        base = []
+        for name in self._masters.exact_tensors:
+            if name not in self._masters.trained_parameters:
+                base.append(name)
         return BaseWeightsEngine(self, self._built.adapters_off, base)
 
     @property

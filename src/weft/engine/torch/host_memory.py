@@ -91,10 +91,16 @@ class HostMemory:
 
         The host doesn't wait for the copies.
         """
-        here = [number for number in range(len(self._groups)) if number not in self._away]
+        here = []
+        for number in range(len(self._groups)):
+            if number not in self._away:
+                here.append(number)
         if not here:
             return
-        blocks = [block for number in here for block in self._groups[number]]
+        blocks = []
+        for number in here:
+            for block in self._groups[number]:
+                blocks.append(block)
         self._lane.follow_device()
         for block in blocks:
             if block.host is None or not block.constant:
@@ -112,7 +118,10 @@ class HostMemory:
 
     def fetch(self, *numbers: int) -> None:
         """Start copying the given groups (default: all) to the device; skip those already there."""
-        wanted = [number for number in numbers or range(len(self._groups)) if number in self._away]
+        wanted = []
+        for number in numbers or range(len(self._groups)):
+            if number in self._away:
+                wanted.append(number)
         if not wanted:
             return
         for number in wanted:

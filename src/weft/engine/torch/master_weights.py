@@ -148,14 +148,22 @@ class MasterWeights:
     @property
     def trained_parameters(self) -> dict[str, StoredParameter]:
         """Trained parameters as the optimizer updates them, with gradients, by canonical name."""
-        return {name: part for name, part in self._iterate_exact() if self._is_trained(part)}
+        parameters: dict[str, StoredParameter] = {}
+        for name, part in self._iterate_exact():
+            if self._is_trained(part):
+                parameters[name] = part
+        return parameters
 
     @property
     def changed_tensors(self) -> dict[str, Tensor]:
         """Tensors that may differ from the model directory: trained or written to."""
         parts = self._iterate_exact()
         written = self._written
-        return {name: p.data for name, p in parts if name in written or self._is_trained(p)}
+        tensors: dict[str, Tensor] = {}
+        for name, p in parts:
+            if name in written or self._is_trained(p):
+                tensors[name] = p.data
+        return tensors
 
     @property
     def exact_tensors(self) -> dict[str, Tensor]:
@@ -230,11 +238,10 @@ class MasterWeights:
             return
         self.wait_for_copies()
         if self._mover is None:
-            still = [
-                copy
-                for name, copy in self._copies.items()
-                if not copy.requires_grad and name not in self._masters
-            ]
+            still = []
+            for name, copy in self._copies.items():
+                if not copy.requires_grad and name not in self._masters:
+                    still.append(copy)
             memory = HostMemory(self._group_tensors(), self._lane, still)
             self._mover = BlockFetcher(memory, self._blocks, gathered=self._shards is not None)
         if self._shards is not None:
@@ -257,15 +264,18 @@ class MasterWeights:
 
     def _group_tensors(self) -> list[list[Tensor]]:
         """Return groups of tensors: before the first block, one per block, masters."""
-        groups = [
-            [*map(self._select_rank_rows, block.parameters()), *block.buffers()]
-            for block in self._blocks
-        ]
-        of_blocks = {id(each) for group in groups for each in group}
+        groups = []
+        for block in self._blocks:
+            groups.append([*map(self._select_rank_rows, block.parameters()), *block.buffers()])
+        of_blocks = set()
+        for group in groups:
+            for each in group:
+                of_blocks.add(id(each))
         every = [*self._copies.values(), *self._network.buffers()]
-        masters: list[Tensor] = [
-            master for name, master in self._masters.items() if name not in self._homed
-        ]
+        masters: list[Tensor] = []
+        for name, master in self._masters.items():
+            if name not in self._homed:
+                masters.append(master)
         return [[each for each in every if id(each) not in of_blocks], *groups, masters]
 
     # -- in and out

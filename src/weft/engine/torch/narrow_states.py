@@ -98,10 +98,10 @@ class BFloat16Moments:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def create_state(self, parameter: nn.Parameter) -> State:
-        return {
-            name: torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
-            for name in MOMENTS
-        }
+        result = {}
+        for name in MOMENTS:
+            result[name] = torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+        return result
 
     def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None:
         device = parameter.device

@@ -91,7 +91,10 @@ class NetworkSource:
             else:
                 config = config.narrow_to_rank(layout.tensor, at.tensor)
             if layout.pipeline > 1:
-                layers = [layer for run in self.list_stages(mesh).values() for layer in run]
+                layers = []
+                for run in self.list_stages(mesh).values():
+                    for layer in run:
+                        layers.append(layer)
         spec = self.spec
         # Build the network, and set what depends on training.
         with torch.device("meta"):
@@ -127,7 +130,10 @@ class NetworkSource:
             if spec.mirrors:
                 network.requires_grad_(False)
         if spec.quantize is not None:
-            matrices = [each for each in network.blocks.modules() if isinstance(each, Linear)]
+            matrices = []
+            for each in network.blocks.modules():
+                if isinstance(each, Linear):
+                    matrices.append(each)
             quantized.quantize_matrices(
                 matrices, cast(Kind, spec.quantize), common.choose_reading_dtype(spec)
             )
@@ -144,12 +150,12 @@ class NetworkSource:
         """Return the range of blocks of every pipeline stage on a rank, by the stage's number."""
         placement = mesh.layout.placement
         config = self.config
-        return {
-            stage: topology.compute_stage(
+        stages: dict[int, range] = {}
+        for stage in placement.list_stages(mesh.coordinates.pipeline):
+            stages[stage] = topology.compute_stage(
                 config.num_layers, placement.num_stages, stage, config.head_layers
             )
-            for stage in placement.list_stages(mesh.coordinates.pipeline)
-        }
+        return stages
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
         """Fill the parameters `stored`; `places` are their slices (default: whole parameters)."""

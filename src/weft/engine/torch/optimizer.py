@@ -71,12 +71,11 @@ def list_decayed_names(network: nn.Module) -> frozenset[str]:
 
 def list_embedding_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of embeddings and of heads tied to one."""
-    found = {
-        id(parameter)
-        for m in network.modules()
-        if isinstance(m, nn.Embedding | Embedding)
-        for parameter in m.parameters(recurse=False)
-    }
+    found = set()
+    for m in network.modules():
+        if isinstance(m, nn.Embedding | Embedding):
+            for parameter in m.parameters(recurse=False):
+                found.add(id(parameter))
     return frozenset(
         n for n, part in find_canonical_parameters(network).items() if id(part.parameter) in found
     )
@@ -180,7 +179,11 @@ class Optimizer:
             torch._foreach_div_(
                 [p.grad for p in self._parameters if p.grad is not None], self.loss_scale
             )
-        return {name: part.grad for name, part in self._trained.items() if part.grad is not None}
+        gradients: dict[str, Tensor] = {}
+        for name, part in self._trained.items():
+            if part.grad is not None:
+                gradients[name] = part.grad
+        return gradients
 
     def step(self, norm: Tensor) -> None:
         """Clip the gradients, apply weight decay and update the masters.
@@ -194,7 +197,10 @@ class Optimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         if self.spec.weight_decay > 0.0:
-            shrunk: list[Tensor] = [p for p in self._decayed if p.grad is not None]
+            shrunk: list[Tensor] = []
+            for p in self._decayed:
+                if p.grad is not None:
+                    shrunk.append(p)
             if shrunk:
                 with torch.no_grad():
                     torch._foreach_mul_(shrunk, 1.0 - rate * self.spec.weight_decay)
@@ -262,11 +268,10 @@ class Optimizer:
     def _encode_state(self, parameter: nn.Parameter) -> State:
         """Return a parameter's state as it is written."""
         state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
-        here = {
-            slot: self._resolve_tensor(value)
-            for slot, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        here = {}
+        for slot, value in state.items():
+            if isinstance(value, Tensor):
+                here[slot] = self._resolve_tensor(value)
         own = self._optimizer
         if here and isinstance(own, NarrowAdamW):
             return own.encode_state(parameter, here)
@@ -307,10 +312,14 @@ class Optimizer:
         """Return a parameter's state from its saved form, which may have other dtypes."""
         if isinstance(self._optimizer, NarrowAdamW):
             return self._optimizer.decode_state(parameter, saved)
-        made = {
-            slot: value for slot, value in saved.items() if not optimizer_states.is_scales(slot)
-        }
-        steps = {slot: value.clone() for slot, value in made.items() if not value.dim()}
+        made = {}
+        for slot, value in saved.items():
+            if not optimizer_states.is_scales(slot):
+                made[slot] = value
+        steps = {}
+        for slot, value in made.items():
+            if not value.dim():
+                steps[slot] = value.clone()
         if self._optimizer.defaults.get("fused"):
             steps = {slot: value.to(parameter.device) for slot, value in steps.items()}
         return {
@@ -327,14 +336,14 @@ class Optimizer:
         """Offload the state to host memory, except the step counters."""
         if self._lane is None or not self._lane.has_separate_memory:
             return
-        slots = [
-            [self._optimizer.state.get(parameter, {}) for parameter in bucket]
-            for bucket in self._buckets
-        ]
-        held = [
-            [v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()]
-            for bucket in slots
-        ]
+        slots = []
+        for bucket in self._buckets:
+            slots.append([self._optimizer.state.get(parameter, {}) for parameter in bucket])
+        held = []
+        for bucket in slots:
+            held.append(
+                [v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()]
+            )
         if self._memory is None or [[*map(id, each)] for each in held] != [
             [*map(id, each)] for each in self._held
         ]:

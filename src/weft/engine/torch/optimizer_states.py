@@ -34,11 +34,11 @@ def to_named_tensors(
     A stored parameter may contain several canonical ones. Each gets the scales of all blocks of
     `block` elements of the stored parameter that it has elements in.
     """
-    return {
-        f"{name}/{slot}": _slice_state(part, slot, value, block)
-        for name, part in trained.items()
-        for slot, value in sorted(states.get(part.parameter, {}).items())
-    }
+    named_tensors: dict[str, Tensor] = {}
+    for name, part in trained.items():
+        for slot, value in sorted(states.get(part.parameter, {}).items()):
+            named_tensors[f"{name}/{slot}"] = _slice_state(part, slot, value, block)
+    return named_tensors
 
 
 def from_named_tensors(
@@ -89,10 +89,10 @@ def rename_for_writing(
 
     Scales can only be loaded for that same slice.
     """
-    return {
-        _append_slice(key, places) if is_scales(key) else key: value
-        for key, value in tensors.items()
-    }
+    for_writing: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        for_writing[_append_slice(key, places) if is_scales(key) else key] = value
+    return for_writing
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
@@ -109,11 +109,11 @@ def read(
     """
     names = _map_saved_names(saved.names, places)
     of = map_to_parameters(names, places)
-    return {
-        own: saved.read(key, None if is_scales(own) else places.get(of[key]))
-        for key, own in names.items()
-        if of[key] in places or of[key] not in elsewhere
-    }
+    result: dict[str, Tensor] = {}
+    for key, own in names.items():
+        if of[key] in places or of[key] not in elsewhere:
+            result[own] = saved.read(key, None if is_scales(own) else places.get(of[key]))
+    return result
 
 
 def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:

@@ -48,20 +48,19 @@ def is_row_separable(
     gradient that is not finite. Raises `ConfigError` with the loss's name if the gradients differ:
     training would be wrong, and on an accelerator silently.
     """
-    plain = {
-        key: by
-        for key, by in _compute_gradients(loss, out, rows, total, 1.0).items()
-        if key in BY_ROW
-    }
+    plain = {}
+    for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():
+        if key in BY_ROW:
+            plain[key] = by
     if not all(bool(by.isfinite().all()) for by in plain.values()) or not _has_several_rows(plain):
         return False
     every_other = torch.arange(rows.num_rows) % 2 == 0
     random = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
     for mask in (every_other, ~every_other, random, ~random):
         mask = mask.to(rows.mask.device)
-        seen = {
-            key: _mask_values(mask, value) if key in BY_ROW else value for key, value in out.items()
-        }
+        seen = {}
+        for key, value in out.items():
+            seen[key] = _mask_values(mask, value) if key in BY_ROW else value
         alone = _compute_gradients(loss, seen, rows, total, 1.0)
         for key, by in plain.items():
             if not _is_equal(by[mask], alone[key][mask] if key in alone else None):
@@ -101,7 +100,11 @@ def _compute_gradients(
         if not value.requires_grad:
             return {}
         made = torch.autograd.grad(value * scale, list(known.values()), allow_unused=True)
-    return {key: by for key, by in zip(known, made, strict=True) if by is not None}
+    gradients: dict[Output, Tensor] = {}
+    for key, by in zip(known, made, strict=True):
+        if by is not None:
+            gradients[key] = by
+    return gradients
 
 
 def _mask_values(mask: Tensor, value: Tensor) -> Tensor:

@@ -144,9 +144,10 @@ def to_plain_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Sta
 def _register_stats(
     parts: Iterable[Mapping[str, Stat]], read: BatchedReadback
 ) -> list[Mapping[str, Stat]]:
-    return [
-        {name: _map_fields(stat, read.register) for name, stat in part.items()} for part in parts
-    ]
+    result: list[Mapping[str, Stat]] = []
+    for part in parts:
+        result.append({name: _map_fields(stat, read.register) for name, stat in part.items()})
+    return result
 
 
 def _resolve_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:

@@ -81,10 +81,9 @@ def _check_postscript(text: str, a: Arguments) -> bool:
 
 def _check_highlights(text: str, a: Arguments) -> bool:
     single = [part.strip("*").strip() for part in re.findall(r"\*[^\n*]*\*", text)]
-    double = [
-        part.removeprefix("**").removesuffix("**").strip()
-        for part in re.findall(r"\*\*[^\n*]*\*\*", text)
-    ]
+    double = []
+    for part in re.findall(r"\*\*[^\n*]*\*\*", text):
+        double.append(part.removeprefix("**").removesuffix("**").strip())
     return sum(map(bool, single + double)) >= int(a["num_highlights"])
 
 

@@ -356,19 +356,20 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _call_prctl(option: int, *values: object) -> None:
-    given = [
-        value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value)))
-        for value in values
-    ]
+    given = []
+    for value in values:
+        given.append(
+            value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value)))
+        )
     _check_result(_load_libc().prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
 
 
 def _call_system(name: str, *values: object) -> int:
     """Make a system call that has no function in the C library."""
     column = list(AUDIT).index(platform.machine())
-    given: list[object] = [
-        ctypes.c_long(value) if isinstance(value, int) else value for value in values
-    ]
+    given: list[object] = []
+    for value in values:
+        given.append(ctypes.c_long(value) if isinstance(value, int) else value)
     return _check_result(_load_libc().syscall(ctypes.c_long(CALLS[name][column]), *given))
 
 

@@ -138,9 +138,10 @@ class JudgeTemplate:
         None for a row in which a column that the template names is null. Raises `DataError` for a
         placeholder that is no column.
         """
-        used = [
-            name for name in dict.fromkeys(self.placeholder_names) if name not in OWN_PLACEHOLDERS
-        ]
+        used = []
+        for name in dict.fromkeys(self.placeholder_names):
+            if name not in OWN_PLACEHOLDERS:
+                used.append(name)
         for name in used:
             if name not in columns:
                 raise DataError(_explain_unknown_placeholder(name, columns))

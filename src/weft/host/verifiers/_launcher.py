@@ -83,12 +83,13 @@ def launch(given: int, out: int) -> None:
     # Start the program's process before the tests are read.
     first = _read(given)
     ours, theirs = socket.socketpair()
-    wanted = [
-        isolation.IsolationSettings(
-            frozenset(first["protections"]), first["limits"], folder, first["disk_mb"]
+    wanted = []
+    for folder in first["folders"]:
+        wanted.append(
+            isolation.IsolationSettings(
+                frozenset(first["protections"]), first["limits"], folder, first["disk_mb"]
+            )
         )
-        for folder in first["folders"]
-    ]
     _start(wanted[0], theirs.fileno(), lambda: _run(first["program"], theirs.fileno()))
     theirs.close()
     # Start the tests' process and wait for it.
@@ -218,14 +219,19 @@ def _find_names(tests: str) -> list[str]:
 
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
     """Divide names into (known modules with attributes used, built-ins, names of the program)."""
-    with_attributes = {
-        node.value.id
-        for node in ast.walk(ast.parse(tests))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
+    with_attributes = set()
+    for node in ast.walk(ast.parse(tests)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            with_attributes.add(node.value.id)
     known = sys.stdlib_module_names | MODULES.keys()
-    modules = [name for name in names if name in known and name in with_attributes]
-    plain = [name for name in names if hasattr(builtins, name) and name not in modules]
+    modules = []
+    for name in names:
+        if name in known and name in with_attributes:
+            modules.append(name)
+    plain = []
+    for name in names:
+        if hasattr(builtins, name) and name not in modules:
+            plain.append(name)
     return modules, plain, [name for name in names if name not in modules and name not in plain]
 
 

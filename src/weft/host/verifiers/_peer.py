@@ -229,11 +229,10 @@ class ObjectPeer:
         while True:
             message = self._receive()
             if message[1] == "names":
-                held = {
-                    name: self.encode(names[name])
-                    for name in self.decode(message[3][0])
-                    if name in names
-                }
+                held = {}
+                for name in self.decode(message[3][0]):
+                    if name in names:
+                        held[name] = self.encode(names[name])
                 self._send(
                     ["!", {"d": [[name, value] for name, value in held.items()]}, self._print(), {}]
                 )

@@ -30,10 +30,9 @@ def compare_ratios(one: str, other: str) -> bool | None:
         return False if max(len(parts or ()), len(others or ())) > 2 else None  # 3:4 may be 3/4
     if len(parts) != len(others):
         return False
-    verdicts = [
-        have_same_value(f"({part})*({others[0]})", f"({match})*({parts[0]})")
-        for part, match in zip(parts[1:], others[1:], strict=True)
-    ]
+    verdicts = []
+    for part, match in zip(parts[1:], others[1:], strict=True):
+        verdicts.append(have_same_value(f"({part})*({others[0]})", f"({match})*({parts[0]})"))
     if False in verdicts:
         return False
     if None not in verdicts:

@@ -220,7 +220,10 @@ def find_protections() -> tuple[str, ...]:
     """Return the names of the protections that work on this system, determined by trying them."""
     if sys.platform != "linux":
         return ()
-    possible = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]
+    possible = []
+    for name in PROTECTIONS:
+        if name != "user" or os.geteuid() == 0:
+            possible.append(name)
     best = tuple(name for name in possible if name != "landlock")
     if _can_protect(best):
         return best
@@ -247,9 +250,10 @@ def describe_protections(active: Sequence[str]) -> list[str]:
     ]
     # One of each pair is enough; the protection `user` is available to root only.
     covers = {"landlock": "files", "files": "landlock"}
-    missing = [
-        name for name in PROTECTIONS if name not in active and covers.get(name) not in active
-    ]
+    missing = []
+    for name in PROTECTIONS:
+        if name not in active and covers.get(name) not in active:
+            missing.append(name)
     if os.geteuid() != 0:
         missing = [name for name in missing if name != "user"]
     if missing:

@@ -259,7 +259,8 @@ def _are_all_tokens_needed(
     found = parsed(wrap_formula(formula))
     if found and _has_all_tokens(found[0], [formula[begin:end] for begin, end in spans]):
         return True
-    spans += [match.span() for match in SIGN.finditer(formula)]
+    for match in SIGN.finditer(formula):
+        spans.append(match.span())
     taken = {formula[begin:end].lower() for begin, end in spans} | set(other.lower())
     letter = next((each for each in "qwzuvjkrstghbcmnopyxaf" if each not in taken), None)
     if letter is None:
@@ -279,11 +280,9 @@ def _find_tokens(formula: str) -> Iterator[tuple[int, int]]:
     Names of commands and functions are excluded.
     """
     hidden = [match.span() for match in ENVIRONMENT.finditer(formula)]
-    hidden += [
-        match.span()
-        for match in COMMAND.finditer(formula)
-        if match[1] not in GREEK and match[1] != "pi"
-    ]
+    for match in COMMAND.finditer(formula):
+        if match[1] not in GREEK and match[1] != "pi":
+            hidden.append(match.span())
     for match in TOKEN.finditer(formula):
         if not any(begin <= match.start() < end for begin, end in hidden):
             yield match.span()

@@ -31,10 +31,10 @@ def exact(
     "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
     """
     answers = find_references(columns, column, len(completions))
-    return [
-        None if answer is None else float(_is_match(completion, answer, case))
-        for completion, answer in zip(completions, answers, strict=True)
-    ]
+    result: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        result.append(None if answer is None else float(_is_match(completion, answer, case)))
+    return result
 
 
 def _is_match(completion: str, answer: Any, case: bool) -> bool:

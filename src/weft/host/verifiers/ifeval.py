@@ -24,7 +24,10 @@ def is_followed(
     if instruction not in CHECKS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
     check = CHECKS[instruction]
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {}
+    for name, value in arguments.items():
+        if value is not None:
+            given[name] = value
     try:
         return any(
             variant.strip() and check(variant, given)
@@ -75,9 +78,8 @@ def ifeval(
                 f"ifeval: kwargs must contain one mapping for each of the {len(ids)} instructions "
                 f"{list(ids)}"
             )
-        done = [
-            is_followed(completion, id, given or {}, loose=loose)
-            for id, given in zip(ids, arguments, strict=True)
-        ]
+        done = []
+        for id, given in zip(ids, arguments, strict=True):
+            done.append(is_followed(completion, id, given or {}, loose=loose))
         rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))
     return rewards

@@ -147,7 +147,10 @@ class JudgeRequest:
     def build_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         """Return the JSON body of a request with these messages."""
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        given = {name: value for name, value in sampling.items() if value is not None}
+        given = {}
+        for name, value in sampling.items():
+            if value is not None:
+                given[name] = value
         return {"model": self.model, "messages": messages, **given, **self.extra}
 
 
@@ -221,25 +224,29 @@ class Judge:
 
         With a cache, completions with equal requests share one answer.
         """
-        bodies = [
-            None if messages is None else self.request.build_body(messages)
-            for messages in self.template.build_messages(prompts, completions, columns)
-        ]
+        bodies = []
+        for messages in self.template.build_messages(prompts, completions, columns):
+            bodies.append(None if messages is None else self.request.build_body(messages))
         keys = [self._compute_cache_keys(index, body) for index, body in enumerate(bodies)]
-        asked = {
-            key: (body, vote)
-            for body, own in zip(bodies, keys, strict=True)
-            if body is not None
-            for vote, key in enumerate(own)
-        }
+        asked = {}
+        for body, own in zip(bodies, keys, strict=True):
+            if body is not None:
+                for vote, key in enumerate(own):
+                    asked[key] = (body, vote)
         async with JudgeSession(self.endpoint, self.policy) as session:
             sitting = JudgeCall(self, session)
             made = await _gather_results([sitting.vote(key, *each) for key, each in asked.items()])
         verdicts = dict(zip(asked, made, strict=True))
-        readable = [key for own in keys for key in own if verdicts[key].reward is not None]
+        readable = []
+        for own in keys:
+            for key in own:
+                if verdicts[key].reward is not None:
+                    readable.append(key)
         counts = sitting.counts | {"calls": session.num_requests}
         counts["cached"] += len(readable) - len(set(readable))
-        rewards = [_average_votes([verdicts[key] for key in own]) if own else None for own in keys]
+        rewards = []
+        for own in keys:
+            rewards.append(_average_votes([verdicts[key] for key in own]) if own else None)
         return rewards, counts | self.prices.compute_cost(counts)
 
     def _compute_cache_keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
@@ -247,9 +254,10 @@ class Judge:
         if body is None:
             return []
         own = "" if self.cache_file else f" {index}"
-        return [
-            hash_request(self.endpoint.url, body, vote) + own for vote in range(self.request.votes)
-        ]
+        cache_keys: list[str] = []
+        for vote in range(self.request.votes):
+            cache_keys.append(hash_request(self.endpoint.url, body, vote) + own)
+        return cache_keys
 
 
 COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tokens")
@@ -317,7 +325,10 @@ def _average_votes(verdicts: Sequence[VoteResult]) -> float:
 
     Raises `UserError` if there is neither.
     """
-    rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
+    rewards = []
+    for verdict in verdicts:
+        if verdict.reward is not None:
+            rewards.append(verdict.reward)
     if rewards:
         return sum(rewards) / len(rewards)
     stops = next((verdict for verdict in verdicts if verdict.fallback is None), verdicts[0])

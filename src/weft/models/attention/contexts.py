@@ -127,10 +127,10 @@ class Dense:
     @cached_property
     def buckets(self) -> list[SequenceBucket]:
         """The sequences grouped into rectangles, longest first; empty sequences are left out."""
-        return [
-            _build_bucket(self.starts, members, self.cu_seqlens.device)
-            for members in _group_by_length(self.starts)
-        ]
+        result: list[SequenceBucket] = []
+        for members in _group_by_length(self.starts):
+            result.append(_build_bucket(self.starts, members, self.cu_seqlens.device))
+        return result
 
     @cached_property
     def cell_positions(self) -> Tensor | None:
@@ -138,12 +138,11 @@ class Dense:
 
         None if the concatenation is already in the order of the tokens.
         """
-        order = [
-            t
-            for members in _group_by_length(self.starts)
-            for s in members
-            for t in (self.starts[s], self.starts[s + 1])
-        ]
+        order = []
+        for members in _group_by_length(self.starts):
+            for s in members:
+                for t in (self.starts[s], self.starts[s + 1]):
+                    order.append(t)
         if all(a <= b for a, b in pairwise(order)):
             return None
         return torch.argsort(torch.cat([bucket.tokens for bucket in self.buckets]))
@@ -200,14 +199,15 @@ class Prefixed:
         """Parts of attention: first within each segment, then from each continuation to its prefix."""
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
-        across = [
-            AttentionPart(
-                _build_span_bucket(*j.continuation, device),
-                _build_span_bucket(*j.prefix, device),
-                causal=False,
+        across = []
+        for j in self.continuations:
+            across.append(
+                AttentionPart(
+                    _build_span_bucket(*j.continuation, device),
+                    _build_span_bucket(*j.prefix, device),
+                    causal=False,
+                )
             )
-            for j in self.continuations
-        ]
         return (*within, *across)
 
 

@@ -59,10 +59,11 @@ class PackShard:
     @cached_property
     def dense(self) -> Dense:
         """The local part of each sequence, as if it were a whole one; it may be empty."""
-        counts = [
-            sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
-            for first, end in pairwise(self.whole.starts)
-        ]
+        counts = []
+        for first, end in pairwise(self.whole.starts):
+            counts.append(
+                sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
+            )
         ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         return Dense(ends.to(self.whole.cu_seqlens.device), max(counts), sum(counts))
 

@@ -158,11 +158,11 @@ class ConfigReader:
             "quantization_config",
             "weft trains and runs unquantized weights; load the unquantized model",
         )
-        return {
-            k: v
-            for k, v in self.raw.items()
-            if k not in self.requested_keys and k not in REWRITTEN_KEYS
-        }
+        result: dict[str, Any] = {}
+        for k, v in self.raw.items():
+            if k not in self.requested_keys and k not in REWRITTEN_KEYS:
+                result[k] = v
+        return result
 
 
 def describe_problem(value: Any, default: Any) -> str | None:

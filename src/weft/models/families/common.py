@@ -237,10 +237,10 @@ def one_window(config: TransformerConfig) -> int | None:
 
 def layer_types(config: TransformerConfig) -> list[str]:
     """Return the config.json value `layer_types` of a configuration."""
-    return [
-        "full_attention" if config.window(i) is None else "sliding_attention"
-        for i in range(config.num_layers)
-    ]
+    types: list[str] = []
+    for i in range(config.num_layers):
+        types.append("full_attention" if config.window(i) is None else "sliding_attention")
+    return types
 
 
 # -- keys

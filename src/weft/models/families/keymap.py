@@ -104,10 +104,12 @@ def list_rectangles(
     if key.experts:
         inner = where[1:]
         source = inner[::-1] if key.transpose else inner
-        return [
-            CheckpointRectangle(key.hf.format(e=e), source, (slice(e, e + 1), *inner), expert=e)
-            for e in range(where[0].start, where[0].stop)
-        ]
+        rectangles: list[CheckpointRectangle] = []
+        for e in range(where[0].start, where[0].stop):
+            rectangles.append(
+                CheckpointRectangle(key.hf.format(e=e), source, (slice(e, e + 1), *inner), expert=e)
+            )
+        return rectangles
     runs = key.fused.split_runs(where[0]) if key.fused else [(where[0], where[0])]
     found = []
     for fused_rows, rows in runs:
@@ -144,9 +146,11 @@ class KeyMap:
 
     def list_names(self, part: NetworkPart | None = None, layer: int | None = None) -> list[str]:
         """Return the parameters of a part (`embedding`, `block`, `head`), of one layer, or all."""
-        return [
-            n for n, k in self.keys.items() if part in (None, k.part) and layer in (None, k.layer)
-        ]
+        names: list[str] = []
+        for n, k in self.keys.items():
+            if part in (None, k.part) and layer in (None, k.layer):
+                names.append(n)
+        return names
 
     def group_by_hf_name(self) -> dict[str, list[Key]]:
         """Return the parameters in each tensor of the checkpoint, in order."""

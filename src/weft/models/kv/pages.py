@@ -121,10 +121,9 @@ class PagePool:
             self.config,
             (len(self.pages), self.pages.page_size, self.config.num_kv_heads, self.config.head_dim),
         )
-        made = [
-            torch.zeros(shape, device=self.device, dtype=self.dtype)
-            for _ in range(2 * config.num_layers)
-        ]
+        made = []
+        for _ in range(2 * config.num_layers):
+            made.append(torch.zeros(shape, device=self.device, dtype=self.dtype))
         self.keys = made[: config.num_layers]
         self.values = made[config.num_layers :]
 

@@ -474,7 +474,7 @@ def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
     count = len(places)
     if (places == np.arange(first, first + count)).all():
         return [(slice(0, count), slice(first, first + count))]
-    return [
-        (slice(slot, slot + 1), slice(place, place + 1))
-        for slot, place in enumerate(places.tolist())
-    ]
+    result: list[tuple[slice, slice]] = []
+    for slot, place in enumerate(places.tolist()):
+        result.append((slice(slot, slot + 1), slice(place, place + 1)))
+    return result

@@ -60,7 +60,9 @@ def compute_outputs(
         )
     if want & TOP_OUTPUTS:
         top = compute_top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
-        made |= {name: value for name, value in top.items() if name in want}
+        for name, value in top.items():
+            if name in want:
+                made[name] = value
     if rest:
         made |= token_outputs.compute_token_outputs(
             hidden,
@@ -365,9 +367,10 @@ class _GivenLogprobs(torch.autograd.Function):
             for name, value in zip(OUTPUTS, gradients, strict=True)
         ):
             return made[0].cast()
-        known = {
-            name: value for name, value in zip(OUTPUTS, gradients, strict=True) if value is not None
-        }
+        known = {}
+        for name, value in zip(OUTPUTS, gradients, strict=True):
+            if value is not None:
+                known[name] = value
         total = ProjectionGradients(
             hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
         )

@@ -21,7 +21,10 @@ def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -
     They are converted to `dtype`, since they have no master weights. A tied output matrix is the
     embedding, so it is frozen too.
     """
-    blocks = [block for block in network.blocks if isinstance(block, Block) and block.layer < first]
+    blocks = []
+    for block in network.blocks:
+        if isinstance(block, Block) and block.layer < first:
+            blocks.append(block)
     for module in (*(getattr(network, name, None) for name in EMBEDDINGS), *blocks):
         if isinstance(module, nn.Module):
             module.requires_grad_(False)

@@ -23,15 +23,15 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
     Compiled parts of blocks leave their gradients to autograd. Do not use this if a backward pass
     goes through a layer twice, as in a pipeline that splits the pass: each would add the gradient.
     """
-    sums: dict[Tensor, GradientSum] = {
-        p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters
-    }
-    compiled = {
-        part
-        for block in network.modules()
-        if isinstance(block, Block) and block.compiled is not None
-        for part in block.modules()
-    }
+    sums: dict[Tensor, GradientSum] = {}
+    for name, p in network.named_parameters():
+        if name in masters:
+            sums[p] = GradientSum(masters[name])
+    compiled = set()
+    for block in network.modules():
+        if isinstance(block, Block) and block.compiled is not None:
+            for part in block.modules():
+                compiled.add(part)
     for module in network.modules():
         if isinstance(module, Linear) and module not in compiled:
             module.gradient_sum = sums.get(module.weight)

@@ -72,7 +72,10 @@ def add(
             raise ConfigError(
                 f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}"
             )
-    found = [name for name in there if name.rsplit(".", 1)[1] in (targets or TARGETS)]
+    found = []
+    for name in there:
+        if name.rsplit(".", 1)[1] in (targets or TARGETS):
+            found.append(name)
     attach_ranks(network, dict.fromkeys(found, (r, alpha / r)), dropout)
 
 
@@ -120,9 +123,9 @@ def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, st
             continue
         if isinstance(module, Linear):
             parent = place.rpartition(".")[0]
-            found |= {
-                f"{parent}.{part}": (module, part) for part in module.parts if part in TARGETS
-            }
+            for part in module.parts:
+                if part in TARGETS:
+                    found[f"{parent}.{part}"] = (module, part)
         elif isinstance(module, ExpertStack):
             found[place] = (module, "")
     return found
@@ -143,15 +146,20 @@ def find_adapters(network: nn.Module) -> dict[str, Adapter]:
 
 def list_adapters(layer: Linear) -> list[Adapter]:
     """Return the adapters in a layer."""
-    return [adapter for adapter in layer.adapters.values() if isinstance(adapter, Adapter)]
+    adapters: list[Adapter] = []
+    for adapter in layer.adapters.values():
+        if isinstance(adapter, Adapter):
+            adapters.append(adapter)
+    return adapters
 
 
 @contextmanager
 def disable_adapters(network: nn.Module) -> Iterator[None]:
     """Disable all adapters and prefixes in the context: the network computes as its base does."""
-    held = [
-        module for module in network.modules() if isinstance(module, Adapter | PrefixKeysValues)
-    ]
+    held = []
+    for module in network.modules():
+        if isinstance(module, Adapter | PrefixKeysValues):
+            held.append(module)
     for adapter in held:
         adapter.active = False
     try:
@@ -177,7 +185,10 @@ def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
     Sums are in the widest dtype of the three, at least float32, and converted to the weight's
     dtype.
     """
-    merged = {name: value.detach() for name, value in parameters.items() if not is_adapter(name)}
+    merged = {}
+    for name, value in parameters.items():
+        if not is_adapter(name):
+            merged[name] = value.detach()
     for layer, scale in scales.items():
         weight = merged[f"{layer}.weight"]
         a = parameters[f"{layer}.{A}"]

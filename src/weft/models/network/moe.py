@@ -64,11 +64,10 @@ class ExpertStack(nn.Module):
         sizes = groups.sizes
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
         each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
-        by_expert = [
-            apply_adapter(own, y, w, None, a, b, adapter.scale)
-            for own, y, w, a, b in each
-            if len(own)
-        ]
+        by_expert = []
+        for own, y, w, a, b in each:
+            if len(own):
+                by_expert.append(apply_adapter(own, y, w, None, a, b, adapter.scale))
         # Without rows, still use the parameters: all ranks of a sharded network must take part.
         if not by_expert:
             return apply_adapter(

@@ -60,9 +60,10 @@ class Packed:
 
         def compute_selected(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
             assert gradient is not None
-            return {
-                key: value[rows] for key, value in gradient(scatter_rows(out, rows, total)).items()
-            }
+            selected = {}
+            for key, value in gradient(scatter_rows(out, rows, total)).items():
+                selected[key] = value[rows]
+            return selected
 
         return replace(
             self,
@@ -75,10 +76,10 @@ class Packed:
 
 def scatter_rows(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
     """Return outputs of `total` rows: `out` at `rows`, and 0 elsewhere."""
-    return {
-        key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)
-        for key, value in out.items()
-    }
+    result: dict[Any, Tensor] = {}
+    for key, value in out.items():
+        result[key] = value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)
+    return result
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:

@@ -181,7 +181,11 @@ def is_prefix(name: str) -> bool:
 
 def list_prefixes(network: nn.Module) -> list[PrefixKeysValues]:
     """Return the prefixes of the local layers; empty if the network has none."""
-    return [module for module in network.modules() if isinstance(module, PrefixKeysValues)]
+    prefixes: list[PrefixKeysValues] = []
+    for module in network.modules():
+        if isinstance(module, PrefixKeysValues):
+            prefixes.append(module)
+    return prefixes
 
 
 def _is_continuation(joins: tuple[PrefixContinuation, ...], start: int) -> bool:

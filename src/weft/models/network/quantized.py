@@ -204,15 +204,15 @@ def quantize_matrices(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtyp
 
 def allocate_memory(network: nn.Module, device: torch.device) -> None:
     """Allocate a network like `network.to_empty(device)`, also if some matrices are quantized."""
-    held = [
-        module
-        for module in network.modules()
-        if isinstance(getattr(module, "weight", None), Quantized)
-    ]
-    made = [
-        (module, cast(Quantized, cast(Tensor, module.weight).detach()).to_device(device))
-        for module in held
-    ]
+    held = []
+    for module in network.modules():
+        if isinstance(getattr(module, "weight", None), Quantized):
+            held.append(module)
+    made = []
+    for module in held:
+        made.append(
+            (module, cast(Quantized, cast(Tensor, module.weight).detach()).to_device(device))
+        )
     for module in held:
         module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
     network._apply(lambda tensor: _allocate(tensor, device))
@@ -232,7 +232,10 @@ def _allocate(like: Tensor, device: torch.device) -> Tensor:
 
 def count_bytes(network: nn.Module) -> tuple[int, int]:
     """Return (number of quantized elements, their bytes including scales)."""
-    held = [weight for weight in network.parameters() if isinstance(weight, Quantized)]
+    held = []
+    for weight in network.parameters():
+        if isinstance(weight, Quantized):
+            held.append(weight)
     return sum(weight.numel() for weight in held), sum(weight.num_bytes for weight in held)
 
 

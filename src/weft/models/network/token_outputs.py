@@ -94,7 +94,11 @@ def compute_token_outputs(
     )
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
-    return {name: value for name, value in zip(names, values, strict=True) if name in want}
+    token_outputs: dict[Output, Tensor] = {}
+    for name, value in zip(names, values, strict=True):
+        if name in want:
+            token_outputs[name] = value
+    return token_outputs
 
 
 def count_chunk_rows(vocab_size: int, device: torch.device) -> int:

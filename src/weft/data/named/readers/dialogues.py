@@ -120,12 +120,11 @@ def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
                 raise BadRow(
                     "'conversation' has an entry of both User and Bot; each is of one of them"
                 )
-            said = [
-                (who, line[who].strip())
-                for line in row["conversation"]
-                for who in ("User", "Bot")
-                if line.get(who)
-            ]
+            said = []
+            for line in row["conversation"]:
+                for who in ("User", "Bot"):
+                    if line.get(who):
+                        said.append((who, line[who].strip()))
             turns = _join_turns(said) or []
         if len(turns) < 2 or turns[0][0] != "User":
             use.skip("begun by the bot, or no reply")
@@ -231,7 +230,10 @@ def rounds(
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
             use.skip("other than asked for")
             continue
-        turns = [str(part[key]) for part in row[column] or () for key in (human, answer)]
+        turns = []
+        for part in row[column] or ():
+            for key in (human, answer):
+                turns.append(str(part[key]))
         if not turns or not all(turn.strip() for turn in turns):
             use.skip("an empty turn")
             continue

@@ -122,10 +122,9 @@ class PairReader:
             fill_template(options["system"], row, random) if "system" in options else None,
             lang=lang,
         )
-        columns = {
-            name: to_json_value(pick_value(path, row, random))
-            for name, path in self._list_kept_columns().items()
-        }
+        columns = {}
+        for name, path in self._list_kept_columns().items():
+            columns[name] = to_json_value(pick_value(path, row, random))
         return Example(
             turns,
             [make_assistant_message(answer, lang=lang, **tag)] if answer.strip() else [],

@@ -126,9 +126,10 @@ def _build_examples(
     for index, pair in enumerate(asked):
         random = use.make_random("before", index)
         first = index // RUN_LENGTH * RUN_LENGTH
-        others = [
-            each for each in range(first, min(first + RUN_LENGTH, len(asked))) if each != index
-        ]
+        others = []
+        for each in range(first, min(first + RUN_LENGTH, len(asked))):
+            if each != index:
+                others.append(each)
         if others and random.random() < mix:
             before: tuple[str, ...] = asked[random.choice(others)]
         else:
