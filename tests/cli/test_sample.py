@@ -95,7 +95,7 @@ def test_best_of_n_is_data_to_train_on(
         (["report", "POLICY", "SCORER", "--prompts", "PROMPTS"], "it gives scores, not text"),
         (["report", "POLICY", "missing/model", "--prompts", "PROMPTS"], "missing/model"),
         (["report", "SCORER", "--prompts", "PROMPTS"], "it gives scores, not text"),
-        (["best", "POLICY", "--prompts", "PROMPTS", "--reward", "POLICY"], "no reward model"),
+        (["best", "POLICY", "--prompts", "PROMPTS", "--reward", "POLICY"], "not a reward model"),
     ],
 )
 def test_what_cannot_be_used_is_exit_2(

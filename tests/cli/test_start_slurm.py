@@ -151,7 +151,7 @@ def test_a_job_is_submitted_told_of_and_stopped(
         ),
         (
             [*sft("--print-script"), "mode=local"],
-            "--print-script shows the script of a Slurm job; add mode=slurm",
+            "--print-script prints the script of a Slurm job; add mode=slurm",
         ),
     ],
 )

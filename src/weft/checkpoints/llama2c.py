@@ -76,7 +76,7 @@ def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
 
 def _parse_header(path: Path, raw: bytes) -> Llama2cHeader:
     if len(raw) < HEADER_BYTES:
-        raise CheckpointError(f"{path} has {len(raw)} bytes: no llama2.c checkpoint")
+        raise CheckpointError(f"{path} is not a llama2.c checkpoint: it has {len(raw)} bytes")
     magic, version = struct.unpack_from("<Ii", raw)
     legacy = magic != MAGIC
     if not legacy and version != 1:
@@ -96,7 +96,7 @@ def _parse_header(path: Path, raw: bytes) -> Llama2cHeader:
         for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
     )
     if not plausible or header.heads < 1 or header.kv_heads < 1 or header.hidden % header.heads:
-        raise CheckpointError(f"{path} is no llama2.c checkpoint: its header reads {header}")
+        raise CheckpointError(f"{path} is not a llama2.c checkpoint: its header reads {header}")
     return header
 
 

@@ -172,13 +172,13 @@ network, count = tiny("llama"), 100_000
 with torch.no_grad():
     cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=count)
     passes = DecoderPasses(network)
-    passes.hidden(cache.extend(cache.allocate(), [torch.ones(8, dtype=torch.int64)]))
+    passes.compute_hidden(cache.extend(cache.allocate(), [torch.ones(8, dtype=torch.int64)]))
     cache.truncate(0, 0)
     packed = cache.extend([0], [torch.ones(count, dtype=torch.int64)])
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)
     try:
-        passes.hidden(packed, torch.tensor([count - 1]))
+        passes.compute_hidden(packed, torch.tensor([count - 1]))
     except MemoryError as error:
         print("said:", error)
 """
