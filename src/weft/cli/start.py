@@ -92,7 +92,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         given,
     )
     if given.print_script and given.mode != "slurm":
-        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
+        raise ConfigError("--print-script prints the script of a Slurm job; add --mode slurm")
     reads = given.dry_run != "config"
     asked = build_scheduling(given.experiment)
     if given.mode == "slurm" and given.dry_run is not None:
