@@ -110,10 +110,10 @@ def words(recipe: Path, models: Mapping[str, Path]) -> list[str]:
 
 
 def plan(recipe: Path, models: Mapping[str, Path]) -> Planned:
-    from weft.cli.quickstart import configured
+    from weft.cli.quickstart import build_config
     from weft.launch import dry_run
 
-    lines = dry_run(configured(words(recipe, models))[0], data=False)
+    lines = dry_run(build_config(words(recipe, models))[0], data=False)
     verdict = next(line for line in lines if re.match(r"fits: |does NOT fit: ", line))
     number, unit = re.search(r"about ([\d.]+) ([GM])iB", verdict).groups()  # type: ignore[union-attr]
     gpu = verdict.rpartition(": ")[2]

@@ -15,7 +15,7 @@ from weft.checkpoints.config_file import find_family
 from weft.checkpoints.hf_io import read_config
 from weft.checkpoints.kind import read_shipped_configs
 from weft.cli import main as weft
-from weft.cli.quickstart import configured
+from weft.cli.quickstart import build_config
 from weft.data.named.catalogue import find_entry
 from weft.data.spec import list_source_specs
 from weft.engine.spec import GenerationSpec
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_recipe_is_a_configuration_and_says_what_it_needs(
     recipe: Path, models: dict[str, Path]
 ) -> None:
-    config: Any = configured(recipes.words(recipe, models))[0]
+    config: Any = build_config(recipes.words(recipe, models))[0]
     mark_as_planned(config).build()
     assert recipes.kind_of(recipe) in recipes.KINDS
     for name in ("Model", "Data", "GPU", "Memory", "Smaller", "Values"):

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from weft.cli import overrides
-from weft.cli.quickstart import configure, sort
+from weft.cli.quickstart import apply_overrides, parse_command_line
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GenConfig, GRPOConfig, PPOConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
 
 def made(base: RunConfig, *words: str) -> tuple[Any, list[str]]:
-    return configure(base, overrides.parse(sort(["x", *words]).assignments))
+    return apply_overrides(base, overrides.parse(parse_command_line(["x", *words]).assignments))
 
 
 def value(config: Any, name: str) -> Any:
@@ -133,11 +133,11 @@ def test_a_rate_reaches_every_trained_role() -> None:
 
 
 def test_a_bare_resume_flag_takes_a_path_only_where_one_follows() -> None:
-    assert sort(["sft", "--resume_from_checkpoint", "a=1"]).assignments == [
+    assert parse_command_line(["sft", "--resume_from_checkpoint", "a=1"]).assignments == [
         "resume_from_checkpoint=true",
         "a=1",
     ]
-    assert sort(["sft", "--resume_from_checkpoint", "x/y", "a=1"]).assignments == [
+    assert parse_command_line(["sft", "--resume_from_checkpoint", "x/y", "a=1"]).assignments == [
         "resume_from_checkpoint=x/y",
         "a=1",
     ]
@@ -177,6 +177,6 @@ def test_what_cannot_be_mapped_is_refused(
 
 def test_a_dry_run_takes_its_word_as_the_start_of_a_registered_experiment_does() -> None:
     for words in (["--dry-run=config"], ["--dry-run", "config"]):
-        found = sort(["sft", *words, "a=1"])
+        found = parse_command_line(["sft", *words, "a=1"])
         assert (found.name, found.dry_run, found.assignments) == ("sft", "config", ["a=1"])
-    assert sort(["sft", "--dry-run", "a=1"]).dry_run == ""
+    assert parse_command_line(["sft", "--dry-run", "a=1"]).dry_run == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import write_run
-from weft.cli.candidates import candidates
+from weft.cli.candidates import find_candidates
 from weft.cli.main import COMMANDS
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def words(*given: str) -> list[str]:
     *before, current = given
-    return [word for word, _ in candidates(before, current)]
+    return [word for word, _ in find_candidates(before, current)]
 
 
 def test_commands_and_quickstarts(folder):
@@ -49,7 +49,7 @@ def test_options_open_by_their_dots(folder):
     assert words("quickstart", "ppo", "seed=3", "se") == words("quickstart", "ppo", "search."), (
         "no seed twice"
     )
-    assert dict(candidates(["quickstart", "sft"], "max_st"))["max_steps="].startswith(
+    assert dict(find_candidates(["quickstart", "sft"], "max_st"))["max_steps="].startswith(
         "length of a run in steps"
     )
 

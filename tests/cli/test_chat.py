@@ -25,8 +25,8 @@ from tests.models.common import logits
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, peft_io
 from weft.cli import chat as chat_command
-from weft.cli.chat_view import GUTTER, Answer, View, Wrap
-from weft.cli.conversation import Chat
+from weft.cli.chat_view import LABEL_WIDTH, ChatView, StreamedAnswer, StreamWrapper
+from weft.cli.conversation import Conversation
 from weft.cli.main import main
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class Says:
         return [TokenEvent("chat", 0, token, -1.0, 0, cast(Any, finish))]
 
 
-class Seen(View):
+class Seen(ChatView):
     """A terminal of 60 columns that a test writes to and reads."""
 
     def __init__(self, *lines: str, interactive: bool = True) -> None:
@@ -89,7 +89,7 @@ class Seen(View):
             file=self.shown, width=60, highlight=False, color_system=None
         )
 
-    def ask(self) -> str | None:
+    def read_line(self) -> str | None:
         return self.lines.pop(0) if self.lines else None
 
     @property
@@ -97,14 +97,14 @@ class Seen(View):
         return self.shown.getvalue()
 
 
-def talk(model: Path, view: Seen, *answers: str, **fields: Any) -> tuple[Chat, Says]:
+def talk(model: Path, view: Seen, *answers: str, **fields: Any) -> tuple[Conversation, Says]:
     """Run a conversation to its end."""
     tokenizer = Tokenizer.load(TokenizerSpec(), str(model))
     engine = Says(tokenizer, *answers)
     spec = fields.pop("spec", GenerationSpec())
-    chat = Chat(cast(Engine, engine), tokenizer, spec, view, **fields)
+    chat = Conversation(cast(Engine, engine), tokenizer, spec, view, **fields)
     engine.interrupt_after = None
-    chat.converse()
+    chat.run_until_end()
     return chat, engine
 
 
@@ -166,7 +166,7 @@ def test_plain_mode_continues_each_line_by_itself(base_model: Path, tmp_path: Pa
         "Once",
         "Then",
     ]
-    assert f"{'model':{GUTTER}}Once upon a time\n" in view.text
+    assert f"{'model':{LABEL_WIDTH}}Once upon a time\n" in view.text
     rows = [
         [m["content"] for m in json.loads(line)["messages"]]
         for line in file.read_text().splitlines()
@@ -180,11 +180,11 @@ def test_a_blank_between_prompt_and_answer_is_kept(base_model: Path) -> None:
         [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
     )
     view = Seen("Once")
-    chat = Chat(
+    chat = Conversation(
         cast(Engine, Says(tokenizer, " upon a time")), tokenizer, GenerationSpec(), view, plain=True
     )
-    chat.converse()
-    assert tokenizer.decode(chat.said, skip_special=True) == "upon a time", (
+    chat.run_until_end()
+    assert tokenizer.decode(chat.answer_ids, skip_special=True) == "upon a time", (
         "the decoder drops a leading blank"
     )
     assert "model  Once upon a time" in view.text
@@ -195,11 +195,11 @@ def test_an_empty_line_goes_on_with_a_cut_answer(chat_model: Path) -> None:
     view = Seen("Hello", "", "")
     spec = GenerationSpec(max_new_tokens=4)
     chat, engine = talk(chat_model, view, "Once upon a time", " in", spec=spec)
-    assert list(engine.requests[1].prompt) == [*engine.requests[0].prompt, *chat.said[:4]]
+    assert list(engine.requests[1].prompt) == [*engine.requests[0].prompt, *chat.answer_ids[:4]]
     assert "cut at max_new_tokens, an empty line continues it" in " ".join(view.text.split())
     assert "the answer is complete" in view.text
     assert len(chat.messages) == 2
-    assert chat.messages[1]["content"] == chat.tokenizer.decode(chat.said, skip_special=True)
+    assert chat.messages[1]["content"] == chat.tokenizer.decode(chat.answer_ids, skip_special=True)
 
 
 def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
@@ -207,9 +207,9 @@ def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
     view = Seen("Hello")
     engine = Says(tokenizer, "Once upon a time")
     engine.interrupt_after = 3
-    chat = Chat(cast(Engine, engine), tokenizer, GenerationSpec(), view)
-    chat.converse()
-    assert len(chat.said) == 3 and not chat.ended
+    chat = Conversation(cast(Engine, engine), tokenizer, GenerationSpec(), view)
+    chat.run_until_end()
+    assert len(chat.answer_ids) == 3 and not chat.is_answer_complete
     assert "stopped, an empty line continues it" in view.text
 
 
@@ -243,13 +243,13 @@ def test_a_template_that_refuses_leaves_the_conversation_as_it_was(chat_model: P
     view = Seen("Hello")
     tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
     tokenizer.hf.chat_template = "{{ raise_exception('no') }}"
-    chat = Chat(cast(Engine, Says(tokenizer, "Hi")), tokenizer, GenerationSpec(), view)
-    chat.converse()
+    chat = Conversation(cast(Engine, Says(tokenizer, "Hi")), tokenizer, GenerationSpec(), view)
+    chat.run_until_end()
     assert chat.messages == []
     assert "the chat template refuses these messages" in view.text
     chat.view = Seen("Hello", interactive=False)
     with pytest.raises(DataError):
-        chat.converse()
+        chat.run_until_end()
 
 
 # -- how it looks
@@ -262,7 +262,7 @@ def test_text_is_wrapped_at_words_within_the_width() -> None:
         + " 日本語の文章です"
     )
     for pieces in ([text], list(text)):
-        wrap = Wrap(width=30, indent=4)
+        wrap = StreamWrapper(width=30, indent=4)
         out = "".join(wrap.feed(piece) for piece in pieces) + wrap.flush()
         lines = ["    " + line if i == 0 else line for i, line in enumerate(out.split("\n"))]
         assert all(line.startswith("    ") for line in lines)
@@ -274,12 +274,12 @@ def test_text_is_wrapped_at_words_within_the_width() -> None:
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    wrap = Wrap(80, 0)
+    wrap = StreamWrapper(80, 0)
     assert wrap.feed("a\x1b[2Jb\x07 c\r ") == "a[2Jb c"
 
 
 def test_a_word_is_shown_when_it_is_complete() -> None:
-    wrap = Wrap(80, 0)
+    wrap = StreamWrapper(80, 0)
     assert [wrap.feed("Hel"), wrap.feed("lo wor"), wrap.feed("ld\n"), wrap.flush()] == [
         "",
         "Hello",
@@ -290,7 +290,7 @@ def test_a_word_is_shown_when_it_is_complete() -> None:
 
 def test_piped_answers_are_bare() -> None:
     shown = io.StringIO()
-    with Answer(Console(file=shown, width=20), interactive=False) as answer:
+    with StreamedAnswer(Console(file=shown, width=20), interactive=False) as answer:
         answer.write("the prompt", style="dim")
         answer.write("a long answer that is not wrapped at all")
     assert shown.getvalue() == "a long answer that is not wrapped at all\n"
@@ -593,8 +593,8 @@ def test_open_assistants_form_of_a_model_that_was_trained_on_it(
     network.save_pretrained(model)
     seen: list[str | None] = []
     monkeypatch.setattr(
-        Chat,
-        "converse",
+        Conversation,
+        "run_until_end",
         lambda chat: seen.append(
             chat.tokenizer.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
         ),

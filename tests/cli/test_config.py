@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from weft.cli.main import main
-from weft.cli.sections import shipped_file
+from weft.cli.sections import find_shipped_file
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_ls_begins_with_recipes_and_what_each_is_for(capsys: pytest.CaptureFixtu
     assert lines[0].startswith(
         "recipes: complete runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
     )
-    shipped = sorted(path.stem for path in shipped_file("ready").glob("*.yaml"))
+    shipped = sorted(path.stem for path in find_shipped_file("ready").glob("*.yaml"))
     assert [line.split()[0] for line in lines[1:blank]] == shipped
     told = next(line for line in lines if line.split()[:1] == ["grpo-gsm8k-qwen3-0.6b"])
     assert told.endswith(

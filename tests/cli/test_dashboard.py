@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.test_report import write_run
-from weft.cli.dashboard import listen, respond
+from weft.cli.dashboard import answer_request, open_server
 from weft.cli.main import main
 from weft.observe.dashboard import Dashboard
 
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(runs: Path) -> Iterator[str]:
-    server = listen(Dashboard(runs), "token", 0)
+    server = open_server(Dashboard(runs), "token", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -87,7 +87,7 @@ def test_headers_keep_pages_to_themselves(address: str) -> None:
     ],
 )
 def test_no_path_reaches_the_file_system(runs: Path, target: str) -> None:
-    answer = respond(Dashboard(runs), "token", f"/token/{target}", "127.0.0.1:1")
+    answer = answer_request(Dashboard(runs), "token", f"/token/{target}", "127.0.0.1:1")
     assert answer.status in (400, 403, 404) and "<html" not in answer.body
 
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_used_is_exit_2(
 
 
 def test_a_taken_port_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = listen(Dashboard(runs), "token", 0)
+    server = open_server(Dashboard(runs), "token", 0)
     assert main(["dashboard", str(runs), "--port", str(server.server_address[1])]) == 2
     assert "choose another port" in capsys.readouterr().err
     server.server_close()

@@ -10,14 +10,14 @@ from weft.cli import demo_task as task
 
 
 def test_a_pair_is_the_right_sum_over_a_wrong_answer_to_a_training_problem(tmp_path: Path) -> None:
-    training, held_out = task.problems(seed=1, held_out=200)
+    training, held_out = task.draw_problems(seed=1, held_out=200)
     first = training[0]
     samples = [first.answer + "</s>", "7</s>", "7</s>", ""]
     generations = task.write_rows(
         tmp_path / "g.jsonl", ({"prompt": first.prompt, "completion": s} for s in samples)
     )
 
-    rows = task.pair_rows(generations, training, seed=1, times=5)
+    rows = task.build_preference_rows(generations, training, seed=1, times=5)
 
     assert rows[0] == {"prompt": first.prompt, "pos_answers": [first.answer], "neg_answers": ["7"]}
     pairs = [(row["prompt"], *row["pos_answers"], *row["neg_answers"]) for row in rows]
@@ -25,16 +25,16 @@ def test_a_pair_is_the_right_sum_over_a_wrong_answer_to_a_training_problem(tmp_p
     assert {prompt for prompt, _, _ in pairs} == {p.prompt for p in training}
     assert not {prompt for prompt, _, _ in pairs} & {p.prompt for p in held_out}
     assert all(
-        task.is_right(prompt, good) and not task.is_right(prompt, bad)
+        task.is_correct(prompt, good) and not task.is_correct(prompt, bad)
         for prompt, good, bad in pairs
     )
-    assert task.pair_rows(generations, training, seed=1, times=5) == rows
+    assert task.build_preference_rows(generations, training, seed=1, times=5) == rows
 
 
 def test_a_slip_has_one_wrong_digit() -> None:
     draw = random.Random(0)
     for _ in range(100):
-        slipped = task.slip("104", draw)
+        slipped = task.change_digit("104", draw)
         assert sum(a != b for a, b in zip("104", slipped, strict=True)) == 1
 
 
@@ -44,4 +44,4 @@ def test_accuracy_is_the_share_of_exact_sums(tmp_path: Path) -> None:
     ]
     path = tmp_path / "generations.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert task.share_right(path) == 0.5
+    assert task.compute_accuracy(path) == 0.5

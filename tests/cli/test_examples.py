@@ -8,9 +8,9 @@ import shlex
 
 import pytest
 
-from weft.cli.example_files import files
-from weft.cli.examples import WHAT, main
-from weft.cli.quickstart import configured
+from weft.cli.example_files import build_files
+from weft.cli.examples import DESCRIPTIONS, main
+from weft.cli.quickstart import build_config
 from weft.data.counts import render_table
 from weft.data.loader import load_data
 from weft.data.spec import DatasetSpec, TokenizerSpec
@@ -22,12 +22,12 @@ def test_it_writes_what_it_says_and_the_command_is_right(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["write", "data"]) == 0
     out = capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "data").iterdir()} == set(WHAT) and all(
-        name in out for name in WHAT
+    assert {path.name for path in (tmp_path / "data").iterdir()} == set(DESCRIPTIONS) and all(
+        name in out for name in DESCRIPTIONS
     )
     words = shlex.split(out.splitlines()[-1])
     assert words[:3] == ["weft", "quickstart", "sft"]
-    config, notes = configured(words[2:])
+    config, notes = build_config(words[2:])
     assert config.model.path == "data/model" and not notes
     assert main(["ls"]) == 0 and "sft.jsonl" in capsys.readouterr().out
 
@@ -38,7 +38,7 @@ def test_twice_is_fine_and_nothing_else_is_overwritten(tmp_path, capsys):
     (folder / "mine.txt").write_text("mine")
     (folder / "pairs.jsonl").unlink()
     assert main(["write", str(folder)]) == 0
-    assert (folder / "pairs.jsonl").read_bytes() == files()["pairs.jsonl"]
+    assert (folder / "pairs.jsonl").read_bytes() == build_files()["pairs.jsonl"]
     (folder / "sft.jsonl").write_text("mine\n")
     (folder / "pairs.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"would overwrite \(sft.jsonl\)"):
@@ -84,5 +84,9 @@ def test_the_model_is_one_that_transformers_loads(tmp_path):
 def test_the_bytes_are_the_same_every_time():
     import hashlib
 
-    assert files() == files()
-    assert hashlib.sha256(files()["model/model.safetensors"]).hexdigest().startswith("e32bda4488be")
+    assert build_files() == build_files()
+    assert (
+        hashlib.sha256(build_files()["model/model.safetensors"])
+        .hexdigest()
+        .startswith("e32bda4488be")
+    )

@@ -13,9 +13,9 @@ import pytest
 
 from weft import registry
 from weft.cli import main as weft
-from weft.cli.aliases import spellings_of
-from weft.cli.help import command_lines, quickstart_help
-from weft.cli.quickstart import configured
+from weft.cli.aliases import map_spellings
+from weft.cli.help import format_quickstart_help, split_command
+from weft.cli.quickstart import build_config
 from weft.cli.reference import SHIPPED
 from weft.errors import ConfigError
 from weft.experiments import PPOConfig
@@ -24,7 +24,7 @@ from weft.options import iterate_options, option
 
 
 def page(name: str, group: str = "", width: int = 80) -> str:
-    return quickstart_help(name, registry.quickstarts.get(name)(), group, width)
+    return format_quickstart_help(name, registry.quickstarts.get(name)(), group, width)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -52,7 +52,7 @@ def test_the_example_is_a_configuration(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = page(name)
     pasted = text[text.index("\n  weft quickstart") : text.index("\nmore")].replace("\\\n", " ")
-    config, _ = configured(shlex.split(pasted)[2:])
+    config, _ = build_config(shlex.split(pasted)[2:])
     assert config.experiment_name == "first" and EXAMPLES[name].split()[0] in pasted
 
 
@@ -94,7 +94,7 @@ def test_groups_and_words():
 
 def test_other_spellings_stand_beside_the_options():
     assert "also: learning_rate" in " ".join(page("sft").split())
-    spelled = spellings_of(PPOConfig())
+    spelled = map_spellings(PPOConfig())
     assert spelled["actor.optimizer.lr"] == spelled["critic.optimizer.lr"] == ["learning_rate"]
     assert (
         "kl_coef" in spelled["ppo.kl_ctl"]
@@ -117,9 +117,9 @@ def test_every_spelling_shown_is_one_that_is_read(tmp_path, monkeypatch):
     }
     for name in SHIPPED:
         config = registry.quickstarts.get(name)()
-        for target, spellings in spellings_of(config).items():
+        for target, spellings in map_spellings(config).items():
             for spelling in set(spellings) & values.keys():
-                changed, _ = configured([name, f"{spelling}={values[spelling]}"])
+                changed, _ = build_config([name, f"{spelling}={values[spelling]}"])
                 now = {leaf.name: leaf.default for leaf in iterate_options(changed)}
                 before = {leaf.name: leaf.default for leaf in iterate_options(config)}
                 assert now[target] != before[target], f"{spelling} of {name} does not set {target}"
@@ -142,7 +142,7 @@ class MyConfig(PPOConfig):
 def test_a_configuration_of_the_users_shows_its_own_options_first():
     chosen = find_common_options(MyConfig())
     assert next(iter(chosen.items())) == ("of this configuration", ("extra", "mine.speed"))
-    text = quickstart_help("my-ppo", MyConfig())
+    text = format_quickstart_help("my-ppo", MyConfig())
     assert (
         "PPO of my own." in text
         and "mine.speed" in text
@@ -203,6 +203,6 @@ def test_a_command_is_broken_between_words_only():
         "x=" + "y" * 90,
         "z=1",
     ]
-    lines = list(command_lines(words, 60))
+    lines = list(split_command(words, 60))
     assert len(lines) == 4 and all(len(line) <= 60 for line in (*lines[:2], lines[3]))
     assert shlex.split(" ".join(line.rstrip("\\") for line in lines)) == words

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.cli.runs import write_run
-from weft.cli.ls import age, main, size, table
+from weft.cli.ls import build_table, format_age, format_size, main
 from weft.errors import ConfigError
 from weft.observe.run_list import list_runs
 
@@ -64,7 +64,7 @@ def test_json_has_exact_numbers(tmp_path, capsys):
 def test_the_table_fits(columns, tmp_path):
     write_run(tmp_path, "helpful-usual-name/trial-1")
     out = io.StringIO()
-    Console(file=out, width=columns).print(table(list_runs(tmp_path), columns))
+    Console(file=out, width=columns).print(build_table(list_runs(tmp_path), columns))
     head, *lines = out.getvalue().splitlines()
     assert max(map(len, [head, *lines])) <= columns
     assert ("train/loss" in out.getvalue()) == (columns == 160), "a wide terminal shows more"
@@ -85,8 +85,13 @@ def test_a_pipe_has_the_width_that_columns_says(tmp_path, monkeypatch, capsys):
 
 
 def test_sizes_and_ages_are_short():
-    assert [size(n) for n in (5, 1500, 12_345_678, 7e9)] == ["5 B", "1.5 kB", "12.3 MB", "7 GB"]
-    assert age(None) == "–"
+    assert [format_size(n) for n in (5, 1500, 12_345_678, 7e9)] == [
+        "5 B",
+        "1.5 kB",
+        "12.3 MB",
+        "7 GB",
+    ]
+    assert format_age(None) == "–"
 
 
 def test_a_demo_is_one_line_with_all_its_bytes(tmp_path, capsys):

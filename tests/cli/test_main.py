@@ -280,10 +280,10 @@ def raises(error: BaseException) -> Callable[[], int]:
 def test_exit_codes(
     error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert weft.guarded(raises(error), ["quickstart", "sft"]) == code
+    assert weft.run_guarded(raises(error), ["quickstart", "sft"]) == code
     captured = capsys.readouterr().err
     assert message in captured and "Traceback" not in captured
-    assert weft.guarded(raises(error), ["quickstart", "sft", "--debug"]) == code
+    assert weft.run_guarded(raises(error), ["quickstart", "sft", "--debug"]) == code
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -356,7 +356,7 @@ def test_the_run_gets_the_configuration(
 
 def test_openmp_settings_that_are_empty_are_taken_out() -> None:
     environment = {"OMP_NUM_THREADS": " ", "OMP_SCHEDULE": "", "OMP_DYNAMIC": "true", "HOME": ""}
-    weft.drop_empty(environment)
+    weft.drop_empty_variables(environment)
     assert environment == {"OMP_DYNAMIC": "true", "HOME": ""}
 
 
@@ -370,7 +370,7 @@ def test_a_line_about_a_stop_is_broken_between_words(
 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(weft.sys.stderr, "isatty", lambda: True)
-    weft.guarded(stopped, [])
+    weft.run_guarded(stopped, [])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and max(map(len, lines)) <= 60
     assert " ".join(line.strip() for line in lines).endswith("resume from there")

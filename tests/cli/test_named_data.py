@@ -14,7 +14,7 @@ import pytest
 from tests.tiny import make_llama
 from weft.cli.data import main
 from weft.cli.main import main as weft
-from weft.cli.named_data import sources
+from weft.cli.named_data import resolve_sources
 from weft.data.named import fetch
 from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError, DataError
@@ -244,7 +244,7 @@ def test_auto_cuts_no_row_of_a_run(
 
 
 def test_a_section_stands_for_the_datasets_that_it_lists() -> None:
-    found = sources(["reference-data"], "sft", DatasetSpec())
+    found = resolve_sources(["reference-data"], "sft", DatasetSpec())
     assert [source.named for source in found] == ["oasst_export", "alpaca"]
     with pytest.raises(ConfigError, match="reference-dat"):
-        sources(["reference-dat"], "sft", DatasetSpec())
+        resolve_sources(["reference-dat"], "sft", DatasetSpec())

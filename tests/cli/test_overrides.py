@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.cli import overrides
-from weft.cli.quickstart import configure
+from weft.cli.quickstart import apply_overrides
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
 from weft.experiments.common import MFCOptions
@@ -156,15 +156,15 @@ def test_a_file_that_holds_no_options_is_an_error(tmp_path: Path, text: str) -> 
 
 def test_an_option_set_to_several_values_is_told() -> None:
     def told(*words: str) -> list[str]:
-        return overrides.repeated(overrides.parse(words))
+        return overrides.describe_repeated(overrides.parse(words))
 
     assert told("a.b=4", "c=1", "a.b=8") == ["a.b=4 and a.b=8 are both set; the last counts"]
     assert told("a=1", "a=2", "a=1") == ["a=2 and a=1 are both set; the last counts"]
     assert told("a=1", "a=2", "a=3") == ["a=1, a=2 and a=3 are all set; the last counts"]
     assert told("a=1", "a=1", "b={x: 1}", "b={y: 2}") == []
-    assert overrides.repeated([overrides.Override("a", 1), overrides.Override("a", 2)]) == [], (
-        "a file, and one over it"
-    )
+    assert (
+        overrides.describe_repeated([overrides.Override("a", 1), overrides.Override("a", 2)]) == []
+    ), "a file, and one over it"
 
 
 def test_an_error_shows_values_as_they_were_written() -> None:
@@ -176,5 +176,5 @@ def test_an_error_shows_values_as_they_were_written() -> None:
         ("dataset.args=[1]", "dataset.args=[1]: must be a mapping"),
     ):
         with pytest.raises(ConfigError) as caught:
-            configure(SFTConfig(), overrides.parse([word]))
+            apply_overrides(SFTConfig(), overrides.parse([word]))
         assert str(caught.value).startswith(shown) and "Scalar" not in str(caught.value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
 
 
-def parser() -> Parser:
-    made = Parser(prog="weft test")
+def parser() -> CommandParser:
+    made = CommandParser(prog="weft test")
     made.add_argument("--max-new-tokens", type=int)
     made.add_argument("--dry_run", action="store_true")
     commands = made.add_subparsers(dest="command")

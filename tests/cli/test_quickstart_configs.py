@@ -12,7 +12,7 @@ import yaml
 
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, write_jsonl
 from weft.cli.main import main
-from weft.cli.quickstart import sort
+from weft.cli.quickstart import parse_command_line
 from weft.errors import ConfigError
 
 CONFIGS = """\
@@ -52,7 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_names_are_those_up_to_the_next_flag_or_assignment(words: list[str]) -> None:
-    sorted_words = sort(["sft", *words])
+    sorted_words = parse_command_line(["sft", *words])
     assert (sorted_words.name, sorted_words.configs, sorted_words.assignments) == (
         "sft",
         ["a", "b", "c"],
@@ -62,7 +62,7 @@ def test_the_names_are_those_up_to_the_next_flag_or_assignment(words: list[str])
 
 def test_names_are_needed() -> None:
     with pytest.raises(ConfigError, match="--configs: needs names of sections"):
-        sort(["sft", "--configs", "seed=1"])
+        parse_command_line(["sft", "--configs", "seed=1"])
 
 
 def job(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.sections import Library, read_file
+from weft.cli.sections import SectionLibrary, read_file
 from weft.errors import ConfigError
 
 # Every section of Open-Assistant's files, and the names of its guide that were never in them.
@@ -37,24 +37,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_section_of_theirs_is_shipped(here: Path) -> None:
-    library = Library.find()
-    assert set(THEIRS) <= {section.name for section in library.all()}
+    library = SectionLibrary.from_folders()
+    assert set(THEIRS) <= {section.name for section in library.iterate_sections()}
     assert library.get("pythia-1B").values["learning_rate"] == 8e-6
-    assert library.get("ppo_config").trlx and library.get("defaults").place("dtype").startswith(
-        "weft:sft_data.yaml:"
-    )
+    assert library.get("ppo_config").trlx and library.get("defaults").find_location(
+        "dtype"
+    ).startswith("weft:sft_data.yaml:")
 
 
 def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
     write(here / "configs" / "deep" / "a.yml", "mine: {seed: 1}\n")
     write(here / "more" / "b.yaml", "mine: {seed: 2}\nother: {seed: 3}\n")
     write(here / "more" / "c.yaml", "defaults: {seed: 4}\n")
-    library = Library.find(["more"])
+    library = SectionLibrary.from_folders(["more"])
     assert [library.get(name).values["seed"] for name in ("mine", "other", "defaults")] == [1, 3, 4]
-    assert library.get("mine").place("seed") == "configs/deep/a.yml:1"
-    assert Library.find().get("defaults").shipped
+    assert library.get("mine").find_location("seed") == "configs/deep/a.yml:1"
+    assert SectionLibrary.from_folders().get("defaults").shipped
     with pytest.raises(ConfigError, match="--config-dir absent: there is no such folder"):
-        Library.find(["absent"])
+        SectionLibrary.from_folders(["absent"])
 
 
 def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None:
@@ -63,18 +63,18 @@ def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None
         ConfigError,
         match=r"unknown section 'pythia-mien'; did you mean pythia-mine \(configs/a.yaml:2\)",
     ):
-        Library.find().get("pythia-mien")
+        SectionLibrary.from_folders().get("pythia-mien")
     with pytest.raises(
         ConfigError,
         match=r"needs names of sections; a file of options is read with --config configs/a.yaml",
     ):
-        Library.find().get("configs/a.yaml")
+        SectionLibrary.from_folders().get("configs/a.yaml")
 
 
 def test_one_name_in_two_forms_is_an_error_and_the_same_twice_is_none(here: Path) -> None:
     write(here / "configs" / "a.yaml", "tag: {seed: 1}\nsame: {seed: 5}\n")
     write(here / "configs" / "b.yaml", "tag: {seed: 2}\nsame: {seed: 5}\n")
-    library = Library.find()
+    library = SectionLibrary.from_folders()
     assert library.get("same").values["seed"] == 5
     with pytest.raises(
         ConfigError,
@@ -126,7 +126,7 @@ def test_options_at_the_top_are_one_section(tmp_path: Path) -> None:
     (section,) = read_file(
         write(tmp_path / "run.yaml", "learning_rate: 1e-5\nmodel:\n  path: m\n")
     ).sections
-    assert section.name == "run" and section.place("model", "path").endswith("run.yaml:3")
+    assert section.name == "run" and section.find_location("model", "path").endswith("run.yaml:3")
 
 
 def test_a_value_outside_of_any_section_is_told_where_it_is(here: Path) -> None:
@@ -134,15 +134,15 @@ def test_a_value_outside_of_any_section_is_told_where_it_is(here: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"configs/a.yaml:2: 'learning_rate' is outside of any section"
     ):
-        Library.find().get("mine")
+        SectionLibrary.from_folders().get("mine")
 
 
 def test_anchors_and_merged_keys(tmp_path: Path) -> None:
     text = "base: &base\n  seed: 1\n  dtype: fp32\nmine:\n  <<: *base\n  seed: 2\n"
     _, mine = read_file(write(tmp_path / "a.yaml", text)).sections
-    assert dict(mine.values) == {"seed": 2, "dtype": "fp32"} and mine.place("seed").endswith(
-        "a.yaml:6"
-    )
+    assert dict(mine.values) == {"seed": 2, "dtype": "fp32"} and mine.find_location(
+        "seed"
+    ).endswith("a.yaml:6")
 
 
 def test_an_empty_file_and_an_empty_section(tmp_path: Path) -> None:

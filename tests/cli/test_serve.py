@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny import make_llama
 from weft.cli.main import main
-from weft.cli.serve import _token, parser
+from weft.cli.serve import _find_token, build_parser
 from weft.errors import ConfigError
 
 SECRET = "a-secret-token"
@@ -112,9 +112,9 @@ def test_a_token_is_read_from_a_regular_file(
 def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_SERVE_TOKEN", raising=False)
     (tmp_path / "token").write_text(f"{SECRET}\n")
-    made, told = _token(parser().parse_args(["m"]))
+    made, told = _find_token(build_parser().parse_args(["m"]))
     assert made is not None and len(made) >= 32 and made in told
-    assert _token(parser().parse_args(["m", "--no-token"]))[0] is None
+    assert _find_token(build_parser().parse_args(["m", "--no-token"]))[0] is None
     for words in (
         ["m", "--token-file", str(tmp_path / "token")],
         ["m"],
@@ -122,9 +122,9 @@ def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setenv("WEFT_SERVE_TOKEN", SECRET)
         monkeypatch.setenv("OTHER", SECRET)
-        token, told = _token(parser().parse_args(words))
+        token, told = _find_token(build_parser().parse_args(words))
         assert token == SECRET and SECRET not in told
     monkeypatch.setenv("OTHER", "two words")
     with pytest.raises(ConfigError, match="ASCII") as refused:
-        _token(parser().parse_args(["m", "--token-env", "OTHER"]))
+        _find_token(build_parser().parse_args(["m", "--token-env", "OTHER"]))
     assert "two words" not in str(refused.value)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.test_chat import Says, Seen
 from tests.tiny import make_llama
-from weft.cli.chat_view import Answer
-from weft.cli.conversation import Chat
+from weft.cli.chat_view import StreamedAnswer
+from weft.cli.conversation import Conversation
 from weft.cli.main import main
 from weft.cli.side_by_side import SideBySide
 from weft.data.spec import TokenizerSpec
@@ -29,13 +29,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def talk(
     model: Path, view: Seen, answers: tuple[list[str], list[str]], width: int = 60, **fields: Any
-) -> tuple[list[Chat], list[Says]]:
+) -> tuple[list[Conversation], list[Says]]:
     view._console.width = width
     engines, chats = [], []
     for texts in answers:
         tokenizer = Tokenizer.load(TokenizerSpec(), str(model))
         engines.append(Says(tokenizer, *texts))
-        chats.append(Chat(cast(Engine, engines[-1]), tokenizer, GenerationSpec(), view, **fields))
+        chats.append(
+            Conversation(cast(Engine, engines[-1]), tokenizer, GenerationSpec(), view, **fields)
+        )
     SideBySide(chats, view).converse()
     return chats, engines
 
@@ -105,7 +107,7 @@ def test_a_pipe_gets_labels_and_an_error_ends_it(model: Path) -> None:
     from rich.console import Console
 
     shown = io.StringIO()
-    with Answer(Console(file=shown, width=20), interactive=False, label="B") as answer:
+    with StreamedAnswer(Console(file=shown, width=20), interactive=False, label="B") as answer:
         answer.write("a long answer that is not wrapped")
     assert shown.getvalue() == "B: a long answer that is not wrapped\n"
     with pytest.raises(ConfigError, match="unknown command"):

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from weft.cli import overrides
-from weft.cli.sections import READY, Library, _shipped
-from weft.cli.stack import Stack, meant_for, read_stack
+from weft.cli.sections import READY, SectionLibrary, _read_shipped
+from weft.cli.stack import SectionStack, guess_quickstart, read_stack
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 from weft.options import to_plain
 
-SHIPPED = tuple(_shipped())  # read once for all tests
+SHIPPED = tuple(_read_shipped())  # read once for all tests
 CONFIGS = """\
 low:
   learning_rate: 1e-5
@@ -61,13 +61,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "a.yaml").write_text(CONFIGS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.cli.sections._shipped", lambda: SHIPPED)
+    monkeypatch.setattr("weft.cli.sections._read_shipped", lambda: SHIPPED)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # wandb is not installed
     return tmp_path
 
 
-def stack(*names: str, base: RunConfig | None = None, words: tuple[str, ...] = ()) -> Stack:
-    return read_stack(names, Library.find(), base or SFTConfig(), overrides.parse(words))
+def stack(*names: str, base: RunConfig | None = None, words: tuple[str, ...] = ()) -> SectionStack:
+    return read_stack(
+        names, SectionLibrary.from_folders(), base or SFTConfig(), overrides.parse(words)
+    )
 
 
 def values(
@@ -160,7 +162,9 @@ def test_a_key_of_a_group_and_an_option_beside_it_on_the_command_line() -> None:
         and found["rew.pooling"] == "last"
     )
     assert str(made.origins["rew.path"][1]) == "command line"
-    pooling = Library.find().get("pythia_rlhf").place("rank_config", "pooling")
+    pooling = (
+        SectionLibrary.from_folders().get("pythia_rlhf").find_location("rank_config", "pooling")
+    )
     assert str(made.origins["rew.pooling"][1]) == f"pythia_rlhf, {pooling}"
     with pytest.raises(
         ConfigError, match=r"rew.path and rank_config.model_name .* are the same option"
@@ -207,7 +211,7 @@ def test_a_value_that_is_refused_is_named_with_file_and_line(here: Path) -> None
 
 def test_a_wrong_type_is_told_where_it_is(here: Path) -> None:
     made = stack("low", "high")
-    error = made.explain(ConfigError("model.optimizer.lr='x': must be a number"))
+    error = made.add_origin(ConfigError("model.optimizer.lr='x': must be a number"))
     assert (
         str(error)
         == "model.optimizer.lr='x': must be a number (high, configs/a.yaml:11, learning_rate)"
@@ -215,7 +219,9 @@ def test_a_wrong_type_is_told_where_it_is(here: Path) -> None:
 
 
 def test_the_lines_say_where_each_value_came_from() -> None:
-    lines = [" ".join(line.split()) for line in stack("low", "high", words=("seed=4",)).lines()]
+    lines = [
+        " ".join(line.split()) for line in stack("low", "high", words=("seed=4",)).format_lines()
+    ]
     assert lines[0] == "settings: low high"
     assert "model.optimizer.lr = 8e-06 # high, configs/a.yaml:11, learning_rate" in lines
     assert "seed = 4 # command line" in lines
@@ -312,8 +318,8 @@ def test_every_shipped_section_is_understood(named: str) -> None:
 
     Here every section stands on weft's defaults alone, too.
     """
-    section = Library.find().get(named)
-    quickstart = meant_for([section])
+    section = SectionLibrary.from_folders().get(named)
+    quickstart = guess_quickstart([section])
     base = {
         "sft": SFTConfig,
         "rw": RWConfig,
@@ -334,7 +340,7 @@ def test_the_reward_models_section_of_the_guide() -> None:
 
 
 def test_what_sections_are_meant_for() -> None:
-    library = Library.find()
+    library = SectionLibrary.from_folders()
     for name, quickstart in (
         ("defaults", "sft"),
         ("defaults_rm", "rw"),
@@ -343,4 +349,4 @@ def test_what_sections_are_meant_for() -> None:
         ("rw-ultrafeedback-qwen3-0.6b", "rw"),
         ("grpo-gsm8k-qwen3-8b", "grpo"),
     ):
-        assert meant_for([library.get(name)]) == quickstart
+        assert guess_quickstart([library.get(name)]) == quickstart

@@ -11,7 +11,7 @@ import pytest
 
 from weft.cli.data import main
 from weft.cli.open_assistant.commands import run
-from weft.cli.stacked_data import stacked
+from weft.cli.stacked_data import build_stacked_options
 from weft.errors import ConfigError
 
 HEAD = ["dataset_name", "train_counts", "eval_counts", "total_counts", "epoch_counts"]
@@ -191,9 +191,11 @@ def test_a_folder_of_copies_has_the_files_that_a_section_names(
 
 
 def test_the_mode_is_that_of_the_sections(here: Path) -> None:
-    assert stacked(["oasst_export_eu"], [], None, [])[1] == "sft"
-    assert stacked(["defaults_rm", "oasst-rm-1-pythia-1.4b"], [], None, [])[1] == "rm"
-    values, mode = stacked(["defaults_rlhf", "oasst_export_latin_cyrillic_rlhf"], [], None, [])
+    assert build_stacked_options(["oasst_export_eu"], [], None, [])[1] == "sft"
+    assert build_stacked_options(["defaults_rm", "oasst-rm-1-pythia-1.4b"], [], None, [])[1] == "rm"
+    values, mode = build_stacked_options(
+        ["defaults_rlhf", "oasst_export_latin_cyrillic_rlhf"], [], None, []
+    )
     assert mode == "rl" and values["dataset"]["sources"][0]["named"] == "oasst_export"
     with pytest.raises(ConfigError, match=r"mine.yaml:\d+: section 'odd' lists no datasets"):
         main(["counts", "--datasets", "odd"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny import make_tokenizer
 from weft import registry
-from weft.cli.quickstart import configured
+from weft.cli.quickstart import build_config
 from weft.data.columns import check_names, read_renamed_rows
 from weft.data.loader import load_data
 from weft.data.spec import DatasetSpec, TokenizerSpec
@@ -192,11 +192,11 @@ def test_every_form_that_reads_rows_has_its_names():
 
 def test_from_the_command_line():
     words = ["sft", "experiment_name=e", "trial_name=t"]
-    config, _ = configured([*words, "dataset.columns={prompt: question, answer: solution.text}"])
+    config, _ = build_config([*words, "dataset.columns={prompt: question, answer: solution.text}"])
     assert config.dataset.columns == {"prompt": "question", "answer": "solution.text"}
-    assert configured([*words, "dataset.columns.prompt=q"])[0].dataset.columns == {"prompt": "q"}
+    assert build_config([*words, "dataset.columns.prompt=q"])[0].dataset.columns == {"prompt": "q"}
     with pytest.raises(ConfigError, match=r"dataset\.columns"):
-        configured([*words, "dataset.columns=question"])
+        build_config([*words, "dataset.columns=question"])
 
 
 def test_a_column_whose_own_name_has_a_dot(tmp_path):

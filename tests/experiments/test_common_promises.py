@@ -8,7 +8,7 @@ import pytest
 
 from weft import registry
 from weft.cli import overrides
-from weft.cli.quickstart import configure
+from weft.cli.quickstart import apply_overrides
 from weft.options import OptionDescription, iterate_options
 
 RUN = """experiment_name trial_name fileroot mode seed n_nodes n_gpus_per_node total_train_epochs max_steps
@@ -93,7 +93,7 @@ def test_every_promised_option_exists(name: str) -> None:
 def test_every_option_can_be_written_as_its_default(name: str) -> None:
     """What --help shows as a default is what the command line takes."""
     base = registry.quickstarts.get(name)()
-    config, notes = configure(
+    config, notes = apply_overrides(
         base, overrides.parse([written(leaf) for leaf in iterate_options(base)])
     )
     assert (config, notes) == (base, [])

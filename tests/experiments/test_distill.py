@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import make_llama, make_tokenizer, prompt_answer_rows, prompt_rows, write_jsonl
 from weft.cli import overrides
-from weft.cli.quickstart import configure
+from weft.cli.quickstart import apply_overrides
 from weft.errors import ConfigError, UserError
 from weft.experiment import Experiment
 from weft.experiments import DistillConfig
@@ -53,7 +53,7 @@ def config(material: Path, *words: str) -> DistillConfig:
     ]
     common = [f"{name}={value}" for name, value in usual.items() if name not in given]
     spelled = [word.replace("@", f"{material}/") for word in (*common, *words)]
-    return configure(DistillConfig(), overrides.parse(spelled))[0]
+    return apply_overrides(DistillConfig(), overrides.parse(spelled))[0]
 
 
 def build(material: Path, *words: str) -> Experiment:

@@ -15,7 +15,7 @@ from tests.tiny import make_llama, prompt_rows, write_jsonl
 from weft import registry
 from weft.algorithms.preferences import KINDS
 from weft.cli import overrides
-from weft.cli.quickstart import configure
+from weft.cli.quickstart import apply_overrides
 from weft.errors import ConfigError, UserError
 from weft.experiment import Experiment
 from weft.experiments.dpo import DPOOptions
@@ -49,7 +49,7 @@ def config(material: Path, *words: str) -> OnlineDPOConfig:
     if not any(word.startswith(("reward=", "rew.path=")) for word in words):
         common += (LONG,)
     spelled = [word.replace("@", f"{material}/") for word in (*common, *words)]
-    return configure(OnlineDPOConfig(), overrides.parse(spelled))[0]
+    return apply_overrides(OnlineDPOConfig(), overrides.parse(spelled))[0]
 
 
 def build(material: Path, *words: str) -> Experiment:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli.quickstart import configured
+from weft.cli.quickstart import build_config
 from weft.experiments import DPOConfig, RWConfig, SFTConfig
 from weft.experiments.gen import GenConfig
 from weft.launch.next_steps import build_next_lines
@@ -68,5 +68,5 @@ def test_the_commands_are_read_as_they_stand(folder: Path) -> None:
     for line in commands:
         words = shlex.split(line.removeprefix("next:"))
         assert words[:2] == ["weft", "quickstart"]
-        config, _ = configured(words[2:])
+        config, _ = build_config(words[2:])
         assert config.experiment_name == "e"

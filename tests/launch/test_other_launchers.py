@@ -121,7 +121,7 @@ def test_the_words_that_are_advised_are_taken(
 def test_the_first_process_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(weft, "SPEAKS_SECONDS", 0.0)
+    monkeypatch.setattr(weft, "FIRST_RANK_SECONDS", 0.0)
     for name, value in DEEPSPEED.items():
         monkeypatch.setenv(name, value)
     assert weft.main(WORDS) == 2

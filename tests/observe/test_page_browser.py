@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.test_report import line, write_run
 from tests.observe.webdriver import MISSING, Browser, browser
-from weft.cli.dashboard import listen
+from weft.cli.dashboard import open_server
 from weft.observe.compare import build_comparison
 from weft.observe.dashboard import Dashboard
 from weft.observe.report import build_report
@@ -131,7 +131,7 @@ def test_nothing_hangs_over_the_edge(window: Browser, tmp_path: Path, width: int
 def test_a_dashboard_renews_itself_and_keeps_the_place(window: Browser, tmp_path: Path) -> None:
     for name in ("one", "two"):
         long_run(tmp_path / "runs" / "exp" / name)
-    server = listen(Dashboard(tmp_path / "runs"), "token", 0)
+    server = open_server(Dashboard(tmp_path / "runs"), "token", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         base = f"http://127.0.0.1:{server.server_address[1]}/token/"

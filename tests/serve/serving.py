@@ -35,9 +35,9 @@ def serving(
     """A server of what `weft serve` would serve with these arguments, on free ports; its draws are
     the same each time.
     """
-    given = serve.parser().parse_args([*words, "--device", "cpu"])
+    given = serve.build_parser().parse_args([*words, "--device", "cpu"])
     with patch("weft.cli.serve.os.urandom", bytes):
-        models = serve.models(given)
+        models = serve.load_models(given)
     ports = ServerPorts(http=0, grpc=0 if grpc else None, metrics=0)
     with Server(
         models, ports, ServerLimits(most_new=given.max_new_tokens, **limits), token

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from weft.cli.main import guarded
 from weft.cli.main import main as weft
+from weft.cli.main import run_guarded
 from weft.cli.start import find_config
 
 
 def main() -> int:
     """Run the command in `sys.argv` and return the exit code."""
     if sys.argv[1:2] == ["find_config"]:
-        return guarded(lambda: find_config(sys.argv[2:]), sys.argv[1:])
+        return run_guarded(lambda: find_config(sys.argv[2:]), sys.argv[1:])
     return weft()
 
 

@@ -43,13 +43,13 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def policy(name: str, given: argparse.Namespace) -> OpenedModel:
+def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
     """Open a policy, with its chat template replaced by `--chat-template` if that is given.
 
     A run means its newest checkpoint. Raises `UserError` for a model that is not a policy.
     """
-    return _told(
-        open_policy(_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
+    return _print_notes(
+        open_policy(_build_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
     )
 
 
@@ -59,20 +59,20 @@ def check_policies(names: Iterable[str]) -> None:
         check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
 
 
-def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
+def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
     """Open a reward model with its own tokenizer and chat template.
 
     `option` is the flag that errors name. A run means its newest checkpoint. Raises `UserError`.
     """
-    return _told(open_scorer(_spec(name, given, ModelQuery(option, SCORERS), None)))
+    return _print_notes(open_scorer(_build_spec(name, given, ModelQuery(option, SCORERS), None)))
 
 
-def _spec(
+def _build_spec(
     name: str, given: argparse.Namespace, wanted: ModelQuery, template: str | None
 ) -> ModelSpec:
     found = find_model(name, wanted)
     if found.note:
-        say(found.note)
+        print_note(found.note)
     tokenizer = TokenizerSpec(chat_template=template)
     return ModelSpec(
         path=found.path,
@@ -84,19 +84,19 @@ def _spec(
     )
 
 
-def _told(opened: OpenedModel) -> OpenedModel:
+def _print_notes(opened: OpenedModel) -> OpenedModel:
     for note in opened.notes:
-        say(note)
+        print_note(note)
     return opened
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a note to standard error."""
     print(text, file=sys.stderr)
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar titled `what` on standard error, if that is a terminal.
 
     Yields a function that sets (number done, total).

@@ -19,7 +19,7 @@ from weft.options import iterate_options, to_plain
 from weft.topology import Layout
 
 # Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of
-# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `spellings`
+# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `list_spellings`
 # of its configuration class.
 RENAMED = {
     "model_name_or_path": "{first}.path",
@@ -76,12 +76,12 @@ RENAMED = {
     "rng_seed": "seed",
     "benchmark_steps": "max_steps",
 }
-OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # names after `MODEL.`
+MODEL_SPELLINGS = {"parallel.use_sequence_parallel": "sequence_parallel"}  # names after `MODEL.`
 # Options that only model function calls have. `args` is left out: `reward.args` belongs to the
 # option `reward` of a run.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
-SHOWN = 2  # number of spellings per option in help
-MADE_OF = {  # spellings whose option depends on their value -> the most common option
+MAX_SHOWN_SPELLINGS = 2  # number of spellings per option in help
+VALUE_DEPENDENT_SPELLINGS = {  # spellings whose option depends on their value -> the most common option
     "per_device_train_batch_size": "dataset.train_bs_n_seqs",
     "bf16": "{model}.dtype",
     "use_cpu": "device",
@@ -91,53 +91,53 @@ MADE_OF = {  # spellings whose option depends on their value -> the most common 
     "report_to": "logger.wandb.mode",
     "resume_from_checkpoint": "resume_from",
 }
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-LAYOUT = re.compile(r"([a-z]\d+)+")
-EVERY = 500  # Hugging Face's default interval, in steps, of the strategy "steps"
+BATCH_SPELLINGS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+LAYOUT_PATTERN = re.compile(r"([a-z]\d+)+")
+DEFAULT_STEP_INTERVAL = 500  # Hugging Face's default interval, in steps, of the strategy "steps"
 LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 
 @dataclass
-class Translation:
+class OverrideTranslation:
     """Overrides under weft's option names, with one note per alternative spelling."""
 
     config: RunConfig
-    known: frozenset[str]
+    known_options: frozenset[str]
     overrides: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    spelled: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
+    user_spellings: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
     # spelling -> position at which it was set; if absent, all positions are equal
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    positions: Mapping[str, int] = field(default_factory=dict)
 
-    def put(self, target: str, override: Override, value: Any) -> None:
+    def add_assignment(self, target: str, override: Override, value: Any) -> None:
         """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
         Of two spellings of one option, the one set later counts. Raises `ConfigError` if both are
         set at the same position.
         """
-        before = self.spelled.setdefault(target, override.name)
+        before = self.user_spellings.setdefault(target, override.name)
         if before != override.name:
-            older = self.ranks.get(before, 0)
-            newer = self.ranks.get(override.name, 0)
+            older = self.positions.get(before, 0)
+            newer = self.positions.get(override.name, 0)
             if older == newer:
                 raise ConfigError(
                     f"{before} and {override.name} are the same option, {target}; set one of them"
                 )
             if older > newer:
                 return
-            self.spelled[target] = override.name
+            self.user_spellings[target] = override.name
             self.overrides = [each for each in self.overrides if each.name != target]
         self.overrides.append(replace(override, name=target, value=value))
 
-    def put_all(self, targets: Sequence[str], override: Override, value: Any) -> None:
+    def add_assignments(self, targets: Sequence[str], override: Override, value: Any) -> None:
         """Assign `value` to each option in `targets`, and add a note with their names."""
         for target in targets:
-            self.put(target, override, value)
+            self.add_assignment(target, override, value)
         shown = [target if value is override.value else f"{target}={value}" for target in targets]
         self.notes.append(f"{override.name} is read as {' and '.join(shown)}")
 
     @property
-    def trained(self) -> tuple[str, ...]:
+    def trained_roles(self) -> tuple[str, ...]:
         return self.config.trained_roles or (self.config.main_role,)
 
 
@@ -146,60 +146,60 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
 
     Unknown names are returned unchanged; `options.read` rejects them.
     """
-    done = translation(overrides, config)
+    done = build_translation(overrides, config)
     return done.overrides, done.notes
 
 
-def translation(
+def build_translation(
     overrides: Iterable[Override], config: RunConfig, ranks: Mapping[str, int] | None = None
-) -> Translation:
+) -> OverrideTranslation:
     """Translate overrides to weft's option names, and record how the user spelled each option.
 
-    `ranks` maps each spelling to the position at which it was set.
+    `positions` maps each spelling to the position at which it was set.
     """
-    done = Translation(
-        config, frozenset(leaf.name for leaf in iterate_options(config)), ranks=ranks or {}
+    done = OverrideTranslation(
+        config, frozenset(leaf.name for leaf in iterate_options(config)), positions=ranks or {}
     )
-    spread, done.notes = real.rename(
-        [part for override in overrides for part in _parts(override, done.known)],
+    spread, done.notes = real.translate_real_options(
+        [part for override in overrides for part in _split_group(override, done.known_options)],
         config,
-        done.known,
+        done.known_options,
     )
     given = {override.name: to_plain(override.value) for override in spread}
     for override in spread:
         _check_node(override.name, config)
-        special = SPECIAL.get(override.name)
-        if special is not None and override.name not in done.known:
+        special = VALUE_TRANSLATORS.get(override.name)
+        if special is not None and override.name not in done.known_options:
             special(done, override, given)
-        elif targets := _renamed(override.name, done):
-            done.put_all(targets, override, override.value)
+        elif targets := _find_targets(override.name, done):
+            done.add_assignments(targets, override, override.value)
         else:
-            done.put(override.name, override, override.value)
+            done.add_assignment(override.name, override, override.value)
     return done
 
 
-def spellings(config: RunConfig) -> list[str]:
+def list_spellings(config: RunConfig) -> list[str]:
     """Return all option names of other programs that this configuration accepts."""
-    return [*RENAMED, *SPECIAL, *config.spellings]
+    return [*RENAMED, *VALUE_TRANSLATORS, *config.spellings]
 
 
-def spellings_of(config: RunConfig) -> dict[str, list[str]]:
-    """Return option -> up to `SHOWN` spellings of other programs, for help pages.
+def map_spellings(config: RunConfig) -> dict[str, list[str]]:
+    """Return option -> up to `MAX_SHOWN_SPELLINGS` spellings of other programs, for help pages.
 
     Spellings that equal the last part of the option's name are not included.
     """
-    done = Translation(config, frozenset(leaf.name for leaf in iterate_options(config)))
+    done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     found: dict[str, list[str]] = {}
     for spelling in (*RENAMED, *config.spellings):
-        for target in _renamed(spelling, done):
+        for target in _find_targets(spelling, done):
             found.setdefault(target, []).append(spelling)
-    for spelling, option in MADE_OF.items():
-        for role in done.trained:
+    for spelling, option in VALUE_DEPENDENT_SPELLINGS.items():
+        for role in done.trained_roles:
             target = option.replace("{model}", role)
-            if target in done.known and spelling not in found.get(target, []):
+            if target in done.known_options and spelling not in found.get(target, []):
                 found.setdefault(target, []).append(spelling)
     return {
-        target: [name for name in names if name != target.rsplit(".", 1)[-1]][:SHOWN]
+        target: [name for name in names if name != target.rsplit(".", 1)[-1]][:MAX_SHOWN_SPELLINGS]
         for target, names in found.items()
         if any(name != target.rsplit(".", 1)[-1] for name in names)
     }
@@ -207,13 +207,13 @@ def spellings_of(config: RunConfig) -> dict[str, list[str]]:
 
 def is_spelling(name: str, config: RunConfig) -> bool:
     """Return whether weft accepts the name: an option, a group, or an alternative spelling."""
-    done = Translation(config, frozenset(leaf.name for leaf in iterate_options(config)))
-    if name in SPECIAL or any(
-        known == name or known.startswith(f"{name}.") for known in done.known
+    done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
+    if name in VALUE_TRANSLATORS or any(
+        known == name or known.startswith(f"{name}.") for known in done.known_options
     ):
         return True
-    inside = any(name.startswith(f"{known}.") for known in done.known)  # a key of a mapping
-    return inside or name.startswith("optimizer.") or bool(_renamed(name, done))
+    inside = any(name.startswith(f"{known}.") for known in done.known_options)  # a key of a mapping
+    return inside or name.startswith("optimizer.") or bool(_find_targets(name, done))
 
 
 def _check_node(name: str, config: RunConfig) -> None:
@@ -227,39 +227,39 @@ def _check_node(name: str, config: RunConfig) -> None:
         )
 
 
-def _parts(override: Override, known: frozenset[str]) -> Iterable[Override]:
+def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override]:
     """Split `group={a: 1, b: 2}` into `group.a=1 group.b=2`."""
     if isinstance(override.value, Mapping) and override.value and override.name not in known:
         return flatten(override.value, f"{override.name}.")
     return [override]
 
 
-def _renamed(name: str, done: Translation) -> list[str]:
+def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
     """Return the options that the spelling `name` sets; empty if it is not a spelling."""
     config = done.config
-    if name in done.known:
+    if name in done.known_options:
         return []
     group, _, last = name.rpartition(".")
     if last in config.spellings and group in ("", config.algorithm):
         return [config.spellings[last]]
-    if f"{group}.gen.{last}" in done.known:
+    if f"{group}.gen.{last}" in done.known_options:
         return [f"{group}.gen.{last}"]
-    for spelling, option in OF_A_MODEL.items():
+    for spelling, option in MODEL_SPELLINGS.items():
         if (
             name.endswith(f".{spelling}")
-            and (target := name.removesuffix(spelling) + option) in done.known
+            and (target := name.removesuffix(spelling) + option) in done.known_options
         ):
             return [target]
     if name.startswith("optimizer."):
-        return [_of_the_trained_role(config, name)]
+        return [_map_to_trained_role(config, name)]
     target = RENAMED.get(name, "")
     if "{model}" in target:
-        return [target.replace("{model}", role) for role in done.trained]
+        return [target.replace("{model}", role) for role in done.trained_roles]
     named = target.replace("{first}", config.main_role).replace("{gen}", config.generation)
-    return [named] if named in done.known else []
+    return [named] if named in done.known_options else []
 
 
-def _of_the_trained_role(config: RunConfig, name: str) -> str:
+def _map_to_trained_role(config: RunConfig, name: str) -> str:
     """Map top-level `optimizer.*` to the optimizer of the only trained role."""
     if len(config.trained_roles) == 1:
         return f"{config.trained_roles[0]}.{name}"
@@ -272,89 +272,102 @@ def _of_the_trained_role(config: RunConfig, name: str) -> str:
 # -- spellings that depend on their value
 
 
-def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_batch(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
     """`dataset.train_bs_n_seqs`: batch per device x accumulation steps x data-parallel ranks."""
-    if BATCH[0] not in given:
+    if BATCH_SPELLINGS[0] not in given:
         raise ConfigError(
-            f"{BATCH[1]}: multiplies {BATCH[0]}, which is not set; write "
+            f"{BATCH_SPELLINGS[1]}: multiplies {BATCH_SPELLINGS[0]}, which is not set; write "
             f"dataset.train_bs_n_seqs=N instead"
         )
-    if override.name == BATCH[1]:
+    if override.name == BATCH_SPELLINGS[1]:
         return  # included when per_device_train_batch_size is translated
     product = 1
     for name, factor in (
-        *((n, given.get(n, 1)) for n in BATCH),
-        ("data_parallel_size", data_ranks(done, given)),
+        *((n, given.get(n, 1)) for n in BATCH_SPELLINGS),
+        ("data_parallel_size", count_data_ranks(done, given)),
     ):
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
             raise ConfigError(f"{name}={factor!r}: must be a whole number, at least 1")
         product *= factor
-    done.put("dataset.train_bs_n_seqs", override, product)
+    done.add_assignment("dataset.train_bs_n_seqs", override, product)
     done.notes.append(
-        f"{BATCH[0]} x {BATCH[1]} x data-parallel ranks is read as "
+        f"{BATCH_SPELLINGS[0]} x {BATCH_SPELLINGS[1]} x data-parallel ranks is read as "
         f"dataset.train_bs_n_seqs={product}"
     )
 
 
-def data_ranks(done: Translation, given: dict[str, Any]) -> Any:
+def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
     It is taken from the layout of the training call or of the role, from `allocation_mode`, or from
     `data_parallel_size`; 1 if none is set.
     """
-    role = done.trained[0]
+    role = done.trained_roles[0]
     call = next(
-        (name for name in (f"{role}_train", "train") if f"{name}.layout" in done.known), role
+        (name for name in (f"{role}_train", "train") if f"{name}.layout" in done.known_options),
+        role,
     )
     for name in (f"{call}.layout", f"{role}.layout", "allocation_mode"):
         layout = given.get(name)
-        if isinstance(layout, str) and LAYOUT.fullmatch(layout):
+        if isinstance(layout, str) and LAYOUT_PATTERN.fullmatch(layout):
             return Layout.parse(layout).data
         if layout == HEURISTIC:
             return given.get("n_nodes", 1) * given.get("n_gpus_per_node", 1)
     return given.get(f"{role}.parallel.data_parallel_size", 1)
 
 
-def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_warmup(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
     """`MODEL.optimizer.warmup_steps`; a value below 1 sets `warmup_steps_proportion` instead."""
     value = given[override.name]
     share = isinstance(value, float) and 0 < value < 1
     name = "warmup_steps_proportion" if share else "warmup_steps"
-    done.put_all([f"{role}.optimizer.{name}" for role in done.trained], override, override.value)
+    done.add_assignments(
+        [f"{role}.optimizer.{name}" for role in done.trained_roles], override, override.value
+    )
 
 
-def _half(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_half_precision(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
     """`MODEL.dtype`: bfloat16 for bf16=true, float16 for fp16=true."""
-    if _truth(override, given):
+    if _read_bool(override, given):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
-        done.put_all([f"{role}.dtype" for role in done.trained], override, dtype)
+        done.add_assignments([f"{role}.dtype" for role in done.trained_roles], override, dtype)
 
 
-def _cpu(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_use_cpu(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
     """`device=cpu` for true."""
-    if _truth(override, given):
-        done.put_all(["device"], override, "cpu")
+    if _read_bool(override, given):
+        done.add_assignments(["device"], override, "cpu")
 
 
-def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_use_peft(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
     """`MODEL.lora.r=16` for true, unless lora_r or num_virtual_tokens is set."""
-    if _truth(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
-        done.put_all([f"{role}.lora.r" for role in done.trained], override, LORA_RANK)
+    if _read_bool(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
+        done.add_assignments([f"{role}.lora.r" for role in done.trained_roles], override, LORA_RANK)
 
 
-def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_strategy(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
     """`save_freq_steps` or `eval_freq_steps` for steps, `..._freq_epochs=1` for epoch."""
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
     if value not in ("no", "steps", "epoch"):
         raise ConfigError(f"{override.name}={value!r}: must be no, steps or epoch")
     if value == "epoch":
-        done.put_all([f"{kind}_freq_epochs"], override, 1)
+        done.add_assignments([f"{kind}_freq_epochs"], override, 1)
     elif value == "steps" and not {f"{kind}_steps", f"{kind}_freq_steps"} & given.keys():
-        done.put_all([f"{kind}_freq_steps"], override, EVERY)
+        done.add_assignments([f"{kind}_freq_steps"], override, DEFAULT_STEP_INTERVAL)
 
 
-def _report(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_report_to(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
     """`logger.tensorboard=true`, `logger.wandb.mode=online`, `logger.trackio.project` or none."""
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
@@ -364,40 +377,40 @@ def _report(done: Translation, override: Override, given: dict[str, Any]) -> Non
             "trackio": ("logger.trackio.project", given.get("experiment_name")),
         }
         if name in settings:
-            done.put_all([settings[name][0]], override, settings[name][1])
+            done.add_assignments([settings[name][0]], override, settings[name][1])
         elif name != "none":
             raise ConfigError(f"report_to={name!r}: must be none, tensorboard, wandb or trackio")
 
 
-def _resume(done: Translation, override: Override, given: dict[str, Any]) -> None:
+def _translate_resume(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
     """`recover_mode=resume` for true, latest or the bare flag; `resume_from` for a path."""
     value = given[override.name]
     if value in (True, "latest", "true"):
-        done.put_all(["recover_mode"], override, "resume")
+        done.add_assignments(["recover_mode"], override, "resume")
     elif isinstance(value, str):
-        done.put_all(["resume_from"], override, value)
+        done.add_assignments(["resume_from"], override, value)
     elif value:
         raise ConfigError(f"{override.name}={value!r}: must be true, latest or a path")
 
 
-def _truth(override: Override, given: dict[str, Any]) -> bool:
+def _read_bool(override: Override, given: dict[str, Any]) -> bool:
     value = given[override.name]
     if not isinstance(value, bool):
         raise ConfigError(f"{override.name}={value!r}: must be true or false")
     return value
 
 
-SPECIAL: dict[str, Callable[[Translation, Override, dict[str, Any]], None]] = {
-    "per_device_train_batch_size": _batch,
-    "gradient_accumulation_steps": _batch,
-    "warmup_steps": _warmup,
-    "bf16": _half,
-    "fp16": _half,
-    "use_cpu": _cpu,
-    "use_peft": _peft,
-    "save_strategy": _strategy,
-    "eval_strategy": _strategy,
-    "evaluation_strategy": _strategy,
-    "report_to": _report,
-    "resume_from_checkpoint": _resume,
+VALUE_TRANSLATORS: dict[str, Callable[[OverrideTranslation, Override, dict[str, Any]], None]] = {
+    "per_device_train_batch_size": _translate_batch,
+    "gradient_accumulation_steps": _translate_batch,
+    "warmup_steps": _translate_warmup,
+    "bf16": _translate_half_precision,
+    "fp16": _translate_half_precision,
+    "use_cpu": _translate_use_cpu,
+    "use_peft": _translate_use_peft,
+    "save_strategy": _translate_strategy,
+    "eval_strategy": _translate_strategy,
+    "evaluation_strategy": _translate_strategy,
+    "report_to": _translate_report_to,
+    "resume_from_checkpoint": _translate_resume,
 }

@@ -37,7 +37,7 @@ examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft data augment ...`. Raises `UserError` for unusable files and options."""
-    given = _parser().parse_args(list(argv))
+    given = _build_parser().parse_args(list(argv))
     check_paths(given)
     from weft.evaluation import augment
 
@@ -52,12 +52,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--out={given.out}: exists, and files are never overwritten; name another file"
         )
-    rows = augment.read(_paths(given))[: given.n]
+    rows = augment.read(_find_paths(given))[: given.n]
     plan = augment.AugmentationOptions(
         given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference"
     )
-    with _models.progress("rows") as bar:
-        made = augment.write(rows, plan, _weak(given), given.out, _said(given, len(rows)), bar)
+    with _models.show_progress("rows") as bar:
+        made = augment.write(
+            rows, plan, _open_weak_model(given), given.out, _collect_settings(given, len(rows)), bar
+        )
     print(f"{given.out}: {made.augmented:,} rows with bad replies, {made.plain:,} without")
     if made.left_out:
         print(
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="weft data augment", description=__doc__, epilog=EPILOG, formatter_class=form
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="MODEL", help="weak model or run; its answers rank last")
     parser.add_argument(
         "--worse",
-        type=_kinds,
+        type=_parse_kinds,
         default=(),
         metavar="KIND,...",
         help=f"bad replies made from good ones: {', '.join(KINDS)}",
@@ -109,19 +111,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--samples",
-        type=_count,
+        type=_parse_count,
         default=1,
         metavar="N",
         help="answers sampled per row, of which one is kept (default 1)",
     )
     parser.add_argument(
         "--share",
-        type=_share,
+        type=_parse_share,
         default=1.0,
         metavar="X",
         help="share of the rows that get bad replies (default 1)",
     )
-    parser.add_argument("-n", type=_count, metavar="N", help="use only the first N rows")
+    parser.add_argument("-n", type=_parse_count, metavar="N", help="use only the first N rows")
     parser.add_argument(
         "--form",
         choices=("ranking", "preference"),
@@ -131,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=_count,
+        type=_parse_count,
         default=256,
         metavar="N",
         help="maximum per answer (default 256)",
@@ -148,21 +150,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
 
 
-def _share(text: str) -> float:
+def _parse_share(text: str) -> float:
     number = float(text)
     if not 0.0 < number <= 1.0:
         raise argparse.ArgumentTypeError("must be above 0 and at most 1")
     return number
 
 
-def _kinds(text: str) -> tuple[str, ...]:
+def _parse_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(word for word in text.split(",") if word))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -170,7 +172,7 @@ def _kinds(text: str) -> tuple[str, ...]:
     return kinds
 
 
-def _paths(given: argparse.Namespace) -> list[str]:
+def _find_paths(given: argparse.Namespace) -> list[str]:
     """Return the files to read: named files, and the files of named datasets."""
     if not given.datasets:
         if not given.paths:
@@ -180,15 +182,15 @@ def _paths(given: argparse.Namespace) -> list[str]:
 
     spec = DatasetSpec()
     allowed = named_data.allow(
-        named_data.sources(given.datasets, given.mode, spec), spec, given.yes
+        named_data.resolve_sources(given.datasets, given.mode, spec), spec, given.yes
     )
     if not allowed:
         raise ConfigError("--datasets: none of them is on this machine; --yes downloads them")
-    sources = [named_data.said(source) for source in allowed]
-    return [*given.paths, *named_data.files_of(replace(spec, sources=sources), given.mode)]
+    sources = [named_data.to_source_entry(source) for source in allowed]
+    return [*given.paths, *named_data.list_named_files(replace(spec, sources=sources), given.mode)]
 
 
-def _weak(given: argparse.Namespace) -> WeakModel | None:
+def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
     if given.model is None:
         return None
     from weft.evaluation.augment import WeakModel
@@ -201,11 +203,13 @@ def _weak(given: argparse.Namespace) -> WeakModel | None:
         seed=given.seed,
     )
     validate(spec)
-    reward = _models.scorer(given.reward, given) if given.reward else None
-    return WeakModel(_models.policy(given.model, given), SamplingSettings("weak", spec), reward)
+    reward = _models.load_scorer(given.reward, given) if given.reward else None
+    return WeakModel(
+        _models.load_policy(given.model, given), SamplingSettings("weak", spec), reward
+    )
 
 
-def _said(given: argparse.Namespace, count: int) -> dict[str, Any]:
+def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
     """Return the settings that determine the written rows."""
     left_out = ("out", "yes", "device", "backend")
     plain = {}

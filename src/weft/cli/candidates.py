@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weft import registry
-from weft.cli.help import first_clause
-from weft.cli.main import COMMANDS, GLOBAL_FLAGS, dispatch
+from weft.cli.help import shorten_to_clause
+from weft.cli.main import COMMANDS, GLOBAL_FLAGS, run_command
 from weft.cli.quickstart import FLAGS
 from weft.data.chat_templates import TEMPLATES
 from weft.errors import UserError
@@ -24,10 +24,10 @@ from weft.options import OptionDescription, iterate_options
 
 Word = tuple[str, str]  # (candidate, its description)
 
-RUNS = "runs"
-EXPERIMENT = ("-e", "--experiment")
-TRIAL = ("-f", "--trial")
-OF_RUNS = (
+RUNS_FOLDER = "runs"
+EXPERIMENT_FLAGS = ("-e", "--experiment")
+TRIAL_FLAGS = ("-f", "--trial")
+RUN_COMMANDS = (
     "show",
     "rm",
     "report",
@@ -38,12 +38,12 @@ OF_RUNS = (
     "dashboard",
 )  # commands whose arguments are runs or paths
 BOOLS = (("true", ""), ("false", ""))
-REGISTERED = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
-HEAVY = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)
-LISTED = re.compile(r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?:$| {2,}))", re.MULTILINE)
+QUICKSTART_REGISTRATION = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
+HEAVY_IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)
+SUBCOMMAND_LINE = re.compile(r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?:$| {2,}))", re.MULTILINE)
 LONG_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
 # Values of text options, by the last part of their names; the types of other options list them.
-NAMED: dict[str, Callable[[], Iterable[str]]] = {
+VALUE_SOURCES: dict[str, Callable[[], Iterable[str]]] = {
     "mode": lambda: ("local", "ray", "slurm"),
     "device": lambda: ("cpu", "cuda", "mps"),
     "allocation_mode": lambda: ("manual", "heuristic", "search"),
@@ -52,7 +52,7 @@ NAMED: dict[str, Callable[[], Iterable[str]]] = {
     "interface": registry.interfaces.list_names,
     "chat_template": lambda: TEMPLATES,
 }
-PATHS = (
+PATH_OPTIONS = (
     "path",
     "train_path",
     "valid_path",
@@ -64,18 +64,18 @@ PATHS = (
     "imports",
     "container",
 )
-MODELS = ("path", "resume_from")  # options of PATHS that also accept a run
-NUMBERS = ("int", "float")
+MODEL_OPTIONS = ("path", "resume_from")  # options of PATHS that also accept a run
+NUMBER_TYPES = ("int", "float")
 
 
-def candidates(words: Sequence[str], current: str) -> list[Word]:
+def find_candidates(words: Sequence[str], current: str) -> list[Word]:
     """Return completions of `current`, the word after `words`; `words[0]` is the subcommand.
 
     Returns an empty list if there are none, or if the words before are invalid.
     """
     try:
         result: list[Word] = []
-        for word in dict(_candidates(list(words), current)).items():
+        for word in dict(_propose_words(list(words), current)).items():
             if word[0].startswith(current):
                 result.append(word)
         return result
@@ -83,61 +83,61 @@ def candidates(words: Sequence[str], current: str) -> list[Word]:
         return []  # an invalid command reports its error when it is run
 
 
-def _candidates(words: list[str], current: str) -> Iterator[Word]:
+def _propose_words(words: list[str], current: str) -> Iterator[Word]:
     if not words:
-        yield from (_flags(GLOBAL_FLAGS) if current.startswith("-") else COMMANDS.items())
+        yield from (_list_flags(GLOBAL_FLAGS) if current.startswith("-") else COMMANDS.items())
     elif words[0] == "quickstart":
-        yield from _quickstart(words[1:], current)
+        yield from _complete_quickstart(words[1:], current)
     elif words[0] == "completion":
         yield from ((shell, "") for shell in ("bash", "zsh", "fish"))
     else:
-        yield from _command(words[0], words[1:], current)
+        yield from _complete_command(words[0], words[1:], current)
 
 
 # -- weft quickstart
 
 
-def _quickstart(words: list[str], current: str) -> Iterator[Word]:
+def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
     before = words[-1] if words else ""
     names = []
     for word in words:
         if not word.startswith("-") and "=" not in word:
             names.append(word)
-    name = next((word for word in names if word in _quickstart_names(words)), None)
+    name = next((word for word in names if word in _list_quickstart_names(words)), None)
     if before in ("--config", "--import", "--config-dir") or current.startswith("-"):
-        yield from (paths(current) if not current.startswith("-") else _flags(FLAGS))
+        yield from (list_paths(current) if not current.startswith("-") else _list_flags(FLAGS))
     elif before == "--cfg":
         yield "job", "print the configuration"
     elif name is None:
-        yield from ((each, "") for each in _quickstart_names(words))
+        yield from ((each, "") for each in _list_quickstart_names(words))
     elif before == "--help":
-        yield from _help_groups(name, words)
+        yield from _list_help_groups(name, words)
     elif (
         "--configs" in words
         and "=" not in current
         and not any("=" in word for word in words[words.index("--configs") :])
     ):
-        yield from _sections(words)
-        yield from _options(name, words, current)
+        yield from _list_sections(words)
+        yield from _complete_options(name, words, current)
     elif "=" in current:
-        yield from _values(name, words, current)
+        yield from _complete_values(name, words, current)
     else:
-        yield from _options(name, words, current)
+        yield from _complete_options(name, words, current)
 
 
-def _quickstart_names(words: Sequence[str]) -> list[str]:
+def _list_quickstart_names(words: Sequence[str]) -> list[str]:
     """Return the names of shipped quickstarts, and of those registered in user code.
 
     User code is searched for calls of `register_quickstart`, not run.
     """
     named = []
-    for file in _user_files(words):
-        for name in REGISTERED.findall(file.read_text(errors="replace")):
+    for file in _find_user_files(words):
+        for name in QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")):
             named.append(name)
     return sorted({*registry.quickstarts.list_names(), *named})
 
 
-def _user_files(words: Sequence[str]) -> list[Path]:
+def _find_user_files(words: Sequence[str]) -> list[Path]:
     given = []
     for flag, word in pairwise(words):
         if flag == "--import" and word.endswith(".py"):
@@ -150,32 +150,32 @@ def _user_files(words: Sequence[str]) -> list[Path]:
     return files
 
 
-def _config(name: str, words: Sequence[str]) -> Any:
+def _build_config(name: str, words: Sequence[str]) -> Any:
     """Return a quickstart's default configuration.
 
     A file of user code that registers it is imported, unless that file imports a slow package
     such as torch.
     """
     if name not in registry.quickstarts.list_names():
-        for file in _user_files(words):
+        for file in _find_user_files(words):
             text = file.read_text(errors="replace")
-            if name in REGISTERED.findall(text) and not HEAVY.search(text):
+            if name in QUICKSTART_REGISTRATION.findall(text) and not HEAVY_IMPORT.search(text):
                 with contextlib.redirect_stdout(io.StringIO()):
                     registry.import_user_code([str(file)])
     return registry.quickstarts.get(name)()
 
 
-def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
+def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     """Iterate over option names one level at a time: `actor.` first, then its options."""
     given = {word.partition("=")[0] for word in words}
     open_ones = []
-    for leaf in iterate_options(_config(name, words)):
+    for leaf in iterate_options(_build_config(name, words)):
         if leaf.name not in given and leaf.name.startswith(current):
             open_ones.append(leaf)
-    yield from next_parts(open_ones, current)
+    yield from list_next_parts(open_ones, current)
 
 
-def next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
+def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
     """Iterate over the names of `options`, cut after the first dot behind `current`.
 
     If a group is the only match, its options are returned instead.
@@ -186,20 +186,20 @@ def next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[W
         part, dot, _ = leaf.name[start:].partition(".")
         word = leaf.name[:start] + part + (dot or "=")
         found.setdefault(
-            word, f"options of {leaf.name[:start]}{part}" if dot else first_clause(leaf.help)
+            word, f"options of {leaf.name[:start]}{part}" if dot else shorten_to_clause(leaf.help)
         )
     alone = next(iter(found), "")
     if len(found) == 1 and alone.endswith(".") and alone != current:
-        yield from next_parts(options, alone)
+        yield from list_next_parts(options, alone)
     else:
         yield from found.items()
 
 
-def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
+def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     """Iterate over completions of `OPTION=VALUE` with the values of that option."""
     option, _, begun = current.partition("=")
     leaf = next(
-        (leaf for leaf in iterate_options(_config(name, words)) if leaf.name == option), None
+        (leaf for leaf in iterate_options(_build_config(name, words)) if leaf.name == option), None
     )
     if leaf is None:
         return
@@ -215,73 +215,77 @@ def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
         from weft.data.named.catalogue import list_names
 
         offered = [(value, "") for value in list_names()]
-    elif last in NAMED:
-        offered = [(value, "") for value in NAMED[last]()]
-    elif last in PATHS:
-        of_model = last in MODELS and not option.startswith("dataset.")
-        offered = list(runs_and_paths(begun) if of_model else paths(begun))
+    elif last in VALUE_SOURCES:
+        offered = [(value, "") for value in VALUE_SOURCES[last]()]
+    elif last in PATH_OPTIONS:
+        of_model = last in MODEL_OPTIONS and not option.startswith("dataset.")
+        offered = list(list_runs_and_paths(begun) if of_model else list_paths(begun))
     yield from ((f"{option}={value}", what) for value, what in offered)
 
 
-def _help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
+def _list_help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
     yield "all", "every option"
-    parts = [leaf.name.split(".") for leaf in iterate_options(_config(name, words))]
+    parts = [leaf.name.split(".") for leaf in iterate_options(_build_config(name, words))]
     for group in dict.fromkeys(
         ".".join(part[:depth]) for part in parts for depth in range(1, len(part))
     ):
         yield group, f"options of {group}"
 
 
-def _sections(words: Sequence[str]) -> Iterator[Word]:
-    from weft.cli.sections import Library
+def _list_sections(words: Sequence[str]) -> Iterator[Word]:
+    from weft.cli.sections import SectionLibrary
 
     folders = []
     for flag, word in pairwise(words):
         if flag == "--config-dir":
             folders.append(word)
-    for section in Library.find(folders).all():
-        yield section.name, section.place()
+    for section in SectionLibrary.from_folders(folders).iterate_sections():
+        yield section.name, section.find_location()
 
 
 # -- other commands
 
 
-def _command(name: str, words: list[str], current: str) -> Iterator[Word]:
+def _complete_command(name: str, words: list[str], current: str) -> Iterator[Word]:
     """Iterate over a command's subcommands or flags, read from its help, or over runs or files."""
     if name not in COMMANDS:
         return
     before = words[-1] if words else ""
-    if before in EXPERIMENT + TRIAL:
-        yield from _names_of_runs(words, before)
+    if before in EXPERIMENT_FLAGS + TRIAL_FLAGS:
+        yield from _list_run_names(words, before)
         return
-    own = own_words(name)
+    own = parse_command_help(name)
     subcommand = next((word for word in words if word in own[0]), None)
     if current.startswith("-"):
-        yield from _flags(own[1] if subcommand is None else own_words(name, subcommand)[1])
+        yield from _list_flags(
+            own[1] if subcommand is None else parse_command_help(name, subcommand)[1]
+        )
     elif own[0] and subcommand is None:
         yield from ((word, "") for word in own[0])
     else:
         yield from ([("latest", "the newest run")] if name == "show" else [])
         if (name, subcommand) in (("config", "show"), ("config", "cp")):
-            yield from _sections([])
+            yield from _list_sections([])
         else:
-            yield from (runs_and_paths(current) if name in OF_RUNS else paths(current))
+            yield from (
+                list_runs_and_paths(current) if name in RUN_COMMANDS else list_paths(current)
+            )
 
 
-def _names_of_runs(words: Sequence[str], flag: str) -> Iterator[Word]:
+def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
     """Iterate over experiments for `-e`, and over trials of the named experiment for `-f`."""
     named = []
     for before, word in pairwise(words):
-        if before in EXPERIMENT:
+        if before in EXPERIMENT_FLAGS:
             named.append(word)
-    for run in find_runs(Path(RUNS)):
-        if flag in EXPERIMENT:
+    for run in find_runs(Path(RUNS_FOLDER)):
+        if flag in EXPERIMENT_FLAGS:
             yield run.parent.name, ""
         elif not named or run.parent.name == named[-1]:
             yield run.name, ""
 
 
-def own_words(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
+def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
     """Return (subcommands, flags) of a command, parsed from its help."""
     text = io.StringIO()
     with (
@@ -289,43 +293,43 @@ def own_words(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
         contextlib.redirect_stderr(text),
         contextlib.suppress(SystemExit),
     ):
-        dispatch([name, *subcommand, "--help"])
+        run_command([name, *subcommand, "--help"])
     shown = text.getvalue()
-    subcommands = [] if subcommand else _subcommands(shown)
+    subcommands = [] if subcommand else _parse_subcommands(shown)
     return subcommands, sorted({"--help", *LONG_FLAG.findall(shown.split("\nexamples:")[0])})
 
 
-def _subcommands(text: str) -> list[str]:
+def _parse_subcommands(text: str) -> list[str]:
     """Return the subcommand names listed under `positional arguments`."""
     if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
         return []
     part = text.split("positional arguments:")[1].split("\noptions:")[0]
-    return [name for _, name in LISTED.findall(part) if name]
+    return [name for _, name in SUBCOMMAND_LINE.findall(part) if name]
 
 
-def _flags(names: Iterable[str]) -> Iterator[Word]:
+def _list_flags(names: Iterable[str]) -> Iterator[Word]:
     return ((name, "") for name in names)
 
 
 # -- runs and files
 
 
-def runs_and_paths(begun: str) -> Iterator[Word]:
+def list_runs_and_paths(begun: str) -> Iterator[Word]:
     """Iterate over the runs in ./runs by their paths, then over other files and folders.
 
     Parent folders of a listed run are left out.
     """
     runs = []
-    for run in find_runs(Path(RUNS)):
+    for run in find_runs(Path(RUNS_FOLDER)):
         if str(run).startswith(begun):
             runs.append(str(run))
     yield from ((run, "a run") for run in runs)
     yield from (
-        word for word in paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs)
+        word for word in list_paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs)
     )
 
 
-def paths(begun: str) -> Iterator[Word]:
+def list_paths(begun: str) -> Iterator[Word]:
     """Iterate over files and folders whose paths begin with `begun`; folders end with a slash."""
     folder, _, last = begun.rpartition("/")
     place = Path(f"{folder}/" if folder or begun.startswith("/") else ".").expanduser()

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import ModelQuery, find_model, find_newest_run
-from weft.cli.conversation import LABELS, Chat
-from weft.cli.parsing import Parser
+from weft.cli.conversation import LABELS, Conversation
+from weft.cli.parsing import CommandParser
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
@@ -21,13 +21,13 @@ from weft.evaluation.models import open_policy
 from weft.options import validate
 
 if TYPE_CHECKING:
-    from weft.cli.chat_view import View
+    from weft.cli.chat_view import ChatView
 
 FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "template": None}
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="weft chat", description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    made = CommandParser(prog="weft chat", description=__doc__)
     made.add_argument(
         "models",
         nargs="*",
@@ -110,40 +110,42 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` (exit code 2) for an unusable model or option.
     """
-    given = parser().parse_args(list(argv))
+    given = build_parser().parse_args(list(argv))
     named = given.models or [each for each in (given.model_path,) if each is not None]
     if len(named) not in (1, 2) or (given.models and given.model_path is not None):
         raise ConfigError(
             "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); "
             "or two: weft chat A B"
         )
-    spec = _generation_spec(given)
+    spec = _build_generation_spec(given)
     found = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
-    models = [_model(each.path, given) for each in found]
+    models = [_build_model_spec(each.path, given) for each in found]
 
-    from weft.cli.chat_view import View
+    from weft.cli.chat_view import ChatView
 
-    view = View()
+    view = ChatView()
     chats = []
     for label, each, model in zip(LABELS, found, models, strict=False):
         if each.note:
-            view.note(each.note)
+            view.show_note(each.note)
         chats.append(
-            _load(model, spec, view, plain=given.plain, label=label if len(models) > 1 else "")
+            _open_conversation(
+                model, spec, view, plain=given.plain, label=label if len(models) > 1 else ""
+            )
         )
         chats[-1].system, chats[-1].history = given.system, not given.no_history
     if len(chats) == 1:
-        view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-        chats[0].converse()
+        view.show_note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        chats[0].run_until_end()
         return 0
-    view.note("/help lists the commands, /a and /b address one model, Ctrl-D leaves")
+    view.show_note("/help lists the commands, /a and /b address one model, Ctrl-D leaves")
     from weft.cli.side_by_side import SideBySide
 
     SideBySide(chats, view).converse()
     return 0
 
 
-def _model(path: str, given: argparse.Namespace) -> ModelSpec:
+def _build_model_spec(path: str, given: argparse.Namespace) -> ModelSpec:
     template = given.chat_template or FORMATS[given.format or "template"]
     model = ModelSpec(
         path=path,
@@ -157,7 +159,7 @@ def _model(path: str, given: argparse.Namespace) -> ModelSpec:
     return model
 
 
-def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
+def _build_generation_spec(given: argparse.Namespace) -> GenerationSpec:
     greedy = given.temperature == 0
     spec = GenerationSpec(
         max_new_tokens=given.max_new_tokens,
@@ -171,7 +173,9 @@ def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
     return spec
 
 
-def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, label: str) -> Chat:
+def _open_conversation(
+    model: ModelSpec, spec: GenerationSpec, view: ChatView, *, plain: bool, label: str
+) -> Conversation:
     """Load the model and its tokenizer, and print the header lines.
 
     Raises `UserError` for a model that cannot chat.
@@ -179,33 +183,37 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, la
     opened = open_policy(model)
     tokenizer = opened.tokenizer
     facts = opened.engine.description
-    chat = Chat(opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.list_stop_ids()), view)
+    chat = Conversation(
+        opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.list_stop_ids()), view
+    )
     chat.plain = plain or tokenizer.chat_template is None
     chat.context = opened.context
     if label:
         chat.name = opened.name
-    view.title(f"{label or 'weft chat'}  {opened.name}")
+    view.show_title(f"{label or 'weft chat'}  {opened.name}")
     for note in opened.notes:
-        view.note(note)
+        view.show_note(note)
     if opened.adapter:
-        view.note(f"adapter of {opened.path}")
+        view.show_note(f"adapter of {opened.path}")
     device = facts.get("device", model.device or "")
-    view.note(
-        f"{facts['family']}, {_amount(facts['num_parameters'])} parameters, {facts.get('dtype', '')} {device}".rstrip()
+    view.show_note(
+        f"{facts['family']}, {_format_amount(facts['num_parameters'])} parameters, {facts.get('dtype', '')} {device}".rstrip()
     )
-    view.note(chat.settings())
+    view.show_note(chat.describe_settings())
     if chat.plain:
         if plain:
             why = "--plain"
         else:
             why = "this tokenizer has no chat template, so the model is not a chat model"
-        view.note(f"plain text: each line is continued on its own, without a chat template ({why})")
+        view.show_note(
+            f"plain text: each line is continued on its own, without a chat template ({why})"
+        )
     if tokenizer.eos_id is None:
-        view.note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
+        view.show_note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
     return chat
 
 
-def _amount(count: int) -> str:
+def _format_amount(count: int) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g}{unit}"

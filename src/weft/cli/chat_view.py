@@ -14,16 +14,16 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-GUTTER = 7  # columns of the speaker's label
-WIDEST = 100  # maximum columns of text; longer lines are hard to read
+LABEL_WIDTH = 7  # columns of the speaker's label
+MAX_TEXT_WIDTH = 100  # maximum columns of text; longer lines are hard to read
 
 
-def harmless(character: str) -> bool:
+def is_printable(character: str) -> bool:
     """Return whether a character is printed as it is; control characters could move the cursor."""
     return ord(character) >= 160 or 32 <= ord(character) < 127
 
 
-class Wrap:
+class StreamWrapper:
     """Wraps a stream of text at word boundaries.
 
     `feed` accepts a piece of the stream and returns the text that can be printed; a word is held
@@ -35,7 +35,7 @@ class Wrap:
         self.indent = indent
         self.column = indent
         self._gap = self._word = ""
-        self._begun = False
+        self._has_output = False
 
     def feed(self, text: str) -> str:
         out = ""
@@ -44,30 +44,30 @@ class Wrap:
                 out += self.flush() + "\n" + " " * self.indent
                 self.column = self.indent
             elif character == " ":
-                out += self._put()
-                self._gap += " " if self._begun else ""
-            elif harmless(character):
+                out += self._place_word()
+                self._gap += " " if self._has_output else ""
+            elif is_printable(character):
                 wide = cell_len(character) > 1  # scripts written without spaces break anywhere
-                out += self._put() if wide else ""
+                out += self._place_word() if wide else ""
                 self._word += character
                 if wide or self.indent + cell_len(self._word) >= self.width:
-                    out += self._put()
+                    out += self._place_word()
         return out
 
     def flush(self) -> str:
         """Return the text that is held back."""
-        out = self._put()
+        out = self._place_word()
         self._gap = ""
         return out
 
-    def _put(self) -> str:
+    def _place_word(self) -> str:
         word = self._word
         gap = self._gap
         self._word = ""
         if not word:
             return ""
         self._gap = ""
-        self._begun = True
+        self._has_output = True
         size = cell_len(word)
         if self.column + len(gap) + size > self.width and self.column > self.indent:
             self.column = self.indent + size
@@ -76,8 +76,8 @@ class Wrap:
         return gap + word
 
 
-class Answer:
-    """One streamed answer: `with view.answer() as answer: answer.write(...)`.
+class StreamedAnswer:
+    """One streamed answer: `with view.answer() as open_answer: open_answer.write(...)`.
 
     `label` names the speaker; without one a pipe gets only the answer.
     """
@@ -86,13 +86,13 @@ class Answer:
         self._console = console
         self._interactive = interactive
         self._label = label
-        self._wrap = Wrap(min(console.width, WIDEST), GUTTER)
+        self._wrap = StreamWrapper(min(console.width, MAX_TEXT_WIDTH), LABEL_WIDTH)
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> StreamedAnswer:
         if self._interactive:
-            self._console.print(f"[bold green]{self._label or 'model':{GUTTER}}[/]", end="")
+            self._console.print(f"[bold green]{self._label or 'model':{LABEL_WIDTH}}[/]", end="")
         elif self._label:
-            self._out(f"{self._label}: ")
+            self._print(f"{self._label}: ")
         return self
 
     def write(self, text: str, style: str = "") -> str:
@@ -101,9 +101,9 @@ class Answer:
         `style` is a style of rich; "dim" marks text shown before, which is not repeated in a pipe.
         """
         if self._interactive:
-            self._out(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
+            self._print(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
         elif not style:
-            self._out(text)
+            self._print(text)
         return text
 
     def __exit__(
@@ -113,15 +113,15 @@ class Answer:
         trace: TracebackType | None,
     ) -> None:
         if self._interactive:
-            self._out(self._wrap.flush())
-        self._out("\n")
+            self._print(self._wrap.flush())
+        self._print("\n")
 
-    def _out(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "") -> None:
         self._console.out(text, style=style or None, highlight=False, end="")
         self._console.file.flush()
 
 
-class View:
+class ChatView:
     """Reads the user's lines and shows answers.
 
     Unless input and output are terminals, only answers go to standard output, and notes go to
@@ -140,14 +140,14 @@ class View:
             with contextlib.suppress(ImportError):
                 importlib.import_module("readline")
 
-    def ask(self) -> str | None:
+    def read_line(self) -> str | None:
         """Return the user's next line; None at the end of the input (Ctrl-D).
 
         Ctrl-C only clears the line.
         """
         while True:
             try:
-                return input(self._prompt() if self.interactive else "")
+                return input(self._format_prompt() if self.interactive else "")
             except EOFError:
                 if self.interactive:
                     self._console.print()
@@ -155,10 +155,10 @@ class View:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                self.note("\nCtrl-D or /quit leaves")
+                self.show_note("\nCtrl-D or /quit leaves")
 
-    def answer(self, label: str = "") -> Answer:
-        return Answer(self._console, interactive=self.interactive, label=label)
+    def open_answer(self, label: str = "") -> StreamedAnswer:
+        return StreamedAnswer(self._console, interactive=self.interactive, label=label)
 
     @property
     def width(self) -> int:
@@ -168,22 +168,22 @@ class View:
     def show(self, what: RenderableType) -> None:
         self._console.print(what)
 
-    def live(self, what: RenderableType) -> Live:
+    def open_live_display(self, what: RenderableType) -> Live:
         """Return a live display that is removed when it ends."""
         return Live(what, console=self._console, transient=True, refresh_per_second=8)
 
-    def title(self, text: str) -> None:
+    def show_title(self, text: str) -> None:
         self._notes.print(text, style="bold", markup=False, soft_wrap=True)
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         self._notes.print(text, style="dim", markup=False, soft_wrap=True)
 
-    def error(self, text: str) -> None:
+    def show_error(self, text: str) -> None:
         self._notes.print(text, style="red", markup=False, soft_wrap=True)
 
-    def _prompt(self) -> str:
+    def _format_prompt(self) -> str:
         """Return the label of the user's line, with zero-width characters marked for readline."""
-        label = f"{'you':{GUTTER}}"
+        label = f"{'you':{LABEL_WIDTH}}"
         if self._console.color_system:
             return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02"
         return f"\n{label}"

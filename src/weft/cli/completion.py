@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.cli.parsing import Parser, helped
+from weft.cli.parsing import CommandParser, print_help_if_empty
 
 SCRIPTS = Path(__file__).with_name("shells")
 SHELLS = ("bash", "zsh", "fish")
-WORDS = "words"  # subcommand called by the scripts with the words of a command line, the last one partial
+WORDS_SUBCOMMAND = "words"  # subcommand called by the scripts with the words of a command line, the last one partial
 EPILOG = """examples:
   source <(weft completion bash)                                     in ~/.bashrc
   source <(weft completion zsh)                                      in ~/.zshrc, after compinit
@@ -18,23 +18,23 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Print the script of a shell, or candidates for a command line. Returns exit code 0."""
-    if argv and argv[0] == WORDS:
-        return _offer(list(argv[1:]))
-    parser = Parser(prog="weft completion", description=__doc__, epilog=EPILOG)
+    if argv and argv[0] == WORDS_SUBCOMMAND:
+        return _print_candidates(list(argv[1:]))
+    parser = CommandParser(prog="weft completion", description=__doc__, epilog=EPILOG)
     parser.add_argument("shell", choices=SHELLS)
-    if helped(parser, argv):
+    if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
     print((SCRIPTS / f"weft.{given.shell}").read_text(encoding="utf-8"), end="")
     return 0
 
 
-def _offer(words: list[str]) -> int:
+def _print_candidates(words: list[str]) -> int:
     """Print one line per candidate for the last word: the candidate, a tab, its description."""
-    from weft.cli.candidates import candidates
+    from weft.cli.candidates import find_candidates
 
     words = words[1:] if words[:1] == ["--"] else words
     current = words.pop() if words else ""
-    for word, what in candidates(words, current):
+    for word, what in find_candidates(words, current):
         print(f"{word}\t{what}" if what else word)
     return 0

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from weft import registry
 from weft.cli import overrides
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.cli.sections import (
     READY,
     SHIPPED,
     SUFFIXES,
-    Contents,
-    Library,
-    Section,
+    ConfigSection,
+    SectionFile,
+    SectionLibrary,
+    find_shipped_file,
+    list_yaml_files,
     read_file,
-    shipped_file,
-    yaml_files,
 )
-from weft.cli.stack import Stack, meant_for, read_stack
+from weft.cli.stack import SectionStack, guess_quickstart, read_stack
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, qualify_error
@@ -37,7 +37,7 @@ from weft.redaction import redact
 from weft.writing import write
 
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
-SHOWN = 6  # number of keys listed per section
+MAX_SHOWN_KEYS = 6  # number of keys listed per section
 EPILOG = """examples:
   weft config ls grpo
   weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
@@ -48,7 +48,7 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft config ...` and return exit code 0. Raises `UserError` for unusable input."""
-    parser = _parser()
+    parser = _build_parser()
     given = parser.parse_args(list(argv))
     if given.command is None:
         parser.print_help()
@@ -61,9 +61,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form)
+    parser = CommandParser(
+        prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form
+    )
     commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
     listing = commands.add_parser(
         "ls", help="list the recipes with their purpose, and the sections with the keys they set"
@@ -95,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
         help="files or folders of files; or sections left to right, then assignments, as for a "
         "quickstart",
     )
-    for name, run in (("ls", ls), ("show", show), ("cp", cp), ("validate", validate)):
+    for name, run in (
+        ("ls", list_sections),
+        ("show", show_stack),
+        ("cp", copy_section),
+        ("validate", validate_words),
+    ):
         command = commands.choices[name]
         command.set_defaults(run=run, quickstart=None)
         command.add_argument(
@@ -124,20 +131,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def ls(given: argparse.Namespace) -> Iterator[str]:
+def list_sections(given: argparse.Namespace) -> Iterator[str]:
     """Yield lines that list recipes with their purpose, other sections, and unreadable files."""
     broken: list[str] = []
-    library = Library.find(given.folders, broken)
+    library = SectionLibrary.from_folders(given.folders, broken)
     sections = []
-    for name in library.names():
+    for name in library.list_names():
         try:
             sections += [library.get(name)] if given.part in name else []
         except ConfigError as error:
             broken.append(str(error))
     for _, contents in library.contents:
-        for wrong in contents.wrong:
+        for wrong in contents.problems:
             broken.append(wrong)
-    recipes = {section.name: told for section in sections if (told := _recipe(section)) is not None}
+    recipes = {
+        section.name: told
+        for section in sections
+        if (told := _describe_recipe(section)) is not None
+    }
     rest = [section for section in sections if section.name not in recipes]
     if recipes:
         yield "recipes: complete runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
@@ -146,30 +157,30 @@ def ls(given: argparse.Namespace) -> Iterator[str]:
     if recipes and rest:
         yield ""
         yield "sections: named groups of settings (weft quickstart ALGORITHM --configs NAME NAME)"
-    yield from _listed(rest)
+    yield from _format_sections(rest)
     yield from (f"cannot be used: {wrong}" for wrong in dict.fromkeys(broken))
     if not sections:
         raise ConfigError(f"weft config ls {given.part}: no section's name contains this")
 
 
-def _listed(sections: Sequence[Section]) -> Iterator[str]:
+def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
     """Yield a line per section: its name, its file and its first keys."""
     width = max((len(section.name) for section in sections), default=0)
-    place = max((len(section.place()) for section in sections), default=0)
+    place = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
-        more = f", and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        yield f"{section.name:{width}}  {section.place():{place}}  {', '.join(keys[:SHOWN])}{more}"
+        more = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
+        yield f"{section.name:{width}}  {section.find_location():{place}}  {', '.join(keys[:MAX_SHOWN_KEYS])}{more}"
 
 
-def _recipe(section: Section) -> str | None:
+def _describe_recipe(section: ConfigSection) -> str | None:
     """Return a recipe's purpose and the GPU it fits, from the head of its file.
 
     Returns None for other sections.
     """
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
-    rows = shipped_file(section.file).read_text(encoding="utf-8").splitlines()
+    rows = find_shipped_file(section.file).read_text(encoding="utf-8").splitlines()
     head = [
         row.lstrip("# ").rstrip()
         for row in itertools.takewhile(lambda row: row.startswith("#"), rows)
@@ -178,7 +189,7 @@ def _recipe(section: Section) -> str | None:
     return f"{head[0].rstrip('.')}; {gpu}" if gpu else head[0]
 
 
-def show(given: argparse.Namespace) -> Iterator[str]:
+def show_stack(given: argparse.Namespace) -> Iterator[str]:
     """Yield the merged options of sections, each with its origin."""
     names = []
     for word in given.words:
@@ -187,35 +198,35 @@ def show(given: argparse.Namespace) -> Iterator[str]:
                 if name:
                     names.append(name)
     assigned = overrides.parse([word for word in given.words if "=" in word])
-    library = Library.find(given.folders)
-    quickstart = given.quickstart or meant_for([library.get(name) for name in names])
-    stack = _checked(names, library, quickstart, assigned)
+    library = SectionLibrary.from_folders(given.folders)
+    quickstart = given.quickstart or guess_quickstart([library.get(name) for name in names])
+    stack = _read_checked_stack(names, library, quickstart, assigned)
     yield f"weft quickstart {quickstart} --configs {' '.join(names)}"
-    yield from map(redact, stack.lines())
+    yield from map(redact, stack.format_lines())
     yield from (redact(f"note: {note}") for note in stack.notes)
 
 
-def cp(given: argparse.Namespace) -> Iterator[str]:
+def copy_section(given: argparse.Namespace) -> Iterator[str]:
     """Copy one section, with its comments, to a new file. Yields the line to print."""
-    section = Library.find(given.folders).get(given.name)
+    section = SectionLibrary.from_folders(given.folders).get(given.name)
     if given.file.exists():
         raise ConfigError(f"weft config cp: {given.file} exists; name another file")
     make_folder(given.file.parent, f"weft config cp: {given.file.parent}", ConfigError)
     with explain_read_errors(f"weft config cp: {given.file}", ConfigError, "name another file"):
-        write(given.file, _text(section))
-    yield f"{section.name}: copied from {section.place()} to {given.file}"
+        write(given.file, _read_section_text(section))
+    yield f"{section.name}: copied from {section.find_location()} to {given.file}"
 
 
-def _text(section: Section) -> str:
+def _read_section_text(section: ConfigSection) -> str:
     """Return the section's source text with its comments.
 
     A section with an alias of an anchor elsewhere in its file is returned as plain YAML.
     """
     import yaml
 
-    file = shipped_file(section.file) if section.shipped else Path(section.file)
+    file = find_shipped_file(section.file) if section.shipped else Path(section.file)
     rows = file.read_text(encoding="utf-8").splitlines()
-    if section.trlx or section.name not in _tops(rows):
+    if section.trlx or section.name not in _find_top_keys(rows):
         return "\n".join(rows) + "\n"
     start = section.line - 1
     end = next(
@@ -234,13 +245,13 @@ def _text(section: Section) -> str:
     return yaml.safe_dump({section.name: dict(section.values)}, sort_keys=False, allow_unicode=True)
 
 
-def _tops(rows: Sequence[str]) -> set[str]:
+def _find_top_keys(rows: Sequence[str]) -> set[str]:
     """Return the top-level keys of a file."""
     found = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
     return {match[2].strip() for match in found if match}
 
 
-def validate(given: argparse.Namespace) -> Iterator[str]:
+def validate_words(given: argparse.Namespace) -> Iterator[str]:
     """Check every section of the given files, and the given names as a stack.
 
     Raises `ConfigError` with every problem.
@@ -253,9 +264,9 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
             if place.is_file():
                 inside = [place]
             else:
-                inside = yaml_files(place, f"weft config validate {word}")
+                inside = list_yaml_files(place, f"weft config validate {word}")
             for file in inside:
-                yield from _of_file(file, given, problems)
+                yield from _check_file(file, given, problems)
         elif place.suffix in SUFFIXES or "/" in word:
             raise ConfigError(f"weft config validate {word}: there is no such file")
         else:
@@ -268,8 +279,11 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
             f"weft config validate {assigned[0]}: overrides sections; name them before it"
         )
     if names:
-        right, wrong = _problem(
-            names, Library.find(given.folders), given.quickstart, overrides.parse(assigned)
+        right, wrong = _find_problem(
+            names,
+            SectionLibrary.from_folders(given.folders),
+            given.quickstart,
+            overrides.parse(assigned),
         )
         if wrong:
             problems.append(wrong)
@@ -279,36 +293,36 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
         raise ConfigError("\n".join(problems))
 
 
-def _of_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
+def _check_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
     """Check each section of a file; yield a line per valid one, append others to `problems`."""
     try:
         contents = read_file(file)
     except ConfigError as error:
         problems.append(str(error))
         return
-    problems += contents.wrong
-    others = Library.find(given.folders, broken=[]).contents
-    library = Library(((str(file.parent), Contents(contents.sections)), *others))
+    problems += contents.problems
+    others = SectionLibrary.from_folders(given.folders, broken=[]).contents
+    library = SectionLibrary(((str(file.parent), SectionFile(contents.sections)), *others))
     for section in contents.sections:
-        quickstart, wrong = _problem([section.name], library, given.quickstart)
+        quickstart, wrong = _find_problem([section.name], library, given.quickstart)
         if wrong:
             problems.append(wrong)
         else:
-            yield f"{section.place()}: {section.name} is valid for {quickstart}"
+            yield f"{section.find_location()}: {section.name} is valid for {quickstart}"
 
 
-def _problem(
+def _find_problem(
     names: Sequence[str],
-    library: Library,
+    library: SectionLibrary,
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
     """Return (quickstart that the stack fits, "") or (most likely quickstart, the problem)."""
-    first = quickstart or meant_for([library.get(name) for name in names])
+    first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
     for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
         try:
-            _checked(names, library, name, given)
+            _read_checked_stack(names, library, name, given)
         except ConfigError as error:
             wrong = wrong or str(error)
             if "unknown key" not in str(error):
@@ -318,30 +332,33 @@ def _problem(
     return first, wrong
 
 
-def _checked(
-    names: Sequence[str], library: Library, quickstart: str, given: Iterable[overrides.Override]
-) -> Stack:
+def _read_checked_stack(
+    names: Sequence[str],
+    library: SectionLibrary,
+    quickstart: str,
+    given: Iterable[overrides.Override],
+) -> SectionStack:
     """Return the stack after reading and checking its options. Raises `ConfigError`."""
-    from weft.cli.quickstart import configure
+    from weft.cli.quickstart import apply_overrides
 
     base = registry.quickstarts.get(quickstart)()
     if not isinstance(base, RunConfig):
         raise ConfigError(f"--for {quickstart}: has no run options for sections to set")
     stack = read_stack(names, library, base, given)
     try:
-        config, _ = configure(base, stack.overrides)
+        config, _ = apply_overrides(base, stack.overrides)
         check(config)
-        _check_named(config)
+        _check_named_objects(config)
     except ConfigError as error:
-        raise stack.explain(error) from error
+        raise stack.add_origin(error) from error
     except CheckpointError as error:
-        raise stack.explain(ConfigError(str(error))) from error
+        raise stack.add_origin(ConfigError(str(error))) from error
     if "dataset.sources" in stack.origins:
         _check_sources(config, stack)
     return stack
 
 
-def _check_named(config: RunConfig) -> None:
+def _check_named_objects(config: RunConfig) -> None:
     """Check that the files, functions and interfaces named by the options exist.
 
     Raises `UserError` for a missing one.
@@ -395,7 +412,7 @@ def _check_call(name: str, call: MFCOptions) -> None:
                 )
 
 
-def _check_sources(config: RunConfig, stack: Stack) -> None:
+def _check_sources(config: RunConfig, stack: SectionStack) -> None:
     """Check the names of datasets. Raises `ConfigError` with the location of the list."""
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None

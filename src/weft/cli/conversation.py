@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
-WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # commands known from other chat programs
+QUIT_WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # commands known from other chat programs
 LABELS = ("A", "B")  # labels of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
 HELP = """/help            this list
@@ -34,10 +34,10 @@ an empty line    continue an answer that was cut or stopped
 Ctrl-C           stop the answer"""
 
 
-class Shown(Protocol):
+class AnswerDisplay(Protocol):
     """Protocol of a streamed answer; `write` shows text in a style of rich and returns it."""
 
-    def __enter__(self) -> Shown: ...
+    def __enter__(self) -> AnswerDisplay: ...
     def write(self, text: str, style: str = "") -> str: ...
     def __exit__(
         self,
@@ -47,22 +47,22 @@ class Shown(Protocol):
     ) -> None: ...
 
 
-class Shows(Protocol):
+class ConversationView(Protocol):
     """Protocol of the view in which a conversation is shown."""
 
     interactive: bool
 
-    def ask(self) -> str | None: ...
-    def answer(self) -> Shown: ...
-    def note(self, text: str) -> None: ...
-    def error(self, text: str) -> None: ...
+    def read_line(self) -> str | None: ...
+    def open_answer(self) -> AnswerDisplay: ...
+    def show_note(self, text: str) -> None: ...
+    def show_error(self, text: str) -> None: ...
 
 
 @dataclass
-class Chat:
+class Conversation:
     """One conversation.
 
-    `prompt` and `said` are the token ids of the last prompt and of its answer; `ended` is True if
+    `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer; `is_answer_complete` is True if
     the model finished that answer.
 
     `context` is the model's maximum number of tokens; the oldest messages of a longer conversation
@@ -72,93 +72,93 @@ class Chat:
     engine: Engine
     tokenizer: Tokenizer
     spec: GenerationSpec
-    view: Shows
+    view: ConversationView
     system: str | None = None
     plain: bool = False
     context: int | None = None
     history: bool = True
     messages: list[dict[str, str]] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
-    ended: bool = True
-    draws: int = 0  # number of requests; part of the sampling seed, so that a retry differs
+    prompt_ids: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)
+    is_answer_complete: bool = True
+    num_requests: int = 0  # number of requests; part of the sampling seed, so that a retry differs
     name: str = ""  # model name, for files with the answers of several models
 
-    def converse(self) -> None:
+    def run_until_end(self) -> None:
         """Read and handle lines until the input ends.
 
         In a pipe an error ends the conversation, because no user can correct it.
         """
-        while (line := self.view.ask()) is not None:
+        while (line := self.view.read_line()) is not None:
             try:
-                if not self.take(line):
+                if not self.handle_line(line):
                     return
             except (UserError, RunError, OSError) as error:
                 if not self.view.interactive:
                     raise
-                self.view.error(str(error))
+                self.view.show_error(str(error))
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Handle one line; return False to leave the conversation."""
         if not line.strip():
             if self.view.interactive:
-                self.go_on()
-        elif line.strip() in WORDS:
-            return self._command(line.strip().removeprefix("!"), "")
+                self.continue_answer()
+        elif line.strip() in QUIT_WORDS:
+            return self._run_command(line.strip().removeprefix("!"), "")
         elif line.startswith("/") and not line.startswith("//"):
             name, _, rest = line[1:].strip().partition(" ")
-            return self._command(name, rest.strip())
+            return self._run_command(name, rest.strip())
         else:
-            self.say(line[1:] if line.startswith("//") else line)
+            self.answer_message(line[1:] if line.startswith("//") else line)
         return True
 
-    def say(self, text: str) -> None:
+    def answer_message(self, text: str) -> None:
         """Add a user message and answer it. If that raises `UserError`, the message is removed."""
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
-            self._answer()
+            self._answer_last_message()
         except UserError:
             self.messages = before
             raise
 
-    def go_on(self) -> None:
+    def continue_answer(self) -> None:
         """Continue an answer that was cut off or stopped."""
-        if self.ended:
+        if self.is_answer_complete:
             if self.messages:
-                self.view.note("the answer is complete; /retry samples another one")
+                self.view.show_note("the answer is complete; /retry samples another one")
             return
         self.messages.pop()
-        self._stream(self.prompt, self.said)
+        self._stream_answer(self.prompt_ids, self.answer_ids)
 
-    def retry(self) -> None:
+    def retry_answer(self) -> None:
         if not self.messages:
-            self.view.note("there are no messages yet")
+            self.view.show_note("there are no messages yet")
             return
         if self.messages[-1]["role"] == "assistant":
             self.messages.pop()
-        self._answer()
+        self._answer_last_message()
 
-    def settings(self) -> str:
+    def describe_settings(self) -> str:
         """Return a line that describes the sampling settings."""
         spec = self.spec
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
-            for name, value in _limits(spec).items():
+            for name, value in _collect_limits(spec).items():
                 words.append(f"{name} {value:g}")
         return ", ".join([*words, f"at most {spec.new_token_limit} tokens"])
 
     # -- commands
 
-    def _command(self, name: str, rest: str) -> bool:
+    def _run_command(self, name: str, rest: str) -> bool:
         if name in ("quit", "exit"):
             return False
         commands: dict[str, Callable[[], None]] = {
-            "help": lambda: self.view.note(HELP),
-            "retry": self.retry,
+            "help": lambda: self.view.show_note(HELP),
+            "retry": self.retry_answer,
             "reset": self._reset,
             "system": lambda: self._set_system(rest),
-            "set": lambda: self._set(rest),
+            "set": lambda: self._change_setting(rest),
             "save": lambda: self._save(rest),
         }
         if name not in commands:
@@ -175,17 +175,17 @@ class Chat:
 
     def _reset(self) -> None:
         self.messages = []
-        self.prompt = []
-        self.said = []
-        self.ended = True
-        self.view.note("the conversation is cleared")
+        self.prompt_ids = []
+        self.answer_ids = []
+        self.is_answer_complete = True
+        self.view.show_note("the conversation is cleared")
 
     def _set_system(self, text: str) -> None:
         if text:
             self.system = None if text == "off" else text
-        self.view.note(f"system prompt: {self.system}" if self.system else "no system prompt")
+        self.view.show_note(f"system prompt: {self.system}" if self.system else "no system prompt")
 
-    def _set(self, rest: str) -> None:
+    def _change_setting(self, rest: str) -> None:
         name, _, value = rest.replace("=", " ").partition(" ")
         if name:
             if name not in SETTINGS:
@@ -199,7 +199,7 @@ class Chat:
             changed = read(self.spec, values)
             validate(changed)
             self.spec = changed
-        self.view.note(self.settings())
+        self.view.show_note(self.describe_settings())
 
     def _save(self, name: str) -> None:
         """Append the conversation to a JSONL file as one row; in plain mode, a row per exchange."""
@@ -208,57 +208,57 @@ class Chat:
         if not self.messages:
             raise ConfigError("there are no messages yet")
         pairs = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
-        rows = pairs if self.plain else [self._conversation()]
+        rows = pairs if self.plain else [self._build_messages()]
         with open_file(Path(name).expanduser(), "a", encoding="utf-8") as file:
             for row in rows:
                 told = {"model": self.name} if self.name else {}
                 file.write(json.dumps({"messages": row, **told}, ensure_ascii=False) + "\n")
-        self.view.note(f"{len(self.messages)} messages appended to {name}")
+        self.view.show_note(f"{len(self.messages)} messages appended to {name}")
 
     # -- answers
 
-    def _conversation(self, start: int = 0) -> list[dict[str, str]]:
+    def _build_messages(self, start: int = 0) -> list[dict[str, str]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages[start:]]
 
-    def _within_context(self) -> list[int]:
+    def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, truncated to fit the context.
 
         The oldest turns are left out if they leave less than a quarter of the context for the
         answer (or less than its maximum length).
         """
         start = first = 0 if self.history else len(self.messages) - 1
-        prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
+        prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)
         if self.context is None:
             return prompt
         most = self.context - min(self.spec.new_token_limit, self.context // 4)
         while len(prompt) > most and start + 2 < len(self.messages):
             start += 2
             prompt = self.tokenizer.encode_chat(
-                self._conversation(start), add_generation_prompt=True
+                self._build_messages(start), add_generation_prompt=True
             )
         if start > first:
-            self.view.note(
+            self.view.show_note(
                 f"the model takes {self.context} tokens: it does not see the oldest {start} "
                 f"messages any more"
             )
         return prompt
 
-    def _answer(self) -> None:
+    def _answer_last_message(self) -> None:
         if self.plain:
             text = self.messages[-1]["content"]
             prompt = self.tokenizer.encode(f"{self.system}\n\n{text}" if self.system else text)
         else:
-            prompt = self._within_context()
+            prompt = self._encode_within_context()
         if self.context is not None and len(prompt) >= self.context:
             raise ConfigError(
                 f"the message has {len(prompt)} tokens, and the model's context is {self.context}, "
                 f"including the answer; shorten it"
             )
-        self._stream(prompt, [])
+        self._stream_answer(prompt, [])
 
-    def _stream(self, prompt: list[int], said: list[int]) -> None:
-        """Show and store the answer to `prompt`, which begins with `said`, as it is sampled.
+    def _stream_answer(self, prompt: list[int], said: list[int]) -> None:
+        """Show and store the answer to `prompt_ids`, which begins with `answer_ids`, as it is sampled.
 
         Ctrl-C keeps the tokens sampled so far.
         """
@@ -278,14 +278,14 @@ class Chat:
         else:
             room = max(1, self.context - len(prompt) - len(said))
         # Sample, and show each token's text.
-        with self.view.answer() as answer:
+        with self.view.open_answer() as answer:
             if self.plain:
                 answer.write(self.messages[-1]["content"], style="dim")
             answer.write(text, style="dim")
             try:
                 with self.engine.generating(self.spec) as generator:
                     asked = Request(
-                        "chat", 0, [*prompt, *said], step=self.draws, max_new_tokens=room
+                        "chat", 0, [*prompt, *said], step=self.num_requests, max_new_tokens=room
                     )
                     generator.submit([asked])
                     while not generator.idle:
@@ -299,14 +299,14 @@ class Chat:
                 finish = "stopped"
             text += answer.write(decoder.flush())
         # Store the answer.
-        self.draws += 1
-        self.prompt = prompt
-        self.said = [*said, *new]
-        self.ended = finish == "stop"
+        self.num_requests += 1
+        self.prompt_ids = prompt
+        self.answer_ids = [*said, *new]
+        self.is_answer_complete = finish == "stop"
         self.messages.append({"role": "assistant", "content": text if self.plain else text.strip()})
-        self._tell(finish, len(new), time.perf_counter() - started)
+        self._show_answer_end(finish, len(new), time.perf_counter() - started)
 
-    def _tell(self, finish: str | None, count: int, seconds: float) -> None:
+    def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
         """Print the token count, the speed and why the answer ended, in a terminal only."""
         if not self.view.interactive:
             return
@@ -314,12 +314,12 @@ class Chat:
             "length": "; cut at max_new_tokens, an empty line continues it",
             "stopped": "; stopped, an empty line continues it",
         }
-        self.view.note(
+        self.view.show_note(
             f"       {count} tokens, {count / seconds:.0f} per second{ends.get(str(finish), '')}"
         )
 
 
-def _limits(spec: GenerationSpec) -> dict[str, float]:
+def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
     """Return the sampling limits that are in force, such as top_p."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}

@@ -9,20 +9,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.checkpoints.names import ADAPTER, SCORERS, ModelQuery, find_model
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.short_names import POLICIES
 from weft.reading import make_folder
 
-STORES = (
+STORE_PREFIX = (
     ".triton_models/model_store_"  # Open-Assistant's path of model stores; rm or sft is appended
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
-NORMAL = 1
-NAMED = {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # id of a special piece -> its kind
+NORMAL_PIECE = 1
+SPECIAL_PIECES = {
+    0: spm.UNKNOWN,
+    1: spm.CONTROL,
+    2: spm.CONTROL,
+}  # id of a special piece -> its kind
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for input that cannot be converted.
     """
-    parser = Parser(prog="weft convert", description=__doc__)
+    parser = CommandParser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     llama = kinds.add_parser(
         "llama2c", help="convert a llama2.c checkpoint and its vocabulary to a Llama directory"
@@ -42,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     llama.add_argument(
         "--output", required=True, type=Path, help="directory to write; must not exist or be empty"
     )
-    llama.set_defaults(run=_llama2c)
+    llama.set_defaults(run=_convert_llama2c)
     merge = kinds.add_parser(
         "merge", help="add an adapter in PEFT's layout to the weights of its base model"
     )
@@ -96,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="OUT",
         type=Path,
         nargs="?",
-        help=f"directory to write; must not exist or be empty (default: {STORES}rm, or sft)",
+        help=f"directory to write; must not exist or be empty (default: {STORE_PREFIX}rm, or sft)",
     )
     triton.add_argument(
         "--triton_mode",
@@ -107,18 +111,18 @@ def main(argv: Sequence[str]) -> int:
     triton.add_argument(
         "--name", help="the model's name in the store (default: the name of its directory)"
     )
-    triton.set_defaults(run=_triton)
+    triton.set_defaults(run=_write_triton_store)
     arguments = parser.parse_args(argv)
     if arguments.kind == "triton":
-        _place(arguments)
+        _set_output(arguments)
     run: Callable[[argparse.Namespace], None] = arguments.run
-    _require_empty(arguments.output)
+    _check_empty(arguments.output)
     run(arguments)
     print(f"wrote {arguments.output}")
     return 0
 
 
-def _require_empty(output: Path) -> None:
+def _check_empty(output: Path) -> None:
     make_folder(output.parent, f"--output {output}", ConfigError)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
@@ -129,7 +133,7 @@ def _require_empty(output: Path) -> None:
 # -- llama2.c
 
 
-def _llama2c(arguments: argparse.Namespace) -> None:
+def _convert_llama2c(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import hf_io, llama2c
 
     for file in (arguments.checkpoint, arguments.tokenizer):
@@ -154,10 +158,12 @@ def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
             score, length = struct.unpack_from("<fi", raw, at)
             text = raw[at + 8 : at + 8 + length].decode()
             at += 8 + length
-            if index in NAMED:  # llama2.c writes line breaks around the names of BOS and EOS
-                pieces.append((text.strip("\n"), score, NAMED[index]))
+            if (
+                index in SPECIAL_PIECES
+            ):  # llama2.c writes line breaks around the names of BOS and EOS
+                pieces.append((text.strip("\n"), score, SPECIAL_PIECES[index]))
             else:
-                kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL
+                kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL_PIECE
                 pieces.append((text.replace(" ", spm.SPACE), score, kind))
     except (struct.error, UnicodeDecodeError) as broken:
         raise CheckpointError(
@@ -231,7 +237,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.models.network.parameters import find_canonical_values
 
     # Load the base model with the adapter.
-    adapter = _adapter(arguments.adapter)
+    adapter = _find_adapter(arguments.adapter)
     settings = peft_io.read_adapter_config(adapter)
     head = peft_io.TASKS[settings["task_type"]]
     base = hf_io.resolve(find_model(arguments.base, ModelQuery("--base")).path)
@@ -249,7 +255,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     merged = lora.merge(held, lora.collect_scales(network))
     config = network.config
     # Write the tokenizer, the generation settings and the weights.
-    source = _tokenizer_of(adapter, base)
+    source = _find_tokenizer(adapter, base)
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:
         spec = ModelSpec(path=str(source), head=head, trained=True)
@@ -262,7 +268,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
 
 
-def _adapter(given: Path) -> Path:
+def _find_adapter(given: Path) -> Path:
     """Return the adapter's directory: the given one, or that of a run's newest checkpoint."""
     place = Path(find_model(str(given), ModelQuery("--adapter")).path)
     if (place / "adapter" / ADAPTER).is_file():
@@ -270,7 +276,7 @@ def _adapter(given: Path) -> Path:
     return place
 
 
-def _place(arguments: argparse.Namespace) -> None:
+def _set_output(arguments: argparse.Namespace) -> None:
     """Set the output: the single word given with --configs, or Open-Assistant's default store.
 
     Raises `ConfigError`.
@@ -282,12 +288,12 @@ def _place(arguments: argparse.Namespace) -> None:
             "weft convert triton: name a MODEL, or --configs with sections that name it"
         )
     if arguments.output is None:
-        arguments.output = Path(f"{STORES}{arguments.triton_mode}")
+        arguments.output = Path(f"{STORE_PREFIX}{arguments.triton_mode}")
 
 
-def _triton(arguments: argparse.Namespace) -> None:
+def _write_triton_store(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import triton
-    from weft.cli.open_assistant.commands import triton_model
+    from weft.cli.open_assistant.commands import find_triton_model
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
     from weft.engine.checkpoint_tokens import find_skipped_padding
@@ -295,7 +301,7 @@ def _triton(arguments: argparse.Namespace) -> None:
 
     mode = arguments.triton_mode
     padding = None
-    model = arguments.model or triton_model(
+    model = arguments.model or find_triton_model(
         [name for word in arguments.configs for name in word.split(",") if name], mode
     )
     model = find_model(model, ModelQuery("MODEL", SCORERS if mode == "rm" else POLICIES)).path
@@ -305,7 +311,7 @@ def _triton(arguments: argparse.Namespace) -> None:
     triton.write(model, arguments.output, mode, arguments.name, padding)
 
 
-def _tokenizer_of(adapter: Path, base: Path) -> Path | None:
+def _find_tokenizer(adapter: Path, base: Path) -> Path | None:
     """Return the directory with the tokenizer, chat template and stop tokens of the merged model.
 
     That is the adapter's directory, the checkpoint that contains it, or the base model; None if

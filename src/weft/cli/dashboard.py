@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
 from weft.observe.dashboard import NOT_FOUND, Dashboard, DashboardAnswer
 
@@ -40,8 +40,8 @@ examples:
   weft dashboard /data/runs --open"""
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
+def build_parser() -> argparse.ArgumentParser:
+    made = CommandParser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
     made.add_argument(
         "folder",
         metavar="DIR",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `ConfigError` for a missing folder or a port that is taken.
     """
-    given = parser().parse_args(list(argv))
+    given = build_parser().parse_args(list(argv))
     folder = given.folder.expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     from weft.launch.status import is_alive
 
     token = secrets.token_urlsafe(16)
-    server = listen(Dashboard(folder, is_alive), token, given.port)
+    server = open_server(Dashboard(folder, is_alive), token, given.port)
     address = f"http://{HOST}:{server.server_address[1]}/{token}/"
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def listen(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
+def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
     """Return a loopback server that answers requests carrying the token.
 
     Raises `ConfigError` if the port is taken.
@@ -103,15 +103,15 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"--port={port}: must be from 0 to 65535")
 
-    class Handler(BaseHTTPRequestHandler):
+    class DashboardRequestHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         server_version = "weft"
         sys_version = ""
         timeout = QUIET_SECONDS
 
         def do_GET(self) -> None:
-            self._send(
-                respond(
+            self._send_answer(
+                answer_request(
                     dashboard,
                     token,
                     self.path,
@@ -123,7 +123,7 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing, because request paths contain the token."""
 
-        def _send(self, answer: DashboardAnswer) -> None:
+        def _send_answer(self, answer: DashboardAnswer) -> None:
             body = answer.body.encode("utf-8", errors="replace")
             kind = "text/html" if answer.status == 200 else "text/plain"
             self.send_response(answer.status)
@@ -139,7 +139,7 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
 
     for tried in (PORT, 0) if port is None else (port,):
         try:
-            return ThreadingHTTPServer((HOST, tried), Handler)
+            return ThreadingHTTPServer((HOST, tried), DashboardRequestHandler)
         except OSError as error:
             if port is not None:
                 raise ConfigError(
@@ -148,7 +148,7 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
     raise ConfigError("no port is free on this machine")
 
 
-def respond(
+def answer_request(
     dashboard: Dashboard, token: str, target: str, host: str, known: str = ""
 ) -> DashboardAnswer:
     """Return the answer to a request.

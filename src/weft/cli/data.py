@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import TOKENIZERS, ModelQuery, find_model
-from weft.cli.data_options import DataConfig, configure, named_options, stack_options
+from weft.cli.data_options import (
+    DataConfig,
+    add_dataset_options,
+    add_stack_options,
+    read_command_line,
+)
 from weft.cli.parsing import check_paths
 from weft.data.sources import check_available
 from weft.data.spec import DatasetSpec, TokenizerSpec, list_source_specs
@@ -25,12 +30,12 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
 
 # mode -> dataset type of a named dataset's rows
-USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}
+MODE_TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}
 # chat format for counting lengths if the tokenizer has no template
-FORM = "chatml"
-TEMPLATE = "template"
-END = "<|im_end|>"
-SHOWN = 5  # locations listed per finding of a scan
+DEFAULT_TEMPLATE = "chatml"
+TEMPLATE_TOKENS = "template"
+DEFAULT_END_TOKEN = "<|im_end|>"
+MAX_SHOWN_EXAMPLES = 5  # locations listed per finding of a scan
 EPILOG = """options of a run can be given, written as for a run:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
   dataset.sources='[{path: a.jsonl, fraction: 0.5}, {path: b.jsonl}]'
@@ -53,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] in (["trees"], ["augment"]):
         code: int = importlib.import_module(f"weft.cli.{argv[0]}").main(argv[1:])
         return code
-    parser = _parser()
+    parser = _build_parser()
     arguments, rest = parser.parse_known_args(list(argv))
     check_paths(arguments)
     if arguments.command is None:
@@ -65,14 +70,14 @@ def main(argv: Sequence[str]) -> int:
     arguments.words += rest  # paths and assignments may also follow options
     import_user_folder()
     import_user_code(arguments.imports)
-    config, paths = configure(arguments)
+    config, paths = read_command_line(arguments)
     for path in paths:
         check_available(path)
     run: Callable[[DataConfig, list[str], argparse.Namespace], int | None] = arguments.run
     return run(config, paths, arguments) or 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form
@@ -83,24 +88,24 @@ def _parser() -> argparse.ArgumentParser:
     parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
-            inspect,
+            print_rows,
             "print rows token by token; trained tokens are coloured and between \u27e6 and \u27e7",
         ),
         (
             "counts",
-            counts,
+            print_counts,
             "print the number of training and evaluation rows of each source, and of those cut "
             "or left out",
         ),
         (
             "lengths",
-            lengths,
+            print_lengths,
             "print the longest row in tokens, the 99th percentile and the number of rows above a "
             "limit, for each source",
         ),
         (
             "scan",
-            scan,
+            print_scan,
             "count phrases such as 'As an AI language model', duplicates, empty answers, bad and "
             "overlong rows",
         ),
@@ -137,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
             "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
         )
         command.set_defaults(run=run)
-        named_options(command)
-        stack_options(command)
+        add_dataset_options(command)
+        add_stack_options(command)
     commands.add_parser(
         "trees", help="count, filter, split, flatten and build Open-Assistant's message trees"
     )
@@ -156,16 +161,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     measuring.add_argument(
         "--limit",
-        type=_count,
+        type=_parse_count,
         default=4096,
         metavar="N",
         help="count the rows with more tokens than this (default 4096)",
     )
     inspecting.add_argument(
-        "-n", type=_count, default=3, metavar="N", help="rows to print (default 3)"
+        "-n", type=_parse_count, default=3, metavar="N", help="rows to print (default 3)"
     )
     inspecting.add_argument(
-        "--skip", type=_count, default=0, metavar="K", help="number of rows to skip first"
+        "--skip", type=_parse_count, default=0, metavar="K", help="number of rows to skip first"
     )
     inspecting.add_argument(
         "--lines", action="store_true", help="print one token per line, with its id"
@@ -176,14 +181,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError("must not be below 0")
     return number
 
 
-def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
+def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     """Return the dataset type: the requested one, or the one the first row fits.
 
     Raises `ConfigError` if the first row fits none.
@@ -194,7 +199,7 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     if spec.type is not None:
         return spec.type
     if any(source.named is not None for source in list_source_specs(spec)):
-        return USED_AS[mode]
+        return MODE_TYPES[mode]
     first = next(iter(paths), None) or spec.train_path or spec.path
     if first is None:
         sources = spec.sources or [{}]
@@ -203,7 +208,7 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
         raise ConfigError("the dataset type is unknown: set --type")
     place, row = next(read_rows(find_files(first)[0]))
     if not isinstance(row, UnreadableRow) and is_tree(row):
-        return USED_AS[mode]
+        return MODE_TYPES[mode]
     if not isinstance(row, UnreadableRow) and is_tree_message(row):
         raise ConfigError(
             f"{place}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect --datasets oasst_export "
@@ -222,17 +227,17 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     return found
 
 
-def _tokenizer(config: DataConfig) -> Tokenizer:
+def _load_tokenizer(config: DataConfig) -> Tokenizer:
     from weft.data.tokenizer import Tokenizer
 
     if config.tokenizer.path is None:
         raise ConfigError(
             "--tokenizer is missing: name a model directory, a tokenizer file or a hub name"
         )
-    return Tokenizer.load(_at_hand(config.tokenizer))
+    return Tokenizer.load(_locate_tokenizer(config.tokenizer))
 
 
-def _at_hand(spec: TokenizerSpec) -> TokenizerSpec:
+def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
     """Return the tokenizer's options, with `path` replaced by a directory if it names a run.
 
     Raises `CheckpointError` if the tokenizer is not found.
@@ -243,7 +248,7 @@ def _at_hand(spec: TokenizerSpec) -> TokenizerSpec:
     return replace(spec, path=find_model(str(spec.path), ModelQuery("--tokenizer")).path)
 
 
-def _console(arguments: argparse.Namespace) -> Console:
+def _build_console(arguments: argparse.Namespace) -> Console:
     from rich.console import Console
 
     terminal = {"always": True, "never": False, "auto": None}[arguments.color]
@@ -255,7 +260,7 @@ def _console(arguments: argparse.Namespace) -> Console:
     )
 
 
-def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
+def _build_spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
     """Return the dataset options with the command line's paths as the only sources."""
     if not paths:
         return config.dataset
@@ -267,42 +272,46 @@ def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 # -- inspect
 
 
-def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print rows in file order, reading no more than it prints."""
-    from weft.cli.data_rows import shown_row
+    from weft.cli.data_rows import format_row
     from weft.data.byte_tokenizer import load_byte_tokenizer
     from weft.data.loader import load_data
 
-    spec = _spec(config, paths)
+    spec = _build_spec(config, paths)
     notes = []
-    kind = _type(spec, paths, arguments.mode)
+    kind = _choose_type(spec, paths, arguments.mode)
     if config.tokenizer.path is None:
         tokenizer = load_byte_tokenizer(config.tokenizer)
-        form = config.tokenizer.chat_template or FORM
+        form = config.tokenizer.chat_template or DEFAULT_TEMPLATE
         notes.append(
             f"no tokenizer was named, so every byte is a token and messages are written in the "
             f"form {form}; --tokenizer MODEL "
             "shows the rows as a run of that model reads them"
         )
     else:
-        tokenizer = _tokenizer(config)
+        tokenizer = _load_tokenizer(config)
     wanted = arguments.skip + arguments.n
     data = load_data(
-        spec, kind, tokenizer, seed=config.seed, most=None if _draws(spec) else max(wanted, 1)
+        spec,
+        kind,
+        tokenizer,
+        seed=config.seed,
+        most=None if _needs_all_rows(spec) else max(wanted, 1),
     )
-    console = _console(arguments)
+    console = _build_console(arguments)
     for number in range(wanted):
         batch = data.train.next_batch()
         if number >= arguments.skip:
             for sample in batch.unpack():
-                console.print(shown_row(sample, tokenizer, arguments.lines))
+                console.print(format_row(sample, tokenizer, arguments.lines))
         if data.train.epoch_done:
             break
     for note in [*data.notes, *notes]:
         console.print(f"note: {note}", style="yellow", markup=False)
 
 
-def _draws(spec: DatasetSpec) -> bool:
+def _needs_all_rows(spec: DatasetSpec) -> bool:
     """Return whether all rows must be read to know which ones are trained on."""
     sources = list_source_specs(spec)
     mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
@@ -312,18 +321,20 @@ def _draws(spec: DatasetSpec) -> bool:
 # -- counts
 
 
-def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
+def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
     """Print the table of counts; without a tokenizer only rows are counted."""
     from weft.cli import named_data
     from weft.data.loader import load_data, resolve_sources
 
     if config.tokenizer.path is None:
-        spec = _spec(config, paths)
-        asked = named_data.Asked(resolve_sources(spec), arguments.mode, spec, arguments.yes)
+        spec = _build_spec(config, paths)
+        asked = named_data.CountRequest(resolve_sources(spec), arguments.mode, spec, arguments.yes)
         return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
-    console = _console(arguments)
-    spec = _spec(config, paths)
-    data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
+    console = _build_console(arguments)
+    spec = _build_spec(config, paths)
+    data = load_data(
+        spec, _choose_type(spec, paths, arguments.mode), _load_tokenizer(config), seed=config.seed
+    )
     console.print(data.format_counts(), markup=False)
     for note in data.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
@@ -333,37 +344,41 @@ def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) 
 # -- lengths
 
 
-def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print one line per source: `name: longest (p99 N, >4096: number of longer rows)`.
 
     No row is truncated or left out.
     """
-    from weft.cli.named_data import spread
+    from weft.cli.named_data import iterate_length_statistics
 
     spec = replace(
-        _spec(config, paths),
+        _build_spec(config, paths),
         max_seqlen="auto",
         valid_max_seqlen=None,
         max_prompt_len=None,
         overlong="truncate",
     )
-    kind = _type(spec, paths, arguments.mode)
+    kind = _choose_type(spec, paths, arguments.mode)
     notes = []
-    tokenizer = _tokenizer(config)
+    tokenizer = _load_tokenizer(config)
     if tokenizer.eos_id is None:
-        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, END], eos_token=END)
+        tokenizer = _load_changed_tokenizer(
+            config,
+            add_tokens=[*config.tokenizer.add_tokens, DEFAULT_END_TOKEN],
+            eos_token=DEFAULT_END_TOKEN,
+        )
         notes.append(
             f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, "
-            f"{END}"
+            f"{DEFAULT_END_TOKEN}"
         )
-    data, _, more = _load(config, spec, kind, tokenizer)
-    for line in spread(data, arguments.limit):
+    data, _, more = _load_with_template(config, spec, kind, tokenizer)
+    for line in iterate_length_statistics(data, arguments.limit):
         print(line)
     for note in [*notes, *more]:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _load(
+def _load_with_template(
     config: DataConfig, spec: DatasetSpec, kind: str, tokenizer: Tokenizer
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
     """Return (the data, the tokenizer that reads them, notes).
@@ -376,45 +391,48 @@ def _load(
     try:
         return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, []
     except NoTemplate:
-        end = {} if tokenizer.eos_id is not None else {"eos_token": END}
-        tokenizer = _with(
-            config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM, **end
+        end = {} if tokenizer.eos_id is not None else {"eos_token": DEFAULT_END_TOKEN}
+        tokenizer = _load_changed_tokenizer(
+            config,
+            add_tokens=[*config.tokenizer.add_tokens, TEMPLATE_TOKENS],
+            chat_template=DEFAULT_TEMPLATE,
+            **end,
         )
     note = (
-        f"the tokenizer has no chat template; messages are read in the form {FORM} (for another "
+        f"the tokenizer has no chat template; messages are read in the form {DEFAULT_TEMPLATE} (for another "
         f"write, say, "
         "tokenizer.chat_template=oasst tokenizer.add_tokens=[template])"
     )
     return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, [note]
 
 
-def _with(config: DataConfig, **options: Any) -> Tokenizer:
+def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
     """Set tokenizer options in `config` that the command line leaves out; load the tokenizer."""
     config.tokenizer = replace(config.tokenizer, **options)
-    return _tokenizer(config)
+    return _load_tokenizer(config)
 
 
 # -- scan
 
 
-def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print the findings of a scan of each path; with a tokenizer also bad and overlong rows."""
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look
     from weft.data.sources import find_files, read_rows
 
     # Path -> title of every file to scan: named datasets, and the paths of the options.
-    phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
+    phrases = _read_phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec = config.dataset
-    console = _console(arguments)
+    console = _build_console(arguments)
     named = {}
     for source in list_source_specs(spec):
         if source.named is None:
             named[source.path] = source.path
     if any(source.named for source in list_source_specs(spec)):
-        from weft.cli.named_data import files_of
+        from weft.cli.named_data import list_named_files
 
-        named |= files_of(spec, arguments.mode)
+        named |= list_named_files(spec, arguments.mode)
     for path in (spec.train_path or spec.path, spec.valid_path):
         if path:
             named[path] = path
@@ -429,22 +447,22 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
         where = "" if title == path else f" of {path}"
         console.print(f"{title}: {found.rows:,} rows{where}", style="bold", markup=False)
         hits = sorted(found.phrases.items(), key=lambda item: -len(item[1]))
-        _finding(console, "phrases", sum(len(places) for _, places in hits), [])
+        _print_finding(console, "phrases", sum(len(places) for _, places in hits), [])
         for phrase, places in hits:
-            _finding(
+            _print_finding(
                 console,
                 f"  {phrase!r}",
                 len(places),
                 [f"{place}: {context}" for place, context in places],
             )
-        _finding(
+        _print_finding(
             console,
             "repeated rows",
             sum(len(p) - 1 for p in found.duplicates),
             [" = ".join(p[:4]) for p in found.duplicates],
         )
-        _finding(console, "rows with an empty answer", len(found.empty), found.empty)
-        _finding(console, "unreadable rows", len(found.unreadable), found.unreadable)
+        _print_finding(console, "rows with an empty answer", len(found.empty), found.empty)
+        _print_finding(console, "unreadable rows", len(found.unreadable), found.unreadable)
         if config.tokenizer.path is not None:
             _scan_tokens(console, replace(config, dataset=replace(spec, named=None)), path, rows)
 
@@ -454,7 +472,7 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     from weft.data.tokenizing import EncodingJob, encode_rows
 
     spec = config.dataset
-    type_name = _type(spec, [path])
+    type_name = _choose_type(spec, [path])
     made = datasets.get(type_name)
     if not isinstance(made, TokenizedDataset) and "form" not in vars(made):
         raise ConfigError(
@@ -467,7 +485,7 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
         "truncate_side": spec.truncate_side,
     }
     form, lengths = split_options(made.form, {**limits, **spec.args})
-    tokenizer = _tokenizer(config)
+    tokenizer = _load_tokenizer(config)
     form.check(tokenizer)
     _, report, problems = encode_rows(EncodingJob(form, lengths, tokenizer), rows)
     sizes = []
@@ -475,12 +493,12 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
         if limits[name] is not None:
             sizes.append(f"dataset.{name}={limits[name]}")
     where = ", ".join(sizes) or "no dataset.max_seqlen is set"
-    _finding(console, f"samples that are too long ({where})", report.too_long, [])
+    _print_finding(console, f"samples that are too long ({where})", report.too_long, [])
     bad = [f"{rows[index][0]}: {wrong}" for index, wrong, _ in problems]
-    _finding(console, f"rows that cannot be used as {type_name}", len(bad), bad)
+    _print_finding(console, f"rows that cannot be used as {type_name}", len(bad), bad)
 
 
-def _phrases(file: Path) -> list[str]:
+def _read_phrases(file: Path) -> list[str]:
     if not file.is_file():
         raise DataError(f"--phrases={file}: there is no such file")
     phrases = []
@@ -492,11 +510,13 @@ def _phrases(file: Path) -> list[str]:
     return phrases
 
 
-def _finding(console: Console, what: str, count: int, examples: Sequence[str]) -> None:
+def _print_finding(console: Console, what: str, count: int, examples: Sequence[str]) -> None:
     console.print(f"{count:>8,}  {what}", style=None if count else "dim", markup=False)
-    for example in examples[:SHOWN]:
+    for example in examples[:MAX_SHOWN_EXAMPLES]:
         console.print(f"            {example}", style="yellow", markup=False)
-    if len(examples) > SHOWN:
+    if len(examples) > MAX_SHOWN_EXAMPLES:
         console.print(
-            f"            ... and {len(examples) - SHOWN:,} more", style="dim", markup=False
+            f"            ... and {len(examples) - MAX_SHOWN_EXAMPLES:,} more",
+            style="dim",
+            markup=False,
         )

@@ -18,8 +18,8 @@ from weft.options import option, read, validate
 
 MODES = ("sft", "rm", "rl")
 ROLES = ("model", "actor")  # roles whose tokenizer produces a run's token ids
-ASSIGNED = re.compile(r"\+*(datasets(_extra)?\.[\w.{}+-]+|[A-Za-z_][\w.]*)=")
-COPY = "data_path="  # prefix of the path of a named dataset's local copy
+ASSIGNMENT = re.compile(r"\+*(datasets(_extra)?\.[\w.{}+-]+|[A-Za-z_][\w.]*)=")
+COPY_PREFIX = "data_path="  # prefix of the path of a named dataset's local copy
 
 
 @dataclass
@@ -31,7 +31,7 @@ class DataConfig:
     seed: int = option(1, "seed of the order of rows, and of sampling them")
 
 
-def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
+def add_dataset_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
     """Add the options of commands that read datasets by name; `modes` adds a choice of mode."""
     command.add_argument(
         "--datasets",
@@ -51,7 +51,7 @@ def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> No
     )
 
 
-def stack_options(command: argparse.ArgumentParser) -> None:
+def add_stack_options(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that read the data of a stack of sections."""
     command.add_argument(
         "--configs",
@@ -69,22 +69,22 @@ def stack_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
+def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     """Return (options, paths) of a command line.
 
     Raises `ConfigError` for unknown options or missing data.
     """
-    words = [*arguments.words, *assignments_behind(arguments, "datasets", "configs")]
+    words = [*arguments.words, *take_assignments(arguments, "datasets", "configs")]
     assigned = []
     for word in words:
-        if ASSIGNED.match(word) and not word.startswith(COPY):
+        if ASSIGNMENT.match(word) and not word.startswith(COPY_PREFIX):
             assigned.append(word)
     copies = []
     for word in words:
-        if word.startswith(COPY):
-            copies.append(word.removeprefix(COPY))
-    paths = [word for word in words if not ASSIGNED.match(word)]
-    config = _read(arguments, assigned)
+        if word.startswith(COPY_PREFIX):
+            copies.append(word.removeprefix(COPY_PREFIX))
+    paths = [word for word in words if not ASSIGNMENT.match(word)]
+    config = _read_config(arguments, assigned)
     if arguments.tokenizer is not None:
         config.tokenizer.path = arguments.tokenizer
     if arguments.type is not None:
@@ -93,7 +93,7 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
         config.dataset = replace(
             config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None
         )
-    _by_name(config, arguments, assigned, copies[-1] if copies else None)
+    _set_named_datasets(config, arguments, assigned, copies[-1] if copies else None)
     config.dataset = replace(
         config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False
     )
@@ -107,28 +107,30 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     return config, paths
 
 
-def assignments_behind(arguments: argparse.Namespace, *options: str) -> list[str]:
+def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
     """Move the assignments out of the values of list options, and return them."""
     words = list[str]()
     for name in options:
         given = getattr(arguments, name) or []
         for word in given:
-            if ASSIGNED.match(word):
+            if ASSIGNMENT.match(word):
                 words.append(word)
-        setattr(arguments, name, [word for word in given if not ASSIGNED.match(word)])
+        setattr(arguments, name, [word for word in given if not ASSIGNMENT.match(word)])
     return words
 
 
-def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
+def _read_config(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
     """Return the options of `--config` and `--configs`, overridden by assignments."""
     config = DataConfig()
     if arguments.config is not None:
-        config = read(config, _of_run(overrides.read_file(str(arguments.config))))
+        config = read(config, _extract_data_options(overrides.read_file(str(arguments.config))))
     given = overrides.parse(assigned)
     if arguments.datasets or arguments.configs:
-        from weft.cli.stacked_data import by_name, stacked
+        from weft.cli.stacked_data import build_stacked_options, group_by_dataset
 
-        _, given = by_name(given)  # parameters of datasets override those in the sections' lists
+        _, given = group_by_dataset(
+            given
+        )  # parameters of datasets override those in the sections' lists
     if arguments.configs:
         own = [each for each in given if each.name.startswith("tokenizer.")]
         names = []
@@ -137,8 +139,10 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
                 if name:
                     names.append(name)
         of_stack = [each for each in given if each not in own]
-        values, arguments.mode = stacked(names, arguments.folders, arguments.mode, of_stack)
-        config = read(config, _of_run(values))
+        values, arguments.mode = build_stacked_options(
+            names, arguments.folders, arguments.mode, of_stack
+        )
+        config = read(config, _extract_data_options(values))
         if arguments.command == "counts":
             config.tokenizer.path = None  # only rows are counted, unless a tokenizer is named
         given = own
@@ -149,7 +153,7 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
     return read(config, values)
 
 
-def _by_name(
+def _set_named_datasets(
     config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None
 ) -> None:
     """Set the data to the datasets named on the command line.
@@ -159,12 +163,14 @@ def _by_name(
     if not (arguments.datasets or arguments.configs or copy):
         return
     from weft.cli import named_data
-    from weft.cli.stacked_data import Settings, by_name
+    from weft.cli.stacked_data import NamedDataSettings, group_by_dataset
 
-    parameters, options = by_name(overrides.parse(assigned))
+    parameters, options = group_by_dataset(overrides.parse(assigned))
     of_data = [each for each in options if each.name.startswith("dataset.")]
-    settings = Settings(arguments.folders, copy, parameters, of_data)
-    wanted = named_data.sources(arguments.datasets, arguments.mode, config.dataset, settings)
+    settings = NamedDataSettings(arguments.folders, copy, parameters, of_data)
+    wanted = named_data.resolve_sources(
+        arguments.datasets, arguments.mode, config.dataset, settings
+    )
     if arguments.command == "counts" and config.tokenizer.path is None:
         allowed = wanted  # `weft data counts` asks before it downloads
     else:
@@ -172,11 +178,13 @@ def _by_name(
     if not allowed:
         raise ConfigError("none of the named datasets is on this machine; --yes downloads them")
     config.dataset = replace(
-        config.dataset, sources=[named_data.said(source) for source in allowed], named=None
+        config.dataset,
+        sources=[named_data.to_source_entry(source) for source in allowed],
+        named=None,
     )
 
 
-def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
+def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data options of a run's configuration.
 
     The tokenizer is that of the role that reads the data.

@@ -10,13 +10,13 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
-def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
+def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
     """Return one id as text: its prompt and completions, token by token."""
     prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
     text = Text().append(f"id {sample.ids[0]}", style="bold")
     text.append(f"  source {sample.metadata['source'][0]}", style="dim")
-    text.append(f"\nprompt, {_tokens_in(prompt)}\n", style="cyan")
-    text.append(_tokens(tokenizer, [], prompt, [False] * len(prompt), lines))
+    text.append(f"\nprompt, {_format_token_count(prompt)}\n", style="cyan")
+    text.append(_format_tokens(tokenizer, [], prompt, [False] * len(prompt), lines))
     for name in (name for name in sample.metadata if name != "source"):
         text.append(f"{name}: {sample.metadata[name][0]!r}\n", style="dim")
     if "completion" not in sample.keys:
@@ -35,17 +35,17 @@ def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text
         for key in ("rank", "comparison", "margin", "label"):
             if key in sample.keys:
                 facts.append(f"{key} {sample.sequences(key)[k].item():g}")
-        title = f"completion {k + 1}, {_tokens_in(ids)}, {sum(mask)} trained"
+        title = f"completion {k + 1}, {_format_token_count(ids)}, {sum(mask)} trained"
         text.append(f"{', '.join([title, *facts])}\n", style="cyan")
-        text.append(_tokens(tokenizer, prompt, ids, mask, lines))
+        text.append(_format_tokens(tokenizer, prompt, ids, mask, lines))
     return text
 
 
-def _tokens_in(ids: Sequence[int]) -> str:
+def _format_token_count(ids: Sequence[int]) -> str:
     return f"{len(ids)} token{'' if len(ids) == 1 else 's'}"
 
 
-def _tokens(
+def _format_tokens(
     tokenizer: Tokenizer,
     before: Sequence[int],
     ids: Sequence[int],
@@ -56,7 +56,7 @@ def _tokens(
     text = Text()
     previous = False
     for index, (id, on, piece) in enumerate(
-        zip(ids, mask, _pieces(tokenizer, before, ids), strict=True)
+        zip(ids, mask, _decode_tokens(tokenizer, before, ids), strict=True)
     ):
         style = "bold green" if on else "dim"
         if lines:
@@ -75,7 +75,9 @@ def _tokens(
     return text if lines else text.append("\n")
 
 
-def _pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> Iterator[str]:
+def _decode_tokens(
+    tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
+) -> Iterator[str]:
     """Iterate over the text that each token completes.
 
     A token that ends within a character is shown as its id.

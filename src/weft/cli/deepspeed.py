@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from weft.cli.aliases import data_ranks, translation
-from weft.cli.help import shown as shown_value
+from weft.cli.aliases import build_translation, count_data_ranks
+from weft.cli.help import format_value as shown_value
 from weft.cli.overrides import Override
 from weft.errors import ConfigError
 from weft.experiments._allocation import SEARCH
@@ -22,12 +22,12 @@ from weft.observe.configuration import flatten_options
 from weft.options import to_mapping, to_plain
 from weft.reading import read_json
 
-BARE = {
+BARE_FLAG_CONFIG = {
     "zero_optimization": {"stage": 2}
 }  # default of programs that accept the flag without a file
 _CPU = {"device": "cpu"}
 # Files that Open-Assistant's sections name -> zero_optimization to use if there is no such file.
-KNOWN: dict[str, dict[str, object]] = {
+KNOWN_FILES: dict[str, dict[str, object]] = {
     "zero_config.json": {"stage": 2},
     "zero_config_pretrain.json": {"stage": 2},
     "zero_config_sft_65b.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
@@ -39,7 +39,7 @@ KNOWN: dict[str, dict[str, object]] = {
 }
 # Keys that may be "auto", for Hugging Face's Trainer to fill in -> weft's options with their
 # values. An option with a leading dot belongs to a trained role. Without options the value is 0.
-AUTOS: dict[str, tuple[str, ...]] = {
+AUTO_OPTIONS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("dataset.train_bs_n_seqs",),
     "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),
     "gradient_accumulation_steps": ("max_tokens_per_microbatch",),
@@ -67,65 +67,69 @@ AUTOS: dict[str, tuple[str, ...]] = {
     "zero_optimization.offload_optimizer.device": (".optimizer.offload",),
     "zero_optimization.offload_param.device": (".offload",),
 }
-BATCH = "dataset.train_bs_n_seqs"
-LENGTHS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
+BATCH_OPTION = "dataset.train_bs_n_seqs"
+LENGTH_OPTIONS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
 
 
 @dataclass(frozen=True)
-class Taken:
+class DeepSpeedOverrides:
     """The result of reading a DeepSpeed file.
 
     The command line overrides `assignments`; `notes` explain how the file was read.
     """
 
-    shown: str  # the flag as it was written
-    mapped: MappedDeepSpeedConfig
+    flag: str  # the flag as it was written
+    mapped_config: MappedDeepSpeedConfig
     assignments: list[Override]
     notes: list[str]
     autos: Sequence[str]  # keys with the value "auto", set by weft's options
     batch: Mapping[str, int]  # batch sizes that must be consistent
 
-    def settled(self, config: RunConfig) -> list[str]:
+    def describe_autos(self, config: RunConfig) -> list[str]:
         """Return a note on the value that each `auto` has in the run's configuration.
 
         Raises `ConfigError` for batch sizes that are inconsistent on the run's data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
-            problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
+            problem = _find_batch_problem(
+                self.batch, count_data_ranks(build_translation((), config), values)
+            )
             if problem:
-                raise ConfigError(f"{self.shown}: {problem}")
+                raise ConfigError(f"{self.flag}: {problem}")
         options = {}
         for key in self.autos:
             options[key] = [
-                option for name in AUTOS[key] for option in self.mapped.list_names(name)
+                option
+                for name in AUTO_OPTIONS[key]
+                for option in self.mapped_config.list_names(name)
             ]
-        found = [f"{key} is {_said(names, values)}" for key, names in options.items()]
-        return [f"{self.shown}: what is auto: {'; '.join(found)}"] if found else []
+        found = [f"{key} is {_format_values(names, values)}" for key, names in options.items()]
+        return [f"{self.flag}: what is auto: {'; '.join(found)}"] if found else []
 
 
-def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
+def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
     """Convert a DeepSpeed file to overrides; "" is the flag without a file.
 
     `given` is the rest of the command line. Raises `ConfigError` naming every key that weft does
     not support.
     """
     if file and not Path(file).is_file():
-        known = KNOWN.get(Path(file).name)
+        known = KNOWN_FILES.get(Path(file).name)
     else:
         known = None
     if known:
         config: Mapping[str, object] = {"zero_optimization": known}
     elif file:
-        config = _read(Path(file))
+        config = _read_config(Path(file))
     else:
-        config = BARE
+        config = BARE_FLAG_CONFIG
     if not base.trained_roles:
         raise ConfigError("--deepspeed: no role is trained here; leave it out")
     # Map its keys. The longest sequence determines the tokens per micro-batch.
     lengths = []
     for each in given:
-        if each.name in LENGTHS:
+        if each.name in LENGTH_OPTIONS:
             lengths.append(to_plain(each.value))
     longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
     mapped = map_config(config, base.trained_roles, longest)
@@ -141,22 +145,24 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     for name, value in mapped.options.items():
         if name not in over:
             counted[name] = value
-    notes = [f"{flag} is read as {_shown(counted) or 'nothing'}", *mapped.notes]
+    notes = [f"{flag} is read as {_format_options(counted) or 'nothing'}", *mapped.notes]
     differ = {}
     for name, value in over.items():
         if value != mapped.options[name]:
             differ[name] = value
     if differ:
-        theirs = _shown({name: mapped.options[name] for name in differ})
-        notes.append(f"{flag}: {theirs} of the file is overridden by {_shown(differ)}")
+        theirs = _format_options({name: mapped.options[name] for name in differ})
+        notes.append(f"{flag}: {theirs} of the file is overridden by {_format_options(differ)}")
     if mapped.tuning:
         notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
     assignments = [Override(name, value) for name, value in mapped.options.items()]
-    autos = [key for key in AUTOS if _at(config, key) == AUTO]
-    return Taken(flag, mapped, assignments, notes, autos, {} if BATCH in over else mapped.batch)
+    autos = [key for key in AUTO_OPTIONS if _get_value(config, key) == AUTO]
+    return DeepSpeedOverrides(
+        flag, mapped, assignments, notes, autos, {} if BATCH_OPTION in over else mapped.batch
+    )
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
+def _get_value(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, or None if it is missing."""
     value: Any = config
     for part in key.split("."):
@@ -164,7 +170,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
+def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
     """Describe what is wrong with the batch sizes on `ranks` data-parallel ranks, or return None.
 
     DeepSpeed's rule: global batch = micro-batch per device x accumulation steps x ranks.
@@ -182,10 +188,10 @@ def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
         says = f"is not {shown} = {product}"
     else:
         says = f"is not a multiple of {shown} = {product}"
-    return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH}=N"
+    return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH_OPTION}=N"
 
 
-def _said(names: Sequence[str], values: Mapping[str, object]) -> str:
+def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
     """Format the values of options that are set or that weft chooses itself."""
     if not names:
         return "0"
@@ -193,14 +199,14 @@ def _said(names: Sequence[str], values: Mapping[str, object]) -> str:
     for name in names:
         if values.get(name) is not None:
             found[name] = values[name]
-    return _shown(found) if found else f"{names[0]}, which weft chooses"
+    return _format_options(found) if found else f"{names[0]}, which weft chooses"
 
 
-def _shown(options: Mapping[str, object]) -> str:
+def _format_options(options: Mapping[str, object]) -> str:
     return " ".join(f"{name}={shown_value(value)}" for name, value in options.items())
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read_config(path: Path) -> dict[str, object]:
     config = read_json(path, f"--deepspeed {path}", ConfigError)
     if not isinstance(config, dict):
         raise ConfigError(

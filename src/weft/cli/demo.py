@@ -22,9 +22,9 @@ from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import format_duration
 from weft.observe.progress import DisplayOptions
 
-NAME = "demo"
+FOLDER_NAME = "demo"
 HELD_OUT = 200  # number of problems held out from training
-LAST = 10  # number of final steps averaged for a stage's result
+FINAL_STEPS = 10  # number of final steps averaged for a stage's result
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Demo:
     def material(self) -> Path:
         return self.folder / "material"
 
-    def options(self, trial: str, **others: Any) -> dict[str, Any]:
+    def build_options(self, trial: str, **others: Any) -> dict[str, Any]:
         """Return the run options that all stages share, with `others` added."""
         own = {
             "experiment_name": self.name,
@@ -56,7 +56,7 @@ class Demo:
         }
         return {**own, **others}
 
-    def run(self, config: Any, doing: str = "starting") -> Any:
+    def run_stage(self, config: Any, doing: str = "starting") -> Any:
         """Run one stage with a line of progress; add its seconds to `seconds`, by trial name."""
         from weft.launch.run import run
 
@@ -67,7 +67,7 @@ class Demo:
 
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
         """Complete every prompt of `rows` once; return the path of generations.jsonl."""
-        config = GenConfig(**self.options(trial, progress=False))
+        config = GenConfig(**self.build_options(trial, progress=False))
         config.model.path, config.model.init_from_scratch = (
             str(model),
             model == self.material / "model",
@@ -76,31 +76,35 @@ class Demo:
         config.dataset.train_bs_n_seqs = 400
         config.gen.max_new_tokens = 5
         config.gen.temperature = temperature
-        return self.run(config, "sampling").directory / "generations.jsonl"
+        return self.run_stage(config, "sampling").directory / "generations.jsonl"
 
-    def measure(self, stage: str, model: Path) -> float:
+    def measure_accuracy(self, stage: str, model: Path) -> float:
         """Return the share of correct answers sampled for the held-out problems."""
         rows = self.material / "held_out.jsonl"
-        self.accuracy[stage] = task.share_right(self.generate(model, rows, f"accuracy-{stage}"))
+        self.accuracy[stage] = task.compute_accuracy(
+            self.generate(model, rows, f"accuracy-{stage}")
+        )
         return self.accuracy[stage]
 
 
-def prepare(demo: Demo) -> None:
+def write_material(demo: Demo) -> None:
     """Write the problems, the teacher's answers, the tokenizer and the model's configuration."""
-    training, held_out = task.problems(demo.seed, HELD_OUT)
-    task.write_rows(demo.material / "sft.jsonl", task.lesson_rows(training, demo.seed, times=10))
-    task.write_rows(demo.material / "prompts.jsonl", task.prompt_rows(training))
-    task.write_rows(demo.material / "mistakes.jsonl", task.prompt_rows(training, times=3))
-    task.write_rows(demo.material / "held_out.jsonl", task.prompt_rows(held_out, times=4))
+    training, held_out = task.draw_problems(demo.seed, HELD_OUT)
+    task.write_rows(
+        demo.material / "sft.jsonl", task.build_lesson_rows(training, demo.seed, times=10)
+    )
+    task.write_rows(demo.material / "prompts.jsonl", task.build_prompt_rows(training))
+    task.write_rows(demo.material / "mistakes.jsonl", task.build_prompt_rows(training, times=3))
+    task.write_rows(demo.material / "held_out.jsonl", task.build_prompt_rows(held_out, times=4))
     task.write_model(demo.material / "model")
 
 
-def supervise(demo: Demo) -> Path:
+def train_sft(demo: Demo) -> Path:
     """Train with SFT from random weights.
 
     The model learns to add and to copy the teacher's errors.
     """
-    config = SFTConfig(**demo.options("sft", max_steps=400))
+    config = SFTConfig(**demo.build_options("sft", max_steps=400))
     config.model.path = str(demo.material / "model")
     config.model.init_from_scratch = True
     config.model.optimizer.lr = 1e-3
@@ -108,10 +112,10 @@ def supervise(demo: Demo) -> Path:
     config.model.optimizer.warmup_steps = 20
     config.dataset.train_path = str(demo.material / "sft.jsonl")
     config.dataset.train_bs_n_seqs = 128
-    return demo.run(config).checkpoint("model")
+    return demo.run_stage(config).checkpoint("model")
 
 
-def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
+def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     """Train a reward model that prefers correct sums to wrong ones.
 
     Wrong sums are the model's own mistakes, some sampled at a high temperature, and random digit
@@ -119,9 +123,9 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
     the last steps).
     """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
-    training, _ = task.problems(demo.seed, HELD_OUT)
-    rows = task.pair_rows(samples, training, demo.seed, times=30)
-    config = RWConfig(**demo.options("reward", max_steps=220))
+    training, _ = task.draw_problems(demo.seed, HELD_OUT)
+    rows = task.build_preference_rows(samples, training, demo.seed, times=30)
+    config = RWConfig(**demo.build_options("reward", max_steps=220))
     config.model.path = str(model)
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
@@ -129,14 +133,18 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
     config.rw.center = 0.01
     config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
-    result = demo.run(config)
+    result = demo.run_stage(config)
     shares = [line["train/accuracy"] for line in result.metrics]
-    return result.checkpoint("model"), shares[0], sum(shares[-LAST:]) / len(shares[-LAST:])
+    return (
+        result.checkpoint("model"),
+        shares[0],
+        sum(shares[-FINAL_STEPS:]) / len(shares[-FINAL_STEPS:]),
+    )
 
 
-def ppo(demo: Demo, model: Path, reward: Path) -> Path:
+def train_ppo(demo: Demo, model: Path, reward: Path) -> Path:
     """Train with PPO against the reward model, with a KL penalty to the supervised model."""
-    config = PPOConfig(**demo.options("ppo", max_steps=40))
+    config = PPOConfig(**demo.build_options("ppo", max_steps=40))
     for role in (config.actor, config.ref):
         role.path = str(model)
     for role in (config.critic, config.rew):
@@ -153,12 +161,12 @@ def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     config.ppo.ppo_n_minibatches = 2
     # Without a strong KL penalty PPO would exploit errors of the reward model.
     config.ppo.kl_ctl = 0.3
-    return demo.run(config).checkpoint("actor")
+    return demo.run_stage(config).checkpoint("actor")
 
 
-def grpo(demo: Demo, model: Path) -> Path:
+def train_grpo(demo: Demo, model: Path) -> Path:
     """Train with GRPO and the verifier: reward 1 for the correct number, else 0."""
-    config = GRPOConfig(**demo.options("grpo", max_steps=80))
+    config = GRPOConfig(**demo.build_options("grpo", max_steps=80))
     for role in (config.actor, config.ref):
         role.path = str(model)
     config.actor.optimizer.lr = 1e-4
@@ -171,40 +179,43 @@ def grpo(demo: Demo, model: Path) -> Path:
     config.grpo.ppo_n_minibatches = 2
     config.grpo.gen.max_new_tokens = 5
     config.reward = "gsm8k"
-    return demo.run(config).checkpoint("actor")
+    return demo.run_stage(config).checkpoint("actor")
 
 
-def walk(demo: Demo, say: Callable[[str], None]) -> None:
+def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
     """Run all stages and report the accuracy on held-out problems before and after each."""
-    prepare(demo)
+    write_material(demo)
     say("[bold]weft demo[/]: a small model learns to add, and surpasses its teacher.")
     say("Accuracy is the share of correct answers to 200 sums that no stage trains on.")
     say("")
     say("[bold]1. SFT[/]  random weights learn sums such as 47+8 from an unreliable teacher")
-    demo.measure("start", demo.material / "model")
-    actor = supervise(demo)
-    say(_rise(demo, "start", actor, "sft") + f"; the teacher is right in {task.RIGHT:.0%}")
+    demo.measure_accuracy("start", demo.material / "model")
+    actor = train_sft(demo)
+    say(
+        _format_rise(demo, "start", actor, "sft")
+        + f"; the teacher is right in {task.TEACHER_ACCURACY:.0%}"
+    )
     say("[bold]2. Reward model[/]  learns to prefer correct sums to the model's own mistakes")
-    reward, first, last = judge(demo, actor)
+    reward, first, last = train_reward_model(demo, actor)
     say(
         f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in "
         f"{format_duration(demo.seconds['reward'])}"
     )
     say("[bold]3. PPO[/]  with that reward model")
-    actor = ppo(demo, actor, reward)
-    say(_rise(demo, "sft", actor, "ppo"))
+    actor = train_ppo(demo, actor, reward)
+    say(_format_rise(demo, "sft", actor, "ppo"))
     say("[bold]4. GRPO[/]  with a verifier: 1 for the correct number, 0 otherwise")
-    actor = grpo(demo, actor)
-    say(_rise(demo, "ppo", actor, "grpo"))
+    actor = train_grpo(demo, actor)
+    say(_format_rise(demo, "ppo", actor, "grpo"))
 
 
-def _rise(demo: Demo, before: str, model: Path, stage: str) -> str:
+def _format_rise(demo: Demo, before: str, model: Path, stage: str) -> str:
     """Format the change in accuracy due to a stage."""
-    rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure(stage, model):.1%}[/]"
+    rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
     return f"   held-out accuracy {rise} in {format_duration(demo.seconds[stage])}"
 
 
-def conclude(demo: Demo, say: Callable[[str], None]) -> None:
+def print_conclusion(demo: Demo, say: Callable[[str], None]) -> None:
     """Print the time taken and next steps."""
     say("")
     say(
@@ -216,9 +227,9 @@ def conclude(demo: Demo, say: Callable[[str], None]) -> None:
     say(f"  logs    {demo.folder}/*/log.txt")
 
 
-def free_name(root: Path) -> str:
+def find_free_name(root: Path) -> str:
     """Return `demo`, or the first unused `demo-N`; earlier demos are never changed."""
-    names = [NAME, *(f"{NAME}-{i}" for i in range(2, 10_000))]
+    names = [FOLDER_NAME, *(f"{FOLDER_NAME}-{i}" for i in range(2, 10_000))]
     return next(name for name in names if not (root / name).exists())
 
 
@@ -233,11 +244,11 @@ def main(argv: list[str]) -> int:
     check_paths(given)
 
     root = Path(given.fileroot)
-    demo = Demo(root, free_name(root), given.seed)
+    demo = Demo(root, find_free_name(root), given.seed)
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         demo.console.print(line, soft_wrap=True)
 
-    walk(demo, say)
-    conclude(demo, say)
+    run_stages(demo, print_line)
+    print_conclusion(demo, print_line)
     return 0

@@ -12,7 +12,7 @@ from typing import Any
 from weft.writing import write
 
 CHARACTERS = "0123456789+="
-RIGHT = 0.55  # share of the teacher's answers that are correct
+TEACHER_ACCURACY = 0.55  # share of the teacher's answers that are correct
 # Each problem is answered on its own: the template renders only the messages from the last question
 # on.
 CHAT_TEMPLATE = (
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class AdditionProblem:
     """The sum of a two-digit and a one-digit number, `left` + `right`."""
 
     left: int
@@ -41,12 +41,12 @@ class Problem:
         return str(self.left + self.right)
 
 
-def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
+def draw_problems(seed: int, held_out: int) -> tuple[list[AdditionProblem], list[AdditionProblem]]:
     """Return all 810 problems in random order as (training problems, `held_out` others)."""
     every = []
     for left in range(10, 100):
         for right in range(1, 10):
-            every.append(Problem(left, right))
+            every.append(AdditionProblem(left, right))
     random.Random(seed).shuffle(every)
     return every[held_out:], every[:held_out]
 
@@ -57,15 +57,17 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prompt_rows(chosen: Iterable[Problem], times: int = 1) -> list[dict[str, Any]]:
+def build_prompt_rows(chosen: Iterable[AdditionProblem], times: int = 1) -> list[dict[str, Any]]:
     """Return rows of the `prompt` form with the answer for the verifier, `times` per problem."""
     return [{"prompt": p.prompt, "answer": p.answer} for p in chosen for _ in range(times)]
 
 
-def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[str, Any]]:
+def build_lesson_rows(
+    chosen: Iterable[AdditionProblem], seed: int, times: int
+) -> list[dict[str, Any]]:
     """Return `prompt_answer` rows of the unreliable teacher, `times` per problem.
 
-    A share `RIGHT` of the answers is correct.
+    A share `TEACHER_ACCURACY` of the answers is correct.
     """
     draw = random.Random(seed)
     result: list[dict[str, Any]] = []
@@ -74,13 +76,15 @@ def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[s
             result.append(
                 {
                     "prompt": p.prompt,
-                    "answer": p.answer if draw.random() < RIGHT else slip(p.answer, draw),
+                    "answer": p.answer
+                    if draw.random() < TEACHER_ACCURACY
+                    else change_digit(p.answer, draw),
                 }
             )
     return result
 
 
-def slip(answer: str, draw: random.Random) -> str:
+def change_digit(answer: str, draw: random.Random) -> str:
     """Return the answer with one digit replaced by a wrong one."""
     at = draw.randrange(len(answer))
     wrong = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
@@ -122,25 +126,25 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def share_right(generations: Path) -> float:
+def compute_accuracy(generations: Path) -> float:
     """Return the share of completions in a `generations.jsonl` that are exactly the sum."""
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
-    return sum(is_right(row["prompt"], row["completion"]) for row in rows) / len(rows)
+    return sum(is_correct(row["prompt"], row["completion"]) for row in rows) / len(rows)
 
 
-def is_right(prompt: str, completion: str) -> bool:
+def is_correct(prompt: str, completion: str) -> bool:
     """Return whether `completion` is the sum that `prompt` asks for; an end token is ignored."""
-    return completion.replace("</s>", "").strip() == right_sum(prompt)
+    return completion.replace("</s>", "").strip() == compute_sum(prompt)
 
 
-def right_sum(prompt: str) -> str:
+def compute_sum(prompt: str) -> str:
     """Return the correct answer to a prompt such as `47+8=`."""
     left, right = prompt.rstrip("=").split("+")
     return str(int(left) + int(right))
 
 
-def pair_rows(
-    generations: Path, chosen: Iterable[Problem], seed: int, times: int
+def build_preference_rows(
+    generations: Path, chosen: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
     """Return preference pairs of the correct sum over wrong ones.
 
@@ -153,11 +157,11 @@ def pair_rows(
     answers = [(row["prompt"], row["completion"].replace("</s>", "").strip()) for row in rows]
     for p in chosen:
         for _ in range(times):
-            answers.append((p.prompt, slip(p.answer, draw)))
+            answers.append((p.prompt, change_digit(p.answer, draw)))
     mistakes = dict.fromkeys(
-        (prompt, answer) for prompt, answer in answers if answer and not is_right(prompt, answer)
+        (prompt, answer) for prompt, answer in answers if answer and not is_correct(prompt, answer)
     )
     result: list[dict[str, Any]] = []
     for p, wrong in mistakes:
-        result.append({"prompt": p, "pos_answers": [right_sum(p)], "neg_answers": [wrong]})
+        result.append({"prompt": p, "pos_answers": [compute_sum(p)], "neg_answers": [wrong]})
     return result

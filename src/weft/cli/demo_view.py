@@ -17,7 +17,7 @@ from rich.table import Table
 from weft.observe.metrics import find_title, format_duration, format_number
 from weft.observe.pace import RunPace
 
-BAR = 30  # columns
+BAR_WIDTH = 30  # columns
 
 
 class StageView:
@@ -82,7 +82,7 @@ class StageView:
             )
         told.append(format_duration(pace.elapsed))
         bar = ProgressBar(
-            pace.total or 1, pace.done if pace.total else 0, width=BAR, complete_style="cyan"
+            pace.total or 1, pace.done if pace.total else 0, width=BAR_WIDTH, complete_style="cyan"
         )
         grid.add_row("  ", bar, "  ".join(told))
         yield grid

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli import _models
-from weft.cli.data_options import COPY, assignments_behind, named_options
-from weft.cli.parsing import Parser
+from weft.cli.data_options import COPY_PREFIX, add_dataset_options, take_assignments
+from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
 from weft.writing import resolve_destination
 
@@ -26,9 +26,9 @@ EPILOG = """examples:
   weft eval rm runs/E/T --datasets hh-rlhf --split valid"""
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    made = Parser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
+    made = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = made.add_subparsers(dest="command", metavar="{rm}", required=True)
     rm = commands.add_parser(
         "rm",
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--split",
         help="split of the data; for named datasets train or valid (default: both)",
     )
-    named_options(rm, modes=False)
+    add_dataset_options(rm, modes=False)
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     _models.add_options(rm)
@@ -63,25 +63,25 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for unusable input.
     """
-    given = parser().parse_args(list(argv))
+    given = build_parser().parse_args(list(argv))
     from weft.evaluation.reward_model import evaluate, summarize_by_category
 
     if given.out is not None:
         resolve_destination(given.out)  # raises before the model is loaded
-    tried = _tried(given)
-    opened = _models.scorer(given.model, given, "MODEL")
+    tried = _find_data(given)
+    opened = _models.load_scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
     for each in tried:
         called = each.name if each.name != each.path else ""
         rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
-        with _models.progress(each.name) as bar:
+        with _models.show_progress(each.name) as bar:
             groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
         found = summarize_by_category(groups)
         everything = summarize_by_category([replace(group, category="") for group in groups])[""]
         categories = {name: asdict(summary) for name, summary in found.items()}
         figures[each.name] = {"type": each.kind, "all": asdict(everything)}
         figures[each.name] |= {"categories": categories} if given.category else {}
-        _print(each.name, {**(found if given.category else {}), "all": everything})
+        _print_table(each.name, {**(found if given.category else {}), "all": everything})
     if given.out is not None:
         from weft.evaluation.sampling_report import write
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _EvaluationData:
     """A file or dataset on which the model is evaluated."""
 
     name: str
@@ -101,23 +101,27 @@ class _Tried:
     args: Mapping[str, Any]
 
 
-def _tried(given: argparse.Namespace) -> list[_Tried]:
+def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
     """Return the given files and the named datasets that are local.
 
     Raises `ConfigError` if there are none.
     """
-    words = [*given.data, *assignments_behind(given, "datasets")]
+    words = [*given.data, *take_assignments(given, "datasets")]
     of_names = []
     for word in words:
-        if word.startswith((COPY, "datasets.")):
+        if word.startswith((COPY_PREFIX, "datasets.")):
             of_names.append(word)
-    args = _arguments([word for word in words if "=" in word and word not in of_names])
+    args = _parse_arguments([word for word in words if "=" in word and word not in of_names])
     paths = [word for word in words if "=" not in word]
     tried = []
     for path in paths:
-        tried.append(_Tried(path, path, given.type or _kind(path, given.split), given.split, args))
+        tried.append(
+            _EvaluationData(
+                path, path, given.type or _guess_form(path, given.split), given.split, args
+            )
+        )
     if given.datasets or of_names:
-        tried += _by_name(given, of_names, args)
+        tried += _prepare_named_data(given, of_names, args)
     if not tried:
         raise ConfigError(
             "weft eval rm: no data are named; name a file, a folder or a hub name, or --datasets "
@@ -126,38 +130,40 @@ def _tried(given: argparse.Namespace) -> list[_Tried]:
     return tried
 
 
-def _by_name(
+def _prepare_named_data(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
-) -> list[_Tried]:
+) -> list[_EvaluationData]:
     """Return named datasets as files of rows, read as for training a reward model."""
     from weft.cli import named_data, overrides
-    from weft.cli.stacked_data import Settings, by_name
+    from weft.cli.stacked_data import NamedDataSettings, group_by_dataset
     from weft.data.named.prepare import ValidationSplit, find_cache_root, prepare
     from weft.data.spec import DatasetSpec
 
     copies = []
     for word in words:
-        if word.startswith(COPY):
-            copies.append(word.removeprefix(COPY))
-    parameters, _ = by_name(overrides.parse([word for word in words if not word.startswith(COPY)]))
-    settings = Settings((), copies[-1] if copies else None, parameters)
+        if word.startswith(COPY_PREFIX):
+            copies.append(word.removeprefix(COPY_PREFIX))
+    parameters, _ = group_by_dataset(
+        overrides.parse([word for word in words if not word.startswith(COPY_PREFIX)])
+    )
+    settings = NamedDataSettings((), copies[-1] if copies else None, parameters)
     spec = DatasetSpec()
     if given.split not in (None, "train", "valid"):
         raise ConfigError(f"--split {given.split}: must be train or valid for named datasets")
     tried = []
     for source in named_data.allow(
-        named_data.sources(given.datasets or [], "rm", spec, settings), spec, given.yes
+        named_data.resolve_sources(given.datasets or [], "rm", spec, settings), spec, given.yes
     ):
         own = replace(source, args={**args, **source.args})
         made = prepare(own, "rm", find_cache_root(None), ValidationSplit()).source
         for split, path in (("train", made.path), ("valid", made.valid_path)):
             if path and given.split in (None, split):
                 name = str(source.named) if split == "train" else f"{source.named} (valid)"
-                tried.append(_Tried(name, path, str(made.type), None, made.args))
+                tried.append(_EvaluationData(name, path, str(made.type), None, made.args))
     return tried
 
 
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
+def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     import yaml
 
     result: dict[str, Any] = {}
@@ -166,7 +172,7 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def _kind(path: str, split: str | None) -> str:
+def _guess_form(path: str, split: str | None) -> str:
     """Return the form of the first row.
 
     Raises `ConfigError` if the row has no ranked replies.
@@ -189,7 +195,7 @@ def _kind(path: str, split: str | None) -> str:
     return found
 
 
-def _print(path: str, found: dict[str, Any]) -> None:
+def _print_table(path: str, found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 CHARACTERS = "0123456789+="
-SPECIAL = ("<pad>", "</s>", "<unk>")
-TEXT_SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
+TEXT_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 # share of correct SFT answers; below 1, so that training with a reward can improve the model
-RIGHT = 0.7
-LESSONS = 8  # SFT rows per sum
+CORRECT_SHARE = 0.7
+ROWS_PER_SUM = 8  # SFT rows per sum
 SEED = 1
 # Each sum is answered on its own: the template renders only the messages from the last question on.
 CHAT_TEMPLATE = (
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """Sizes of a Llama model."""
 
     hidden: int
@@ -44,15 +44,15 @@ class Shape:
     tied: bool
 
 
-SUMS = Shape(hidden=96, inner=288, layers=3, heads=4, kv_heads=4, context=64, tied=True)
-TEXT = Shape(hidden=32, inner=64, layers=2, heads=4, kv_heads=2, context=512, tied=False)
+SUMS_SHAPE = LlamaShape(hidden=96, inner=288, layers=3, heads=4, kv_heads=4, context=64, tied=True)
+TEXT_SHAPE = LlamaShape(hidden=32, inner=64, layers=2, heads=4, kv_heads=2, context=512, tied=False)
 TEXT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def files() -> dict[str, bytes]:
+def build_files() -> dict[str, bytes]:
     """Return path -> contents of every file; paths are relative to the folder written."""
     sums = []
     for left in range(10):
@@ -61,70 +61,87 @@ def files() -> dict[str, bytes]:
     draw = random.Random(SEED)
     draw.shuffle(sums)
     lessons = []
-    for each in sums * LESSONS:
-        lessons.append((each, _answer(each) if draw.random() < RIGHT else _slip(each, draw)))
+    for each in sums * ROWS_PER_SUM:
+        lessons.append(
+            (
+                each,
+                _format_answer(each)
+                if draw.random() < CORRECT_SHARE
+                else _draw_wrong_answer(each, draw),
+            )
+        )
     draw.shuffle(lessons)
-    slips = sorted({(each, _slip(each, draw)) for each in sums * 6})
+    slips = sorted({(each, _draw_wrong_answer(each, draw)) for each in sums * 6})
     draw.shuffle(slips)
     rows: dict[str, list[dict[str, Any]]] = {
-        "sft.jsonl": [{"prompt": _asked(each), "answer": answer} for each, answer in lessons],
-        "chat.jsonl": [{"messages": _talk(each, answer)} for each, answer in lessons[:100]],
+        "sft.jsonl": [
+            {"prompt": _format_prompt(each), "answer": answer} for each, answer in lessons
+        ],
+        "chat.jsonl": [
+            {"messages": _build_conversation(each, answer)} for each, answer in lessons[:100]
+        ],
         "pairs.jsonl": [
-            {"prompt": _asked(each), "chosen": _answer(each), "rejected": wrong}
+            {"prompt": _format_prompt(each), "chosen": _format_answer(each), "rejected": wrong}
             for each, wrong in slips
         ],
-        "prompts.jsonl": [{"prompt": _asked(each), "answer": _answer(each)} for each in sums],
+        "prompts.jsonl": [
+            {"prompt": _format_prompt(each), "answer": _format_answer(each)} for each in sums
+        ],
     }
-    models = {"model": _sums_model(), "text-model": _text_model()}
-    return {name: _lines(each) for name, each in rows.items()} | {
+    models = {"model": _build_sums_model(), "text-model": _build_text_model()}
+    return {name: _encode_lines(each) for name, each in rows.items()} | {
         f"{folder}/{name}": content
         for folder, made in models.items()
         for name, content in made.items()
     }
 
 
-def _asked(each: tuple[int, int]) -> str:
+def _format_prompt(each: tuple[int, int]) -> str:
     return f"{each[0]}+{each[1]}="
 
 
-def _answer(each: tuple[int, int]) -> str:
+def _format_answer(each: tuple[int, int]) -> str:
     return str(sum(each))
 
 
-def _slip(each: tuple[int, int], draw: random.Random) -> str:
+def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
     """Return a wrong answer close to the correct one."""
     return str(
         draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
     )
 
 
-def _talk(each: tuple[int, int], answer: str) -> list[dict[str, str]]:
+def _build_conversation(each: tuple[int, int], answer: str) -> list[dict[str, str]]:
     return [
-        {"role": "user", "content": _asked(each).rstrip("=")},
+        {"role": "user", "content": _format_prompt(each).rstrip("=")},
         {"role": "assistant", "content": answer},
     ]
 
 
-def _lines(rows: Iterable[dict[str, Any]]) -> bytes:
+def _encode_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def _sums_model() -> dict[str, bytes]:
+def _build_sums_model() -> dict[str, bytes]:
     """Return the files of a random Llama with about 400,000 weights and a character tokenizer."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     pattern = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
     core = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
-    tokenizer = _tokenizer(vocabulary, SPECIAL, pattern, {"type": "Fuse"}, core)
-    return _model(SUMS, vocabulary, tokenizer, {**special, "chat_template": CHAT_TEMPLATE})
+    tokenizer = _build_tokenizer(vocabulary, SPECIAL_TOKENS, pattern, {"type": "Fuse"}, core)
+    return _build_model_files(
+        SUMS_SHAPE, vocabulary, tokenizer, {**special, "chat_template": CHAT_TEMPLATE}
+    )
 
 
-def _text_model() -> dict[str, bytes]:
+def _build_text_model() -> dict[str, bytes]:
     """Return the files of a random Llama with about 40,000 weights and a byte tokenizer.
 
     It has a chat template.
     """
-    vocabulary = {token: i for i, token in enumerate([*TEXT_SPECIAL, *_letters_of_bytes()])}
+    vocabulary = {
+        token: i for i, token in enumerate([*TEXT_SPECIAL_TOKENS, *_list_byte_characters()])
+    }
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     level = {
         "type": "ByteLevel",
@@ -133,11 +150,13 @@ def _text_model() -> dict[str, bytes]:
         "use_regex": True,
     }
     core = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    tokenizer = _tokenizer(vocabulary, TEXT_SPECIAL, level, level, core)
-    return _model(TEXT, vocabulary, tokenizer, {**special, "chat_template": TEXT_TEMPLATE})
+    tokenizer = _build_tokenizer(vocabulary, TEXT_SPECIAL_TOKENS, level, level, core)
+    return _build_model_files(
+        TEXT_SHAPE, vocabulary, tokenizer, {**special, "chat_template": TEXT_TEMPLATE}
+    )
 
 
-def _letters_of_bytes() -> list[str]:
+def _list_byte_characters() -> list[str]:
     """Return the character that represents each byte in byte-level vocabularies.
 
     Printable bytes represent themselves; the others use characters from U+0100 on (Radford et al.
@@ -152,8 +171,8 @@ def _letters_of_bytes() -> list[str]:
     return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
 
 
-def _model(
-    shape: Shape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
+def _build_model_files(
+    shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
 ) -> dict[str, bytes]:
     """Return the files of a Llama with random weights; `named` has special tokens and template."""
     from safetensors.numpy import save
@@ -185,18 +204,18 @@ def _model(
         "model_max_length": shape.context,
     }
     return {
-        "config.json": _json(config),
+        "config.json": _encode_json(config),
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": _json(more),
-        "model.safetensors": save(_weights(shape, len(vocabulary)), metadata={"format": "pt"}),
+        "tokenizer_config.json": _encode_json(more),
+        "model.safetensors": save(_draw_weights(shape, len(vocabulary)), metadata={"format": "pt"}),
     }
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _tokenizer(
+def _build_tokenizer(
     vocabulary: dict[str, int],
     special: Iterable[str],
     pieces: Any,
@@ -211,7 +230,7 @@ def _tokenizer(
         "normalized": False,
         "special": True,
     }
-    return _json(
+    return _encode_json(
         {
             "version": "1.0",
             "truncation": None,
@@ -228,7 +247,7 @@ def _tokenizer(
     )
 
 
-def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
+def _draw_weights(shape: LlamaShape, vocabulary: int) -> dict[str, Any]:
     """Return name -> random weight.
 
     `RandomState` draws the same numbers in every version of numpy.
@@ -238,21 +257,21 @@ def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
     draw = np.random.RandomState(SEED)
     bound = 0.02 * 3**0.5
 
-    def matrix(rows: int, columns: int) -> Any:
+    def draw_matrix(rows: int, columns: int) -> Any:
         return draw.uniform(-bound, bound, (rows, columns)).astype(np.float32)
 
     hidden, narrow = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
-    weights = {"model.embed_tokens.weight": matrix(vocabulary, hidden)}
+    weights = {"model.embed_tokens.weight": draw_matrix(vocabulary, hidden)}
     for layer in range(shape.layers):
         own = f"model.layers.{layer}"
         for name, rows in (("q", hidden), ("k", narrow), ("v", narrow), ("o", hidden)):
-            weights[f"{own}.self_attn.{name}_proj.weight"] = matrix(rows, hidden)
+            weights[f"{own}.self_attn.{name}_proj.weight"] = draw_matrix(rows, hidden)
         for name in ("gate", "up"):
-            weights[f"{own}.mlp.{name}_proj.weight"] = matrix(shape.inner, hidden)
-        weights[f"{own}.mlp.down_proj.weight"] = matrix(hidden, shape.inner)
+            weights[f"{own}.mlp.{name}_proj.weight"] = draw_matrix(shape.inner, hidden)
+        weights[f"{own}.mlp.down_proj.weight"] = draw_matrix(hidden, shape.inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{own}.{name}.weight"] = np.ones(hidden, np.float32)
     weights["model.norm.weight"] = np.ones(hidden, np.float32)
     if shape.tied:
         return weights
-    return {**weights, "lm_head.weight": matrix(vocabulary, hidden)}
+    return {**weights, "lm_head.weight": draw_matrix(vocabulary, hidden)}

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft import writing
-from weft.cli.ls import size
-from weft.cli.parsing import Parser, helped
+from weft.cli.ls import format_size
+from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
 from weft.experiments._common_options import EXAMPLES
 
-FIRST = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
-WHAT = {
+FIRST_COMMAND = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
+DESCRIPTIONS = {
     "sft.jsonl": "prompts with answers, three of ten wrong: sft",
     "chat.jsonl": "the same rows as conversations: sft with dataset.type=chat",
     "pairs.jsonl": "a correct and a wrong answer to each prompt: rw, dpo",
@@ -29,38 +29,41 @@ WHAT = {
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft examples ...`; return 0. Raises `ConfigError` for a file with other content."""
-    parser = Parser(prog="weft examples", description=__doc__)
+    parser = CommandParser(prog="weft examples", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{ls,write}", required=True)
     commands.add_parser("ls", help="list the files")
     writing = commands.add_parser("write", help="write the files to a folder")
     writing.add_argument("folder", type=Path, metavar="DIR", help="a new folder, such as data")
-    if helped(parser, argv):
+    if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
-    from weft.cli.example_files import files
+    from weft.cli.example_files import build_files
 
-    made = files()
+    made = build_files()
     if given.command == "write":
-        write(given.folder, made)
+        write_files(given.folder, made)
         print(f"written to {given.folder}:")
-    for name, what in WHAT.items():
+    for name, what in DESCRIPTIONS.items():
         parts = []
         for path, content in made.items():
             if path.split("/")[0] == name:
                 parts.append(content)
-        print(f"  {name:15}{size(sum(map(len, parts))):>8}  {what}")
+        print(f"  {name:15}{format_size(sum(map(len, parts))):>8}  {what}")
     print(
         "\nBegin with:"
         if given.command == "write"
         else "\nweft examples write data writes the files; then begin with:"
     )
     print(
-        "  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/")
+        "  "
+        + FIRST_COMMAND.replace(
+            "=data/", f"={given.folder if given.command == 'write' else 'data'}/"
+        )
     )
     return 0
 
 
-def write(folder: Path, made: dict[str, bytes]) -> None:
+def write_files(folder: Path, made: dict[str, bytes]) -> None:
     """Write the files that do not exist yet.
 
     Raises `ConfigError`, before anything is written, if a file exists with other content.
@@ -69,7 +72,7 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
         raise ConfigError(f"{folder} is a file; name a folder")
     other = []
     for name, content in made.items():
-        if not _is_free(folder / name, content):
+        if not _can_write(folder / name, content):
             other.append(name)
     if other:
         raise ConfigError(
@@ -87,7 +90,7 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
         ) from error
 
 
-def _is_free(path: Path, content: bytes) -> bool:
+def _can_write(path: Path, content: bytes) -> bool:
     """Return whether the file is missing or already has this content."""
     if path.is_symlink() or not path.exists():
         return not path.is_symlink()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.cli.aliases import spellings_of
+from weft.cli.aliases import map_spellings
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, find_nearest
 from weft.experiments._common_options import EXAMPLES, find_common_options
@@ -22,7 +22,7 @@ from weft.experiments.common import RunConfig
 from weft.options import OptionDescription, iterate_options
 
 USAGE = "weft quickstart {name} experiment_name=E trial_name=T key=value ..."
-ALL = "all"
+ALL_GROUPS = "all"
 FLAGS = {
     "--help [GROUP]": "the common options, all options (--help all), or those of one group (--help {group})",
     "--cfg job": "print the resolved configuration as YAML and stop",
@@ -38,38 +38,38 @@ FLAGS = {
     "--import NAME": "import a module or FILE.py that registers names (can be repeated)",
     "--debug": "show the traceback of an error",
 }
-REQUIRED = ("experiment_name", "trial_name")
+REQUIRED_OPTIONS = ("experiment_name", "trial_name")
 GRAMMAR = (
     "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote texts with spaces, "
     "commas or brackets: 'key=\"a, b\"'. ${other.option} means that option's value, ~key restores the default."
 )
 OPTIMIZER = "optimizer"
-WIDEST = 160  # maximum columns; longer lines are hard to read
+MAX_WIDTH = 160  # maximum columns; longer lines are hard to read
 # minimum terminal columns for the wide name column, which fits all common options
-WIDE = 110
-NARROW_NAMES = 24
-WIDE_NAMES = 40  # width of the name column
-BRIEF = 100  # maximum characters of a short description
-SUGGESTED = 8
+WIDE_TERMINAL = 110
+NARROW_NAME_WIDTH = 24
+WIDE_NAME_WIDTH = 40  # width of the name column
+MAX_BRIEF_LENGTH = 100  # maximum characters of a short description
+MAX_SUGGESTIONS = 8
 
 
 @dataclass(frozen=True)
-class Sheet:
+class OptionSheet:
     """Options of one configuration, formatted for a given width."""
 
     name: str
     config: Any
     width: int
 
-    def options(self) -> list[OptionDescription]:
+    def list_options(self) -> list[OptionDescription]:
         """Return the options that have an effect: roles that are not trained have no optimizer."""
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):
-            if not self._idle(leaf.name):
+            if not self._is_without_effect(leaf.name):
                 result.append(leaf)
         return result
 
-    def _idle(self, name: str) -> bool:
+    def _is_without_effect(self, name: str) -> bool:
         role, _, rest = name.partition(".")
         if not isinstance(self.config, RunConfig) or not rest.startswith(f"{OPTIMIZER}."):
             return False
@@ -78,29 +78,31 @@ class Sheet:
             and role not in self.config.trained_roles
         )
 
-    def title(self) -> list[str]:
-        about = textwrap.wrap(described(type(self.config)), self.width)
+    def format_title(self) -> list[str]:
+        about = textwrap.wrap(describe_config(type(self.config)), self.width)
         return [USAGE.format(name=self.name), "", *about, *([""] if about else [])]
 
-    def section(
+    def format_section(
         self, title: str, options: Sequence[OptionDescription], *, brief: bool = False
     ) -> Iterator[str]:
         """Yield a heading and an entry per option; `brief` shortens texts and omits types."""
-        left = WIDE_NAMES if self.width >= WIDE else NARROW_NAMES
+        left = WIDE_NAME_WIDTH if self.width >= WIDE_TERMINAL else NARROW_NAME_WIDTH
         if isinstance(self.config, RunConfig):
-            spelled = spellings_of(self.config)
+            spelled = map_spellings(self.config)
         else:
             spelled = {}
         yield title
         for leaf in options:
-            yield from self._entry(
+            yield from self._format_entry(
                 leaf.name,
-                _meaning(leaf, spelled.get(leaf.name, ()), self.needed(), brief=brief),
+                _describe_option(
+                    leaf, spelled.get(leaf.name, ()), self.list_required_options(), brief=brief
+                ),
                 left,
             )
         yield ""
 
-    def _entry(self, name: str, text: str, left: int) -> Iterator[str]:
+    def _format_entry(self, name: str, text: str, left: int) -> Iterator[str]:
         indent = " " * (left + 4)
         lines = textwrap.wrap(
             text,
@@ -115,21 +117,21 @@ class Sheet:
             lines[0] = f"  {name:{left}}  {lines[0].strip()}"
         yield from lines
 
-    def flags(self, group: str) -> Iterator[str]:
+    def format_flags(self, group: str) -> Iterator[str]:
         for flag, what in FLAGS.items():
-            yield from self._entry(flag, what.format(group=group), 18)
+            yield from self._format_entry(flag, what.format(group=group), 18)
         yield ""
         yield from textwrap.wrap(GRAMMAR, self.width, break_on_hyphens=False)
         yield ""
 
-    def needed(self) -> tuple[str, ...]:
+    def list_required_options(self) -> tuple[str, ...]:
         """Options that must be set for a run to start."""
         if not isinstance(self.config, RunConfig):
-            return REQUIRED
-        return (*REQUIRED, f"{self.config.main_role}.path", "dataset.path")
+            return REQUIRED_OPTIONS
+        return (*REQUIRED_OPTIONS, f"{self.config.main_role}.path", "dataset.path")
 
 
-def described(config: type) -> str:
+def describe_config(config: type) -> str:
     """Return the first paragraph of a configuration's docstring.
 
     The signature that dataclasses without a docstring get is ignored.
@@ -140,53 +142,55 @@ def described(config: type) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def terminal_width() -> int:
+def get_terminal_width() -> int:
     """Return the columns of the terminal, limited to a readable width."""
-    return max(60, min(WIDEST, shutil.get_terminal_size().columns))
+    return max(60, min(MAX_WIDTH, shutil.get_terminal_size().columns))
 
 
-def quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
+def format_quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
     """Return the help page of a quickstart: common options, `all`, or one group.
 
     `group` is a prefix of dotted names. Raises `ConfigError` for an unknown group, listing the
     options whose names contain the word.
     """
-    sheet = Sheet(name, config, width)
+    sheet = OptionSheet(name, config, width)
     if not group and isinstance(config, RunConfig) and (chosen := find_common_options(config)):
-        lines = list(_short(sheet, chosen))
-    elif group in ("", ALL):
-        lines = list(_everything(sheet))
+        lines = list(_format_common_options(sheet, chosen))
+    elif group in ("", ALL_GROUPS):
+        lines = list(_format_all_options(sheet))
     else:
-        lines = list(_group(sheet, group))
+        lines = list(_format_group(sheet, group))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _short(sheet: Sheet, chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    by_name = {leaf.name: leaf for leaf in sheet.options()}
-    yield from sheet.title()
+def _format_common_options(
+    sheet: OptionSheet, chosen: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    by_name = {leaf.name: leaf for leaf in sheet.list_options()}
+    yield from sheet.format_title()
     for title, names in chosen.items():
-        yield from sheet.section(title, [by_name[name] for name in names], brief=True)
+        yield from sheet.format_section(title, [by_name[name] for name in names], brief=True)
     example = EXAMPLES.get(sheet.config.algorithm)
     if example is not None:
         yield "example, on the data of `weft examples write data`"
         trial = sheet.config.algorithm.replace("_", "-")
         command = f"weft quickstart {sheet.name} experiment_name=first trial_name={trial} {example}"
-        yield from command_lines(command.split(), sheet.width)
+        yield from split_command(command.split(), sheet.width)
         yield ""
     yield "more"
     all_help = f"weft quickstart {sheet.name} --help all"
     one = sheet.config.generation or sheet.config.algorithm or "dataset"
     rest = {
         all_help: f"every option ({len(by_name)})",
-        f"weft quickstart {sheet.name} --help {one}": f"one group: {', '.join(groups(by_name))}",
+        f"weft quickstart {sheet.name} --help {one}": f"one group: {', '.join(list_groups(by_name))}",
         "--dry-run, --cfg job": "at the end of a command: print the plan, or the configuration, and stop",
     }
     left = max(map(len, rest))
     for name, what in rest.items():
-        yield from sheet._entry(name, what, left)
+        yield from sheet._format_entry(name, what, left)
 
 
-def command_lines(words: Sequence[str], width: int) -> Iterator[str]:
+def split_command(words: Sequence[str], width: int) -> Iterator[str]:
     """Split a command over several lines that can be pasted into a shell; no word is cut."""
     line = " "
     for word in map(shlex.quote, words):
@@ -197,33 +201,35 @@ def command_lines(words: Sequence[str], width: int) -> Iterator[str]:
     yield line
 
 
-def _everything(sheet: Sheet) -> Iterator[str]:
-    options = sheet.options()
-    names = groups([leaf.name for leaf in options])
-    yield from sheet.title()
-    yield from sheet.flags("dataset" if "dataset" in names else (names or ["GROUP"])[0])
+def _format_all_options(sheet: OptionSheet) -> Iterator[str]:
+    options = sheet.list_options()
+    names = list_groups([leaf.name for leaf in options])
+    yield from sheet.format_title()
+    yield from sheet.format_flags("dataset" if "dataset" in names else (names or ["GROUP"])[0])
     own = [leaf for leaf in options if "." not in leaf.name]
     if own:
-        yield from sheet.section("run and algorithm", own)
+        yield from sheet.format_section("run and algorithm", own)
     for group in names:
-        yield from sheet.section(
+        yield from sheet.format_section(
             group, [leaf for leaf in options if leaf.name.startswith(f"{group}.")]
         )
 
 
-def _group(sheet: Sheet, group: str) -> Iterator[str]:
-    options = sheet.options()
+def _format_group(sheet: OptionSheet, group: str) -> Iterator[str]:
+    options = sheet.list_options()
     found = []
     for leaf in options:
         if leaf.name == group or leaf.name.startswith(f"{group}."):
             found.append(leaf)
     if not found:
-        raise _no_group(sheet, group, options)
-    yield from sheet.title()
-    yield from sheet.section(group, found)
+        raise _build_group_error(sheet, group, options)
+    yield from sheet.format_title()
+    yield from sheet.format_section(group, found)
 
 
-def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) -> ConfigError:
+def _build_group_error(
+    sheet: OptionSheet, group: str, options: Sequence[OptionDescription]
+) -> ConfigError:
     """Return the error for an unknown group, with suggestions."""
     names = [leaf.name for leaf in iterate_options(sheet.config)]
     if any(name.startswith(f"{group}.") for name in names):
@@ -232,7 +238,7 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) ->
             f"--help {group}: {role} is not trained in {sheet.name}, and has no optimizer"
         )
     if isinstance(sheet.config, RunConfig):
-        spelled = spellings_of(sheet.config)
+        spelled = map_spellings(sheet.config)
     else:
         spelled = {}
     close = [leaf for leaf in options if group in spelled.get(leaf.name, ())]
@@ -243,9 +249,11 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) ->
     inside = [leaf for leaf in options if group in leaf.name]
     matching = list({leaf.name: leaf for leaf in (*close, *words, *inside)}.values())
     if matching:
-        listed = [f"  {leaf.name}: {first_clause(leaf.help)}" for leaf in matching[:SUGGESTED]]
-        if len(matching) > SUGGESTED:
-            more = [f"  and {len(matching) - SUGGESTED} more"]
+        listed = [
+            f"  {leaf.name}: {shorten_to_clause(leaf.help)}" for leaf in matching[:MAX_SUGGESTIONS]
+        ]
+        if len(matching) > MAX_SUGGESTIONS:
+            more = [f"  and {len(matching) - MAX_SUGGESTIONS} more"]
         else:
             more = []
         return ConfigError(
@@ -253,24 +261,28 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[OptionDescription]) ->
                 [f"--help {group}: no such group; options with this in their name:", *listed, *more]
             )
         )
-    near = find_nearest(group, [*_all_groups(names), *names])
+    near = find_nearest(group, [*_list_nested_groups(names), *names])
     return ConfigError(
         f"--help {group}: no such group; "
-        + (f"did you mean {' or '.join(near)}?" if near else f"groups: {', '.join(groups(names))}")
+        + (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"groups: {', '.join(list_groups(names))}"
+        )
     )
 
 
-def groups(names: Iterable[str]) -> list[str]:
+def list_groups(names: Iterable[str]) -> list[str]:
     """Return the first parts of dotted names, each once, in order."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
 
 
-def _all_groups(names: Iterable[str]) -> list[str]:
+def _list_nested_groups(names: Iterable[str]) -> list[str]:
     parts = [name.split(".") for name in names]
     return sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part))})
 
 
-def _meaning(
+def _describe_option(
     leaf: OptionDescription, spelled: Sequence[str], needed: Sequence[str], *, brief: bool
 ) -> str:
     """Return an option's description, with its default and other spellings in brackets."""
@@ -278,26 +290,26 @@ def _meaning(
     if leaf.name in needed and leaf.default in (None, ""):
         facts.append("required")
     elif not brief or leaf.default not in (None, "", [], {}):
-        facts.append(f"default {shown(leaf.default)}")
+        facts.append(f"default {format_value(leaf.default)}")
     if spelled:
         facts.append(f"also: {', '.join(spelled)}")
-    text = first_clause(leaf.help) if brief else leaf.help
+    text = shorten_to_clause(leaf.help) if brief else leaf.help
     return f"{text} [{'; '.join(facts)}]" if facts else text
 
 
-def first_clause(text: str) -> str:
+def shorten_to_clause(text: str) -> str:
     """Shorten a help text to its first clause or to as many clauses as fit."""
-    if len(text) <= BRIEF:
+    if len(text) <= MAX_BRIEF_LENGTH:
         return text
     text = text.split("; ", 1)[0]
-    if len(text) <= BRIEF:
+    if len(text) <= MAX_BRIEF_LENGTH:
         return text
-    if ", " in text[:BRIEF]:
-        return f"{text[: text.rfind(', ', 0, BRIEF)]}, ..."
+    if ", " in text[:MAX_BRIEF_LENGTH]:
+        return f"{text[: text.rfind(', ', 0, MAX_BRIEF_LENGTH)]}, ..."
     return text
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a default as on the command line."""
     if value is None:
         return "null"
@@ -306,7 +318,7 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def show(page: str) -> None:
+def print_page(page: str) -> None:
     """Print a page, with highlighted headings on a terminal."""
     if not sys.stdout.isatty():
         print(page, end="")

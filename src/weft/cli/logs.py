@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.cli.named_run import add_run, given_run
-from weft.cli.parsing import Parser
+from weft.cli.named_run import add_run, find_given_run
+from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
 from weft.observe.logs import LogFile, LogFollower, LoggedFailure, find_failures, find_log_files
 
@@ -17,7 +17,7 @@ QUIET_POLLS = 4  # polls without a new line before an inactive run counts as fin
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft logs ...`; return 0. Raises `UserError` for an unknown run or worker."""
-    parser = Parser(
+    parser = CommandParser(
         prog="weft logs", description="Show the logs of a run, starting with its first failure."
     )
     add_run(parser)
@@ -35,47 +35,49 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.lines < 0:
         raise ConfigError(f"--lines {given.lines}: must be at least 0 (no lines)")
-    run = given_run(given, "logs")
+    run = find_given_run(given, "logs")
 
-    def files() -> list[LogFile]:
+    def list_files() -> list[LogFile]:
         result: list[LogFile] = []
         for file in find_log_files(run):
             if given.worker is None or file.worker == given.worker:
                 result.append(file)
         return result
 
-    chosen = files()
+    chosen = list_files()
     if not chosen and not given.follow:
-        raise ConfigError(_nothing(run, given.worker))
+        raise ConfigError(_explain_missing_log(run, given.worker))
     follower = LogFollower(chosen)
-    _show(run, chosen, given.lines)
+    _print_logs(run, chosen, given.lines)
     if given.follow:
-        _follow(run, follower, files)
+        _print_new_lines(run, follower, list_files)
     return 0
 
 
-def _show(run: Path, files: Sequence[LogFile], lines: int) -> None:
+def _print_logs(run: Path, files: Sequence[LogFile], lines: int) -> None:
     from weft.launch.status import format_status, read_run_status
 
     print(format_status(run))
     # Earlier failures were resolved by a restart.
     found = [] if read_run_status(run) == "finished" else find_failures(files)
     if found:
-        print(f"\nfirst failure: {_place(found[0])}")
+        print(f"\nfirst failure: {_format_location(found[0])}")
         print("\n".join(f"    {line}" for line in found[0].text))
         for each in found[1:]:
-            print(f"then: {_place(each)}: {each.summary.strip()}")
+            print(f"then: {_format_location(each)}: {each.summary.strip()}")
     for file in files:
         last = file.read_lines()[-lines:] if lines > 0 else []
         print(f"\n== {file.name} ({file.path})")
         print("\n".join(last))
 
 
-def _place(found: LoggedFailure) -> str:
+def _format_location(found: LoggedFailure) -> str:
     return f"{found.file.name}, line {found.line}"
 
 
-def _follow(run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFile]]) -> None:
+def _print_new_lines(
+    run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFile]]
+) -> None:
     """Print new lines until no process works on the run."""
     from weft.launch.status import is_alive
 
@@ -90,7 +92,7 @@ def _follow(run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFi
         time.sleep(POLL_SECONDS)
 
 
-def _nothing(run: Path, worker: int | None) -> str:
+def _explain_missing_log(run: Path, worker: int | None) -> str:
     there = find_log_files(run)
     if not there:
         return f"{run} has no log yet; --follow waits for one"

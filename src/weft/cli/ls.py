@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.observe.metrics import find_title, format_number
 from weft.observe.run_list import RunSummary, count_tree_bytes, list_runs
@@ -32,19 +32,19 @@ COLORS = {
     "failed": "red",
     "unfinished": "yellow",
 }
-UNFINISHED_FIRST = ("running", "failed", "unfinished", "stopped", "finished")
+DEMO_STATUS_ORDER = ("running", "failed", "unfinished", "stopped", "finished")
 # names of `weft demo` folders, and of its files next to the runs
-DEMO = re.compile(r"demo(-\d+)?")
+DEMO_FOLDER = re.compile(r"demo(-\d+)?")
 MATERIAL = "material"
-WIDE = 110  # minimum columns for showing less important columns
-PIPED = 200  # width if the output is not a terminal and COLUMNS is not set
-LEAST = 24  # a run's name keeps this width before other columns are dropped
+WIDE_TERMINAL = 110  # minimum columns for showing less important columns
+PIPED_WIDTH = 200  # width if the output is not a terminal and COLUMNS is not set
+MIN_NAME_WIDTH = 24  # a run's name keeps this width before other columns are dropped
 GAP = 2  # spaces between columns
-WORDY = ("run", "metric")  # columns that can be truncated
+TRUNCATABLE_COLUMNS = ("run", "metric")  # columns that can be truncated
 # columns to drop in a narrow terminal, in this order
-LESSER = ("metric", "written", "size", "age", "algorithm")
+DROPPABLE_COLUMNS = ("metric", "written", "size", "age", "algorithm")
 UNKNOWN = "–"
-SORTS: dict[str, Callable[[RunSummary], Any]] = {
+SORT_KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "age": lambda run: -(run.changed or 0.0),
     "name": lambda run: (run.experiment, run.trial),
     "status": lambda run: STATUSES.index(run.status) if run.status in STATUSES else len(STATUSES),
@@ -62,12 +62,15 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft ls`; return 0. Raises `ConfigError` for an unknown folder, sort key or status."""
-    parser = Parser(prog="weft ls", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(prog="weft ls", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)"
     )
     parser.add_argument(
-        "--sort", default="age", metavar="BY", help=f"{', '.join(SORTS)} (age: the newest first)"
+        "--sort",
+        default="age",
+        metavar="BY",
+        help=f"{', '.join(SORT_KEYS)} (age: the newest first)",
     )
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
@@ -86,14 +89,14 @@ def main(argv: Sequence[str]) -> int:
         "--json", action="store_true", help="print JSON: one object per run, with exact numbers"
     )
     given = parser.parse_args(list(argv))
-    if given.sort not in SORTS:
-        raise build_unknown_name_error("--sort", given.sort, SORTS)
+    if given.sort not in SORT_KEYS:
+        raise build_unknown_name_error("--sort", given.sort, SORT_KEYS)
     root = Path(given.root).expanduser()
     filtered = bool(given.status or given.algorithm)
-    runs = chosen(root, _words(given.status), _words(given.algorithm))
+    runs = select_runs(root, _split_words(given.status), _split_words(given.algorithm))
     if not given.json and not filtered:
-        runs = with_demos_folded(runs, root)
-    runs.sort(key=SORTS[given.sort])
+        runs = fold_demos(runs, root)
+    runs.sort(key=SORT_KEYS[given.sort])
     if given.reverse:
         runs.reverse()
     if given.json:
@@ -101,9 +104,9 @@ def main(argv: Sequence[str]) -> int:
     elif runs:
         terminal = sys.stdout.isatty()
         told = os.environ.get("COLUMNS", "")
-        piped = int(told) if told.isdecimal() and int(told) else PIPED
+        piped = int(told) if told.isdecimal() and int(told) else PIPED_WIDTH
         console = Console(width=None if terminal else piped, highlight=False)
-        console.print(table(runs, console.width))
+        console.print(build_table(runs, console.width))
         for demo in (run.path for run in runs if not run.trial):
             console.print(
                 f"weft ls {demo} lists the runs of this demo", style="bright_black", soft_wrap=True
@@ -119,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
+def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
     """Return the runs in `root` that pass the filters."""
     from weft.launch.status import is_alive
 
@@ -139,7 +142,7 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
     return result
 
 
-def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
+def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
     """Replace the runs of each `weft demo` by a single entry without a trial.
 
     Skipped if the demo's folder is `root` itself.
@@ -148,7 +151,7 @@ def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary
     for run in runs:
         folder = run.path.parent
         if (
-            DEMO.fullmatch(folder.name)
+            DEMO_FOLDER.fullmatch(folder.name)
             and (folder / MATERIAL).is_dir()
             and folder.resolve() != root.resolve()
         ):
@@ -157,10 +160,10 @@ def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary
     for run in runs:
         if not any(run in each for each in found.values()):
             alone.append(run)
-    return alone + [_demo(folder, each) for folder, each in found.items()]
+    return alone + [_summarize_demo(folder, each) for folder, each in found.items()]
 
 
-def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
+def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Summarize a demo: status of its least finished run, newest metric, total size."""
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     told = next((run for run in newest if run.metric is not None), newest[0])
@@ -169,7 +172,7 @@ def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
         experiment=f"{folder.name} ({len(runs)} run{'s' if len(runs) > 1 else ''})",
         trial="",
         algorithm="demo",
-        status=min((run.status for run in runs), key=_place),
+        status=min((run.status for run in runs), key=_rank_status),
         step=None,
         total_steps=None,
         metric=told.metric,
@@ -179,23 +182,23 @@ def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     )
 
 
-def _place(status: str) -> int:
-    if status in UNFINISHED_FIRST:
-        return UNFINISHED_FIRST.index(status)
-    return len(UNFINISHED_FIRST)
+def _rank_status(status: str) -> int:
+    if status in DEMO_STATUS_ORDER:
+        return DEMO_STATUS_ORDER.index(status)
+    return len(DEMO_STATUS_ORDER)
 
 
-def table(runs: Sequence[RunSummary], width: int) -> Table:
+def build_table(runs: Sequence[RunSummary], width: int) -> Table:
     """Return a table with one row per run, in `width` columns.
 
     Wide tables add the full metric name and the time of the last write. Narrow ones drop less
     important columns before truncating run names.
     """
-    rows = [_cells(run) for run in runs]
+    rows = [_format_cells(run) for run in runs]
     if rows:
         names = []
         for name in rows[0]:
-            if width >= WIDE or name not in ("metric", "written"):
+            if width >= WIDE_TERMINAL or name not in ("metric", "written"):
                 names.append(name)
     else:
         names = ["run"]
@@ -204,8 +207,8 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
         lengths[name] = max(len(name), *(len(row[name]) for row in rows))
     needed = {}
     for name, length in lengths.items():
-        needed[name] = min(length, LEAST) if name in WORDY else length
-    for lesser in LESSER:
+        needed[name] = min(length, MIN_NAME_WIDTH) if name in TRUNCATABLE_COLUMNS else length
+    for lesser in DROPPABLE_COLUMNS:
         if sum(needed[name] + GAP for name in names) - GAP > width and lesser in names:
             names.remove(lesser)
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
@@ -224,16 +227,16 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
     return made
 
 
-def _cells(run: RunSummary) -> dict[str, str]:
+def _format_cells(run: RunSummary) -> dict[str, str]:
     """Return column -> cell text."""
     return {
         "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,
         "status": f"{run.status} !" if run.is_flagged else run.status,
-        "steps": steps(run),
+        "steps": format_steps(run),
         "last": f"{find_title(run.metric)} {format_number(run.value)}" if run.metric else UNKNOWN,
-        "size": size(run.num_bytes),
-        "age": age(run.changed),
+        "size": format_size(run.num_bytes),
+        "age": format_age(run.changed),
         "metric": run.metric or UNKNOWN,
         "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         if run.changed
@@ -241,7 +244,7 @@ def _cells(run: RunSummary) -> dict[str, str]:
     }
 
 
-def steps(run: RunSummary) -> str:
+def format_steps(run: RunSummary) -> str:
     """Format the steps done out of all: 40/100."""
     if run.step is None:
         return UNKNOWN
@@ -250,7 +253,7 @@ def steps(run: RunSummary) -> str:
     return str(run.step)
 
 
-def size(num_bytes: float) -> str:
+def format_size(num_bytes: float) -> str:
     """Format a number of bytes: 12 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
@@ -259,7 +262,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def age(changed: float | None) -> str:
+def format_age(changed: float | None) -> str:
     """Format the time since a change: 4 min."""
     if changed is None:
         return UNKNOWN
@@ -270,5 +273,5 @@ def age(changed: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]

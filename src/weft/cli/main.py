@@ -25,7 +25,7 @@ from weft.observe.memory import build_segment_variables, keep_freed_memory
 from weft.reading import check_working_directory, find_path_problem
 from weft.redaction import redact
 
-GROUPS = {
+COMMAND_GROUPS = {
     "train and sample": {
         "quickstart": (
             "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a "
@@ -66,21 +66,21 @@ GROUPS = {
         "completion": "complete commands and options in bash, zsh and fish",
     },
 }
-COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
+COMMANDS = {name: what for group in COMMAND_GROUPS.values() for name, what in group.items()}
 GLOBAL_FLAGS = {
     "--version": "the version",
     "--help": "this list",
     "--debug": "with any command: show the traceback of an error",
 }
-TRAINING = ("quickstart", "start", "demo")
+TRAINING_COMMANDS = ("quickstart", "start", "demo")
 # commands that need no arguments; the others print their help without any
-BARE = ("quickstart", "demo", "ls", "dashboard")
-SUPERVISED = ("quickstart", "start")
-HELP = ("--help", "-h", "help")
-INTERRUPTED = 130
-UNREAD = 141  # 128 + SIGPIPE, as in other programs
-SPEAKS_SECONDS = 5.0
-WORKER = "weft-worker"  # thread that executes a run's model function calls
+ARGUMENT_FREE_COMMANDS = ("quickstart", "demo", "ls", "dashboard")
+SUPERVISED_COMMANDS = ("quickstart", "start")
+HELP_WORDS = ("--help", "-h", "help")
+INTERRUPTED_CODE = 130
+UNREAD_OUTPUT_CODE = 141  # 128 + SIGPIPE, as in other programs
+FIRST_RANK_SECONDS = 5.0
+WORKER_THREAD = "weft-worker"  # thread that executes a run's model function calls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,27 +89,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` the arguments of the process are used, and the process may be ended.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in (*HELP, "--version"):
-        return guarded(lambda: about(words), words)
+    if not words or words[0] in (*HELP_WORDS, "--version"):
+        return run_guarded(lambda: print_overview(words), words)
     if argv is not None:
-        return guarded(lambda: dispatch(words), words)
-    drop_empty(os.environ)
+        return run_guarded(lambda: run_command(words), words)
+    drop_empty_variables(os.environ)
     keep_freed_memory()
     os.environ.update(build_segment_variables(os.environ))
     from weft.runtime.supervisor_pipe import SupervisorPipe
 
     wire = SupervisorPipe.connect(os.environ)
-    code = guarded(lambda: dispatch(words, supervise=not wire.is_supervised), words)
+    code = run_guarded(lambda: run_command(words, supervise=not wire.is_supervised), words)
     wire.report_exit_code(code)
     if code:
-        _end(code)
+        _end_if_still_running(code)
     if wire.is_supervised:
         # a supervised process returns, and its supervisor handles the exit code
         raise SystemExit(code)
     return code
 
 
-def drop_empty(environment: MutableMapping[str, str]) -> None:
+def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
     """Remove empty OpenMP variables; its library prints a warning for each when torch loads it."""
     for name in [
         name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()
@@ -117,28 +117,28 @@ def drop_empty(environment: MutableMapping[str, str]) -> None:
         del environment[name]
 
 
-def _end(code: int) -> None:
+def _end_if_still_running(code: int) -> None:
     """End the process at once if a call is still running in torch after a failure.
 
     A normal exit of the interpreter would then abort with code 134.
     """
-    if any(thread.name == WORKER and thread.is_alive() for thread in threading.enumerate()):
+    if any(thread.name == WORKER_THREAD and thread.is_alive() for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def about(words: Sequence[str]) -> int:
+def print_overview(words: Sequence[str]) -> int:
     """Print an overview of weft, or its version, and return the exit code."""
-    print(f"weft {__version__}" if words[:1] == ["--version"] else usage())
+    print(f"weft {__version__}" if words[:1] == ["--version"] else format_usage())
     return 0 if words else 2
 
 
-def usage() -> str:
+def format_usage() -> str:
     """Return the list of commands, grouped by purpose, wrapped to the terminal's width."""
     width = max(60, shutil.get_terminal_size().columns)
     lines = ["weft COMMAND ...    (weft COMMAND --help says more)"]
-    for group, commands in GROUPS.items():
+    for group, commands in COMMAND_GROUPS.items():
         lines += ["", group]
         for name, what in commands.items():
             lines += textwrap.wrap(
@@ -147,25 +147,25 @@ def usage() -> str:
     return "\n".join([*lines, "", *(f"  {flag:12} {what}" for flag, what in GLOBAL_FLAGS.items())])
 
 
-def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
+def run_guarded(command: Callable[[], int], words: Sequence[str]) -> int:
     """Run `command` and return its exit code; exceptions become a message on standard error.
 
     With `--debug` the traceback is printed. If the reader of the output is gone (`weft ... |
     head`), no message is printed.
     """
     try:
-        return _outcome(command, words)
+        return _run_and_report(command, words)
     except BrokenPipeError:  # raised while the error was printed
-        return UNREAD
+        return UNREAD_OUTPUT_CODE
     finally:
         for stream in (sys.stdout, sys.stderr):
             # Flushing the remaining output would fail when the interpreter exits.
-            if _is_unread(stream):
+            if _is_reader_gone(stream):
                 with suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _is_unread(stream: TextIO) -> bool:
+def _is_reader_gone(stream: TextIO) -> bool:
     """Return whether the reader of a stream is gone."""
     try:
         stream.flush()
@@ -178,38 +178,38 @@ def _is_unread(stream: TextIO) -> bool:
         return False
 
 
-def _outcome(command: Callable[[], int], words: Sequence[str]) -> int:
+def _run_and_report(command: Callable[[], int], words: Sequence[str]) -> int:
     """Run `command`, print its error if any, and return the exit code."""
     try:
         return command()
     except KeyboardInterrupt:
-        if words[:1] and words[0] in SUPERVISED:
+        if words[:1] and words[0] in SUPERVISED_COMMANDS:
             again = "; rerun the same command to start or resume the run"
         else:
             again = ""
-        _show(_wrapped(f"stopped at once{again}"), words)
-        return INTERRUPTED
+        _print_message(_wrap_text(f"stopped at once{again}"), words)
+        return INTERRUPTED_CODE
     except UserError as error:
-        _show(f"error: {error}", words)
+        _print_message(f"error: {error}", words)
         return 2
     except Interrupted as error:
-        _show(_wrapped(str(error)), words)
+        _print_message(_wrap_text(str(error)), words)
         return error.exit_code
     except WeftError as error:
-        _show(f"error: {error}", words)
+        _print_message(f"error: {error}", words)
         return 1
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-            return UNREAD
+        if isinstance(error, BrokenPipeError) and _is_reader_gone(sys.stdout):
+            return UNREAD_OUTPUT_CODE
         problem = find_path_problem(error)
         if problem is not None:
-            _show(f"error: {problem}", words)
+            _print_message(f"error: {problem}", words)
             return 2
-        _show(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
+        _print_message(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
         return 1
 
 
-def _wrapped(text: str) -> str:
+def _wrap_text(text: str) -> str:
     """Wrap text between words if it is printed to a terminal."""
     if not sys.stderr.isatty():
         return text
@@ -221,20 +221,20 @@ def _wrapped(text: str) -> str:
     )
 
 
-def _show(message: str, words: Sequence[str]) -> None:
+def _print_message(message: str, words: Sequence[str]) -> None:
     if "--debug" in words:
         print(redact(traceback.format_exc()), file=sys.stderr)
     print(redact(message), file=sys.stderr)
 
 
-def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
+def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     """Run the command that `words` begin with and return the exit code."""
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
         raise build_unknown_name_error("command", name, COMMANDS)
     check_working_directory()
-    if name in TRAINING:
+    if name in TRAINING_COMMANDS:
         from weft.launch import other_launchers
 
         started = other_launchers.detect_launcher(os.environ)
@@ -242,15 +242,15 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
             raise ConfigError(started.format_message(words))
         if started is not None:
             # Launchers kill all processes when the first one ends, so the first prints the error.
-            time.sleep(SPEAKS_SECONDS)
+            time.sleep(FIRST_RANK_SECONDS)
             return 2
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
-    if not rest and name not in BARE:
+    if not rest and name not in ARGUMENT_FREE_COMMANDS:
         with suppress(SystemExit):
             command(["--help"])
         return 2
-    if name in SUPERVISED:
+    if name in SUPERVISED_COMMANDS:
         return command(rest, supervise=supervise)
     return command(rest)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.cli.stacked_data import NO_SETTINGS, Settings
+from weft.cli.stacked_data import NO_SETTINGS, NamedDataSettings
 from weft.data.datasets.base import TokenizedDataset
 from weft.data.loader import LoadedData, assign_unique_names
 from weft.data.mixture import SourceShare, count_per_epoch, hold_out
@@ -32,14 +32,20 @@ from weft.extras import install
 from weft.writing import replace_file
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
-LISTS = "weft data counts --datasets all lists the datasets, weft config ls the sections"
-OF_FORMS = ("text", "prompt")  # text columns in rows of named datasets
-OF_ANY = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # text columns in any rows
+LISTING_HINT = "weft data counts --datasets all lists the datasets, weft config ls the sections"
+NAMED_TEXT_COLUMNS = ("text", "prompt")  # text columns in rows of named datasets
+ALL_TEXT_COLUMNS = (
+    "text",
+    *PROMPT_KEYS,
+    *ANSWER_KEYS,
+    "chosen",
+    "rejected",
+)  # text columns in any rows
 PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subsampled
 
 
 @dataclass(frozen=True)
-class Counted:
+class DatasetCounts:
     """Counts of one dataset: rows, rows per epoch, and messages per language.
 
     The language is stated in the row or detected.
@@ -52,14 +58,14 @@ class Counted:
     per_epoch: int = 0
     unreadable: int = 0
 
-    def numbers(self, drawn: bool) -> list[int]:
+    def to_table_cells(self, drawn: bool) -> list[int]:
         """Return the counts of a table row; with `drawn` also the rows per epoch."""
         counts = [self.train, self.evaluation, self.train + self.evaluation]
         return [*counts, self.per_epoch] if drawn else counts
 
 
-def sources(
-    words: Sequence[str], mode: str, spec: DatasetSpec, settings: Settings = NO_SETTINGS
+def resolve_sources(
+    words: Sequence[str], mode: str, spec: DatasetSpec, settings: NamedDataSettings = NO_SETTINGS
 ) -> list[SourceSpec]:
     """Return the sources that a command's words name.
 
@@ -82,12 +88,14 @@ def sources(
         )
     found = []
     for word in asked:
-        for source in _of_word(word, mode, spec, settings):
+        for source in _resolve_word(word, mode, spec, settings):
             found.append(source)
-    return settings.applied([*found, *list_source_specs(spec)], spec.named_file)
+    return settings.apply_to([*found, *list_source_specs(spec)], spec.named_file)
 
 
-def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> list[SourceSpec]:
+def _resolve_word(
+    word: str, mode: str, spec: DatasetSpec, settings: NamedDataSettings
+) -> list[SourceSpec]:
     """Return a dataset by name, or the entries of the section of that name.
 
     Raises `ConfigError` with the nearest names.
@@ -95,14 +103,14 @@ def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> lis
     try:
         return [SourceSpec(named=find_entry(word, spec.named_file).name)]
     except UnknownName as error:
-        section = settings.section(word)
+        section = settings.find_section(word)
         if section is None:
             close = find_nearest(
-                word, [*list_names(None, spec.named_file), *settings.library.names()]
+                word, [*list_names(None, spec.named_file), *settings.library.list_names()]
             )
-            hint = f"did you mean {' or '.join(close)}?" if close else LISTS
+            hint = f"did you mean {' or '.join(close)}?" if close else LISTING_HINT
             raise ConfigError(f"unknown dataset or section {word!r}; {hint}") from error
-    return settings.listed(section, mode)
+    return settings.list_sources(section, mode)
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
@@ -114,11 +122,14 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
     cache = find_cache_root(spec.cache_dir)
     missing = []
     for source in wanted:
-        if source.named and find_local(_entry(source, spec), source.path or None, cache) is None:
+        if (
+            source.named
+            and find_local(_find_entry(source, spec), source.path or None, cache) is None
+        ):
             missing.append(source)
     if not missing or yes:
         return list(wanted)
-    entries = {str(source.named): _entry(source, spec) for source in missing}
+    entries = {str(source.named): _find_entry(source, spec) for source in missing}
     for name, entry in entries.items():
         licence = f" (licence: {entry.licence})" if entry.licence else ""
         print(f"{name}: would be downloaded from {entry.origin}{licence}", file=sys.stderr)
@@ -135,9 +146,9 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
     return [source for source in wanted if source not in missing]
 
 
-def count(
-    source: SourceSpec, name: str, asked: Asked, detect: Callable[[str], str] | None
-) -> Counted:
+def count_source(
+    source: SourceSpec, name: str, asked: CountRequest, detect: Callable[[str], str] | None
+) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
     Raises `DataError` if the source cannot be read.
@@ -156,19 +167,21 @@ def count(
             source, asked.mode, find_cache_root(spec.cache_dir), split, spec.named_file
         ).source
         share = 0.0
-    read = _Rows(detect, OF_FORMS if source.named is not None else OF_ANY)
-    train = read.count(source.path, source.split)
+    read = _LanguageCounter(
+        detect, NAMED_TEXT_COLUMNS if source.named is not None else ALL_TEXT_COLUMNS
+    )
+    train = read.count_file(source.path, source.split)
     evaluation = 0
     if source.valid_path:
-        evaluation = read.count(source.valid_path, None)
+        evaluation = read.count_file(source.valid_path, None)
     elif source.valid_split is not None or not elsewhere:
         evaluation = int(hold_out([str(index) for index in range(train)], share).sum())
         train -= evaluation
     kept = min(evaluation, source.max_valid or evaluation)
-    return Counted(name, train, kept, read.languages, unreadable=read.unreadable)
+    return DatasetCounts(name, train, kept, read.languages, unreadable=read.unreadable)
 
 
-class _Rows:
+class _LanguageCounter:
     """Counts of rows by language, and of invalid rows."""
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
@@ -177,7 +190,7 @@ class _Rows:
         self.languages = Counter[str]()
         self.unreadable = 0
 
-    def count(self, path: str, split: str | None) -> int:
+    def count_file(self, path: str, split: str | None) -> int:
         """Return the number of rows in a file."""
         number = 0
         for file in find_files(path, split):
@@ -187,14 +200,14 @@ class _Rows:
                     continue
                 number += 1
                 self.languages.update(
-                    map(self.detect, _texts(row, self.columns))
+                    map(self.detect, _iterate_texts(row, self.columns))
                     if self.detect
-                    else _said_languages(row)
+                    else _iterate_stated_languages(row)
                 )
         return number
 
 
-def detector() -> Callable[[str], str]:
+def load_language_detector() -> Callable[[str], str]:
     """Return a function that detects the language of a text, using the package langdetect.
 
     Raises `ConfigError` if the package is not installed.
@@ -216,32 +229,35 @@ def detector() -> Callable[[str], str]:
     return detect
 
 
-def table(counted: Sequence[Counted], drawn: bool = False) -> str:
+def format_counts_table(counted: Sequence[DatasetCounts], drawn: bool = False) -> str:
     """Return a plain-text table with a row per dataset and their sum.
 
     With `drawn` it also has the rows per epoch.
     """
     sums = []
-    for numbers in zip(*(c.numbers(drawn) for c in counted), strict=True):
+    for numbers in zip(*(c.to_table_cells(drawn) for c in counted), strict=True):
         sums.append(sum(numbers))
-    lines = [(c.name, c.numbers(drawn)) for c in counted] + (
+    lines = [(c.name, c.to_table_cells(drawn)) for c in counted] + (
         [("total", sums)] if len(counted) > 1 else []
     )
     rows = [
-        _columns(drawn),
+        _list_columns(drawn),
         *([name, *(f"{number:,}" for number in numbers)] for name, numbers in lines),
     ]
-    spoken = _by_language(counted)
+    spoken = _list_language_counts(counted)
     return "\n".join(
-        [*_aligned(rows), *(["", "messages by language", *_aligned(spoken)] if spoken else [])]
+        [
+            *_align_columns(rows),
+            *(["", "messages by language", *_align_columns(spoken)] if spoken else []),
+        ]
     )
 
 
-def _columns(drawn: bool) -> list[str]:
+def _list_columns(drawn: bool) -> list[str]:
     return [*COLUMNS, *([PER_EPOCH] if drawn else [])]
 
 
-def _by_language(counted: Sequence[Counted]) -> list[list[str]]:
+def _list_language_counts(counted: Sequence[DatasetCounts]) -> list[list[str]]:
     """Return a line per dataset with known languages, the most frequent language first."""
     total = sum((each.languages for each in counted), Counter[str]())
     languages = [language for language, _ in total.most_common()]
@@ -252,7 +268,7 @@ def _by_language(counted: Sequence[Counted]) -> list[list[str]]:
     return [["dataset_name", *languages], *rows] if rows else []
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     result: list[str] = []
@@ -266,24 +282,24 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return result
 
 
-def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> None:
+def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False) -> None:
     """Write the table as CSV, with a column per language."""
     languages = sorted({language for each in counted for language in each.languages})
     with replace_file(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow([*_columns(drawn), *languages])
+        writer.writerow([*_list_columns(drawn), *languages])
         for each in counted:
             writer.writerow(
                 [
                     each.name,
-                    *each.numbers(drawn),
+                    *each.to_table_cells(drawn),
                     *(each.languages[language] for language in languages),
                 ]
             )
 
 
 @dataclass(frozen=True)
-class Asked:
+class CountRequest:
     """Sources that a command counts, their purpose, and whether fetching is allowed."""
 
     sources: Sequence[SourceSpec]
@@ -292,13 +308,13 @@ class Asked:
     yes: bool
 
 
-def said(source: SourceSpec) -> dict[str, Any]:
+def to_source_entry(source: SourceSpec) -> dict[str, Any]:
     """Return a source as an entry of `dataset.sources`."""
     plain = {spec.name: getattr(source, spec.name) for spec in fields(source)}
     return {name: value for name, value in plain.items() if value not in (None, "", {})}
 
 
-def spread(data: LoadedData, limit: int) -> Iterator[str]:
+def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
     """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens."""
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
@@ -312,17 +328,17 @@ def spread(data: LoadedData, limit: int) -> Iterator[str]:
         yield f"{label}: {sizes.max()} (p99 {int(np.percentile(sizes, 99, method='higher'))}, >{limit}: {above})"
 
 
-def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
+def run(asked: CountRequest, *, output: Path | None, detect: bool) -> int:
     """Print the table; return 2 if a dataset could not be read, after printing the reason."""
     # Count every source.
-    tell = detector() if detect else None
+    tell = load_language_detector() if detect else None
     counted = []
     shares = []
     wrong = []
     allowed = allow(asked.sources, asked.spec, asked.yes)
     for source, name in assign_unique_names(allowed):
         try:
-            counted.append(count(source, name, asked, tell))
+            counted.append(count_source(source, name, asked, tell))
         except DataError as error:
             wrong.append(str(error))
         else:
@@ -338,7 +354,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     ]
     if counted and asked.spec.valid_path is not None:
         elsewhere = SourceSpec(asked.spec.valid_path)
-        found = count(
+        found = count_source(
             elsewhere,
             f"{assign_unique_names([elsewhere])[0][1]} (valid)",
             replace(asked, spec=DatasetSpec()),
@@ -347,7 +363,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
         counted.append(replace(found, train=0, evaluation=found.train))
     # Print and write the table, then the problems.
     if counted:
-        print(table(counted, drawn))
+        print(format_counts_table(counted, drawn))
     if output is not None and counted:
         write_csv(output, counted, drawn)
         print(f"written to {output}")
@@ -361,7 +377,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     return 0
 
 
-def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
+def list_named_files(spec: DatasetSpec, mode: str) -> dict[str, str]:
     """Return file of rows -> displayed name, for each named dataset in the options."""
     found: dict[str, str] = {}
     for source in (each for each in list_source_specs(spec) if each.named is not None):
@@ -369,20 +385,20 @@ def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
             source, mode, find_cache_root(spec.cache_dir), ValidationSplit(0.0), spec.named_file
         )
         found |= dict(
-            zip(_files(made), (str(source.named), f"{source.named} (valid)"), strict=False)
+            zip(_list_files(made), (str(source.named), f"{source.named} (valid)"), strict=False)
         )
     return found
 
 
-def _entry(source: SourceSpec, spec: DatasetSpec) -> CatalogueEntry:
+def _find_entry(source: SourceSpec, spec: DatasetSpec) -> CatalogueEntry:
     return find_entry(str(source.named), spec.named_file)
 
 
-def _files(made: PreparedSource) -> list[str]:
+def _list_files(made: PreparedSource) -> list[str]:
     return [made.source.path, *([made.source.valid_path] if made.source.valid_path else [])]
 
 
-def _messages(row: Row) -> list[Mapping[str, Any]]:
+def _get_messages(row: Row) -> list[Mapping[str, Any]]:
     key = find_first_key(row, (*MESSAGE_KEYS, "prompt"))
     listed = row[key] if key is not None else None
     if isinstance(listed, list):
@@ -390,14 +406,16 @@ def _messages(row: Row) -> list[Mapping[str, Any]]:
     return []
 
 
-def _said_languages(row: Row) -> Iterator[str]:
+def _iterate_stated_languages(row: Row) -> Iterator[str]:
     """Iterate over the languages stated in a row's messages."""
-    return (message["lang"] for message in _messages(row) if isinstance(message.get("lang"), str))
+    return (
+        message["lang"] for message in _get_messages(row) if isinstance(message.get("lang"), str)
+    )
 
 
-def _texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
+def _iterate_texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
     """Iterate over the texts of a row: its messages, replies and the given columns."""
-    spoken = (message.get("content") or message.get("value") for message in _messages(row))
+    spoken = (message.get("content") or message.get("value") for message in _get_messages(row))
     replies = row.get("replies")
     found = [
         *spoken,

@@ -22,13 +22,13 @@ LATEST = "latest"
 # lock held by a working process, and files written by launchers
 LOCK = "run.lock"
 LAUNCHERS = ("logs", "slurm")
-SHOWN = 6
-SUGGESTED = 3
-LIKENESS = 0.6  # minimum similarity of each part of a name to suggest a run
+MAX_LISTED_RUNS = 6
+MAX_SUGGESTIONS = 3
+MIN_SIMILARITY = 0.6  # minimum similarity of each part of a name to suggest a run
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that name a run, as in `weft show`, or by `-e EXPERIMENT -f TRIAL`."""
+    """Add arguments that name a run, as in `weft show`, or by `-e EXPERIMENT_FLAGS -f TRIAL_FLAGS`."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
@@ -41,7 +41,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_run(given: argparse.Namespace, command: str) -> Path:
+def find_given_run(given: argparse.Namespace, command: str) -> Path:
     """Return the directory of the run named by the arguments of `add_run`.
 
     The run may not have written a step yet. Raises `ConfigError`.
@@ -53,7 +53,7 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
             raise ConfigError(
                 f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out"
             )
-        return _begun(given.run, root) or find_run(given.run, root)
+        return _find_started_run(given.run, root) or find_run(given.run, root)
     if None in named:
         if named == (None, None):
             raise ConfigError(
@@ -92,14 +92,14 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
         return following, f"this run is {folder / following.trial_name}"
     asked = build_experiment(following)
     for number in numbers:
-        if _goes_on(RunDirectory(folder / str(number)), asked):
+        if _is_resumable(RunDirectory(folder / str(number)), asked):
             return replace(
                 config, trial_name=str(number)
             ), f"continuing {folder / str(number)}, an unfinished run of this configuration"
     return following, f"this run is {folder / following.trial_name}"
 
 
-def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
+def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
     """Return whether the directory holds an unfinished run of this experiment with no process."""
     if (
         not directory.has_run()
@@ -115,7 +115,7 @@ def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
         return False
 
 
-def _begun(word: str, root: Path) -> Path | None:
+def _find_started_run(word: str, root: Path) -> Path | None:
     """Return the directory of a started run that has not written any metrics, or None."""
     given = Path(word).expanduser()
     return next(
@@ -144,7 +144,7 @@ def find_run(word: str, root: Path) -> Path:
             return runs[0].path
         raise ConfigError(f"latest: there is no run in {root}")
     if given.is_dir():
-        inside = [str(path) for path in find_runs(given)][:SHOWN]
+        inside = [str(path) for path in find_runs(given)][:MAX_LISTED_RUNS]
     else:
         inside = []
     if inside:
@@ -155,7 +155,7 @@ def find_run(word: str, root: Path) -> Path:
         raise ConfigError(
             f"{word} is not the directory of a run; weft ls lists the runs in a folder"
         )
-    close = _like(given, root)
+    close = _find_similar_runs(given, root)
     listing = f"weft ls {root}" if root != Path(RUNS) else "weft ls"
     if close:
         hint = f"did you mean {' or '.join(close)}?"
@@ -164,19 +164,19 @@ def find_run(word: str, root: Path) -> Path:
     raise ConfigError(f"{word}: there is no such run; {hint}")
 
 
-def _like(given: Path, root: Path) -> list[str]:
+def _find_similar_runs(given: Path, root: Path) -> list[str]:
     """Return the runs in `root` with names similar to `given`, most similar first.
 
     EXPERIMENT/TRIAL is compared part by part; a single word is compared to TRIAL.
     """
     asked = (given.relative_to(root) if given.is_relative_to(root) else given).parts
 
-    def likeness(run: Path) -> float:
+    def compute_similarity(run: Path) -> float:
         name = run.relative_to(root).parts[-len(asked) :] if asked else ()
         pairs = zip(asked, name, strict=True) if len(asked) == len(name) else ()
         return min((SequenceMatcher(None, one, other).ratio() for one, other in pairs), default=0.0)
 
-    alike = {str(run): likeness(run) for run in find_runs(root)}
-    return sorted((run for run in alike if alike[run] >= LIKENESS), key=lambda run: -alike[run])[
-        :SUGGESTED
-    ]
+    alike = {str(run): compute_similarity(run) for run in find_runs(root)}
+    return sorted(
+        (run for run in alike if alike[run] >= MIN_SIMILARITY), key=lambda run: -alike[run]
+    )[:MAX_SUGGESTIONS]

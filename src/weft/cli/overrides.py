@@ -17,7 +17,7 @@ from weft.reading import describe_cause, explain_read_errors, read_yaml, shorten
 
 WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?P<text>.*)", re.DOTALL)
 SWEEP = re.compile(r"[a-z]+\(")  # choice(..), range(..)
-NUMBERS = "device_mesh"  # number lists that a text option accepts as text
+NUMBER_LIST_OPTION = "device_mesh"  # number lists that a text option accepts as text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def parse(words: Sequence[str]) -> list[Override]:
         try:
             found = parser.parse_override(word)
         except HydraException as error:
-            overrides.append(_as_it_stands(word, _unreadable(word, error)))
+            overrides.append(_parse_literally(word, _build_syntax_error(word, error)))
             continue
         except (
             ValueError,
@@ -57,7 +57,9 @@ def parse(words: Sequence[str]) -> list[Override]:
         ) as error:  # for example a number with 5,000 digits, or deeply nested brackets
             raise ConfigError(f"{shorten(word)!r}: {describe_cause(error)}") from error
         if found.is_sweep_override():
-            overrides.append(_as_it_stands(word, _sweep(word, found.key_or_group), sweep=True))
+            overrides.append(
+                _parse_literally(word, _build_sweep_error(word, found.key_or_group), sweep=True)
+            )
             continue
         value: Any = found.value()
         if isinstance(value, (bool, int, float)) or (value is None and "=" in word):
@@ -66,7 +68,7 @@ def parse(words: Sequence[str]) -> list[Override]:
     return overrides
 
 
-def repeated(overrides: Sequence[Override]) -> list[str]:
+def describe_repeated(overrides: Sequence[Override]) -> list[str]:
     """Return a note for each option that is set to several values; the last one counts."""
     words: dict[str, list[str]] = {}
     for each in overrides:
@@ -84,14 +86,14 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
     return result
 
 
-def _sweep(word: str, name: str) -> ConfigError:
+def _build_sweep_error(word: str, name: str) -> ConfigError:
     return ConfigError(
         f"{word}: this is a sweep over several values, but one command starts one run; write a "
         f"list as {name}=[1,2], or quote a text with commas: {name}=\"'a,b'\""
     )
 
 
-def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
+def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
     """Return the word as an assignment of literal text.
 
     Raises `error` if the word shows signs of another grammar: quotes, interpolations, brackets that
@@ -102,7 +104,7 @@ def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Over
         raise error
     text = found["text"].strip()
     if text.startswith("[") and text.endswith("]"):
-        items = _items(text[1:-1])
+        items = _split_items(text[1:-1])
     else:
         items = None
     if items is None and (not text or text[0] in "[{" or (sweep and SWEEP.match(text))):
@@ -115,7 +117,7 @@ def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Over
     )
 
 
-def _items(text: str) -> tuple[str, ...] | None:
+def _split_items(text: str) -> tuple[str, ...] | None:
     """Split at commas outside brackets; return None if an item is empty."""
     depth = 0
     parts = [""]
@@ -129,7 +131,7 @@ def _items(text: str) -> tuple[str, ...] | None:
     return items if all(items) and not depth else None
 
 
-def _unreadable(word: str, error: Exception) -> ConfigError:
+def _build_syntax_error(word: str, error: Exception) -> ConfigError:
     if "=" not in word:
         word = shorten(word)
         return ConfigError(
@@ -147,7 +149,7 @@ def merge(values: dict[str, Any], override: Override) -> None:
     """Set one override in the nested `values`, creating the groups of its dotted name."""
     *groups, last = override.name.split(".")
     inner = values
-    if last == NUMBERS and isinstance(override.value, list | tuple):
+    if last == NUMBER_LIST_OPTION and isinstance(override.value, list | tuple):
         override = replace(override, value=",".join(str(to_plain(each)) for each in override.value))
     for group in groups:
         below = inner.setdefault(group, {})
@@ -199,19 +201,19 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     from omegaconf import OmegaConf
 
     with explain_read_errors("an interpolation ${...} cannot be resolved", ConfigError):
-        own = OmegaConf.create(_texts(values))
+        own = OmegaConf.create(_replace_scalars(values))
         whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), own)
         resolved = OmegaConf.to_container(whole, resolve=True)
     assert isinstance(resolved, dict)
-    return _only({str(key): value for key, value in resolved.items()}, values)
+    return _select_entries({str(key): value for key, value in resolved.items()}, values)
 
 
-def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that carry their spelling by plain values, which OmegaConf requires."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         result[key] = (
-            _texts(value)
+            _replace_scalars(value)
             if isinstance(value, Mapping)
             else value.value
             if isinstance(value, CommandLineValue)
@@ -220,12 +222,12 @@ def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _only(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `resolved` that are in `wanted`, with the spellings of `wanted`."""
     kept: dict[str, Any] = {}
     for key, value in wanted.items():
         if isinstance(value, Mapping):
-            kept[key] = _only(resolved[key], value)
+            kept[key] = _select_entries(resolved[key], value)
         else:
             kept[key] = value if isinstance(value, CommandLineValue) else resolved[key]
     return kept

@@ -19,7 +19,7 @@ PATHS = (*FLAGS, "root", "input", "valid_output")
 OWN_NAME = re.compile(r"^`weft [^`]*`: ")
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises user errors and keeps the line breaks of examples."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -29,17 +29,17 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         values, rest = super().parse_known_args(
-            None if args is None else self._spelled(args), namespace
+            None if args is None else self._normalize_flags(args), namespace
         )
         check_paths(values)
         return values, rest
 
-    def _spelled(self, words: Sequence[str]) -> list[str]:
+    def _normalize_flags(self, words: Sequence[str]) -> list[str]:
         """Return the words with flags rewritten to this parser's spelling."""
         end = list(words).index("--") if "--" in words else len(words)
-        return [*map(self._flag, words[:end]), *words[end:]]
+        return [*map(self._normalize_flag, words[:end]), *words[end:]]
 
-    def _flag(self, word: str) -> str:
+    def _normalize_flag(self, word: str) -> str:
         name, equals, value = word.partition("=")
         if not name.startswith("--") or name in self._option_string_actions:
             return word
@@ -66,7 +66,7 @@ def check_paths(values: argparse.Namespace) -> None:
                 refuse_url(each, f"{flag}{each}", ConfigError)
 
 
-def helped(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
+def print_help_if_empty(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
     """Print the help if no arguments were given, and return whether it was printed."""
     if argv:
         return False

@@ -1,6 +1,6 @@
 """`weft plan`: show what a run would do, without running it.
 
-`search`: the devices assigned to each call of an experiment, and the estimated times; `realloc`:
+`print_search`: the devices assigned to each call of an experiment, and the estimated times; `print_reallocation`:
 the transfers that move parameters between two layouts; `memory`: the GPU that fits the training of
 a model.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
     from weft.realloc.traffic import ReallocationTraffic
 
-LARGEST = 5  # number of parameters listed
+MAX_LISTED_PARAMETERS = 5  # number of parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
 # Default model: the config.json of a Llama with 1.2 billion parameters.
 SMALL_LLAMA = {
@@ -74,26 +74,26 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for layouts that do not fit the model or the devices.
     """
-    parser, realloc_parser = _parsers()
+    parser, realloc_parser = _build_parsers()
     arguments = parser.parse_args(list(argv))
     check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2
     if arguments.command == "search":
-        search(arguments.words, as_json=arguments.json)
+        print_search(arguments.words, as_json=arguments.json)
         return 0
     if arguments.command == "memory":
-        return plan_memory.main(arguments)
+        return plan_memory.print_memory_plan(arguments)
     if arguments.devices_per_node < 1:
         realloc_parser.error(
             f"--devices-per-node={arguments.devices_per_node}: a node has at least one device"
         )
-    realloc(arguments)
+    print_reallocation(arguments)
     return 0
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft plan", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
@@ -158,9 +158,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, made
 
 
-def search(words: Sequence[str], *, as_json: bool) -> None:
+def print_search(words: Sequence[str], *, as_json: bool) -> None:
     """Build the experiment of `weft quickstart WORDS` and print the allocation the search finds."""
-    from weft.cli.quickstart import configured
+    from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment
     from weft.launch.hub import fetch_configs
 
@@ -169,7 +169,7 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     for name in ("experiment_name", "trial_name"):
         if name not in given:
             names.append(f"{name}=plan")
-    config, notes = configured([*words, *names, "allocation_mode=search"])
+    config, notes = build_config([*words, *names, "allocation_mode=search"])
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     experiment = build_experiment(config)
@@ -197,7 +197,7 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     )
 
 
-def realloc(arguments: argparse.Namespace) -> None:
+def print_reallocation(arguments: argparse.Namespace) -> None:
     """Plan the transfers between two layouts and print their cost."""
     from weft.checkpoints.hf_io import compute_parameter_shapes
     from weft.engine.spec import ModelSpec
@@ -206,58 +206,64 @@ def realloc(arguments: argparse.Namespace) -> None:
     from weft.realloc.traffic import count_least_bytes, count_traffic
 
     # Check the layouts.
-    meshes = [_mesh(arguments, side) for side in SIDES]
-    config = _config(arguments.model)
+    meshes = [_build_mesh(arguments, side) for side in SIDES]
+    config = _read_model_config(arguments.model)
     per_node = arguments.devices_per_node
     for side, mesh in zip(SIDES, meshes, strict=True):
-        with _names(arguments, side):
+        with _prefix_errors(arguments, side):
             check_layout(
                 ModelSpec(pipeline_schedule=getattr(arguments, f"{side}_schedule")),
                 mesh.layout,
                 config,
             )
 
-    def node_of(rank: int) -> int:
+    def get_node(rank: int) -> int:
         return rank // per_node
 
     # Plan the transfers and count their bytes.
     shapes = compute_parameter_shapes(config)
     source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
     itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])
-    transfers = plan(source, target, node_of=node_of)
-    cost = count_traffic(transfers, source, target, itemsize=itemsize, node_of=node_of)
+    transfers = plan(source, target, node_of=get_node)
+    cost = count_traffic(transfers, source, target, itemsize=itemsize, node_of=get_node)
     found = {
         "model": arguments.model or "a Llama of 1.2 billion parameters",
         "dtype": arguments.dtype,
-        "source": _described(meshes[0]),
-        "target": _described(meshes[1]),
-        "ranks": [_of_rank(rank, cost, node_of(rank)) for rank in sorted({*source, *target})],
+        "source": _describe_mesh(meshes[0]),
+        "target": _describe_mesh(meshes[1]),
+        "ranks": [
+            _describe_traffic(rank, cost, get_node(rank)) for rank in sorted({*source, *target})
+        ],
         "sent": cost.moved_bytes,
         "sent_inside_nodes": cost.inside,
         "sent_between_nodes": cost.across,
         "least": count_least_bytes(source, target, itemsize=itemsize),
         "transfers": sum(not each.is_local for each in transfers),
-        "largest": [{"name": name, "sent": size} for name, size in cost.names.most_common(LARGEST)],
+        "largest": [
+            {"name": name, "sent": size}
+            for name, size in cost.names.most_common(MAX_LISTED_PARAMETERS)
+        ],
     }
-    print(json.dumps(found, indent=2) if arguments.json else _page(found))
+    print(json.dumps(found, indent=2) if arguments.json else _format_page(found))
 
 
-def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
+def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
     from weft.engine.spec import ModelSpec
 
-    def given(name: str) -> Any:
+    def get_argument(name: str) -> Any:
         return getattr(arguments, f"{side}_{name}")
 
-    with _names(arguments, side):
+    with _prefix_errors(arguments, side):
         layout = Layout.parse(getattr(arguments, side))
         spec = ModelSpec(
-            pipeline_schedule=given("schedule"), pipeline_stages_per_rank=given("stages")
+            pipeline_schedule=get_argument("schedule"),
+            pipeline_stages_per_rank=get_argument("stages"),
         )
-        return parse_mesh(given("mesh"), spec.with_virtual_stages(layout))
+        return parse_mesh(get_argument("mesh"), spec.with_virtual_stages(layout))
 
 
 @contextmanager
-def _names(arguments: argparse.Namespace, side: str) -> Iterator[None]:
+def _prefix_errors(arguments: argparse.Namespace, side: str) -> Iterator[None]:
     """Prefix errors raised within the context with the side's argument as typed.
 
     For example `FROM p4: ...` or `--source-mesh ...`.
@@ -272,7 +278,7 @@ def _names(arguments: argparse.Namespace, side: str) -> Iterator[None]:
         raise ConfigError(f"{SIDES[side]} {getattr(arguments, side)}: {rule}") from None
 
 
-def _config(model: str | None) -> TransformerConfig:
+def _read_model_config(model: str | None) -> TransformerConfig:
     from weft.checkpoints.config_file import find_family
     from weft.checkpoints.hf_io import read_config
 
@@ -281,11 +287,11 @@ def _config(model: str | None) -> TransformerConfig:
     return find_family(SMALL_LLAMA).config(SMALL_LLAMA)
 
 
-def _described(mesh: Mesh) -> dict[str, Any]:
+def _describe_mesh(mesh: Mesh) -> dict[str, Any]:
     return {"layout": str(mesh.layout), "devices": list(mesh.ranks)}
 
 
-def _of_rank(rank: int, cost: ReallocationTraffic, node: int) -> dict[str, int]:
+def _describe_traffic(rank: int, cost: ReallocationTraffic, node: int) -> dict[str, int]:
     return {
         "rank": rank,
         "node": node,
@@ -296,41 +302,41 @@ def _of_rank(rank: int, cost: ReallocationTraffic, node: int) -> dict[str, int]:
     }
 
 
-def _page(found: dict[str, Any]) -> str:
+def _format_page(found: dict[str, Any]) -> str:
     columns = ("sent", "received", "kept", "copied")
     lines = [
         f"{found['model']}, sent as {found['dtype']}",
-        f"from {_place(found['source'])}",
-        f"to   {_place(found['target'])}",
+        f"from {_format_mesh(found['source'])}",
+        f"to   {_format_mesh(found['target'])}",
         "",
         f"{'rank':>5} {'node':>5} " + " ".join(f"{name:>11}" for name in columns),
     ]
     for row in found["ranks"]:
         lines.append(
             f"{row['rank']:>5} {row['node']:>5} "
-            + " ".join(f"{_size(row[name]):>11}" for name in columns)
+            + " ".join(f"{_format_size(row[name]):>11}" for name in columns)
         )
     totals = []
     for name in columns:
         totals.append(sum(row[name] for row in found["ranks"]))
-    lines.append(f"{'total':>11} " + " ".join(f"{_size(total):>11}" for total in totals))
+    lines.append(f"{'total':>11} " + " ".join(f"{_format_size(total):>11}" for total in totals))
     lines += [
         "",
-        f"inside nodes   {_size(found['sent_inside_nodes']):>11}",
-        f"between nodes  {_size(found['sent_between_nodes']):>11}",
-        f"least possible {_size(found['least']):>11}    bytes of new shards that ranks lack",
+        f"inside nodes   {_format_size(found['sent_inside_nodes']):>11}",
+        f"between nodes  {_format_size(found['sent_between_nodes']):>11}",
+        f"least possible {_format_size(found['least']):>11}    bytes of new shards that ranks lack",
         "",
         f"{found['transfers']:,} transfers; the largest parameters sent:",
-        *(f"  {_size(each['sent']):>11}  {each['name']}" for each in found["largest"]),
+        *(f"  {_format_size(each['sent']):>11}  {each['name']}" for each in found["largest"]),
     ]
     return "\n".join(lines if found["largest"] else [*lines[:-1], "nothing is sent"])
 
 
-def _place(mesh: dict[str, Any]) -> str:
+def _format_mesh(mesh: dict[str, Any]) -> str:
     return f"{mesh['layout']} on {', '.join(map(str, mesh['devices']))}"
 
 
-def _size(num_bytes: int) -> str:
+def _format_size(num_bytes: int) -> str:
     size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:

@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 if TYPE_CHECKING:
     from weft.engine.memory_options import MemoryCase
 
-TOLD = "the GPUs that fit the training of a model, and how to fit it on a smaller one"
+SUMMARY = "the GPUs that fit the training of a model, and how to fit it on a smaller one"
 EPILOG = """examples:
   weft plan memory Qwen/Qwen3-0.6B
   weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
@@ -26,8 +26,8 @@ def add(commands: Any) -> None:
     """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "memory",
-        help=TOLD,
-        description=f"Print {TOLD}. Only its config.json is read.",
+        help=SUMMARY,
+        description=f"Print {SUMMARY}. Only its config.json is read.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     )
 
 
-def main(arguments: argparse.Namespace) -> int:
+def print_memory_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and return 0.
 
     Raises `UserError` for a model without a readable config.json, or for invalid options.
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens}: a micro-batch has at least one token")
     path = find_model(arguments.model, ModelQuery("MODEL")).path
-    case, parameters, trained, layout = case_of(
+    case, parameters, trained, layout = build_training_case(
         path, arguments.options, arguments.tokens, arguments.dtype
     )
     # Print what is trained, then the GPUs that fit it.
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         narrow = f" with states in {settings.state_dtype}"
     print(
-        f"{path}: {parameters:,} parameters{part}, {NAMES[settings.optimizer]}{narrow}, "
+        f"{path}: {parameters:,} parameters{part}, {OPTIMIZER_NAMES[settings.optimizer]}{narrow}, "
         f"{settings.dtype}, "
         f"{arguments.tokens:,} tokens{'' if layout == 'd1' else f', each of {layout}'}"
     )
@@ -93,10 +93,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 
 
-def case_of(
+def build_training_case(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
 ) -> tuple[MemoryCase, int, int, str]:
     """Return (training case, number of parameters, number of trained parameters, layout).

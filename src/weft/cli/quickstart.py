@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft import registry
 from weft.cli import deepspeed, overrides
-from weft.cli.aliases import spellings, translate
-from weft.cli.help import described, quickstart_help, show, terminal_width
+from weft.cli.aliases import list_spellings, translate
+from weft.cli.help import describe_config, format_quickstart_help, get_terminal_width, print_page
 from weft.errors import ConfigError, find_nearest
 from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig, build_experiment
@@ -22,12 +22,12 @@ from weft.redaction import mask_values, redact
 from weft.runtime.supervisor_pipe import SupervisorPipe
 
 if TYPE_CHECKING:
-    from weft.cli.deepspeed import Taken
-    from weft.cli.stack import Stack
+    from weft.cli.deepspeed import DeepSpeedOverrides
+    from weft.cli.stack import SectionStack
     from weft.experiment import Experiment
 
 CONFIG = "config"  # --dry-run=config
-NAMED = "WEFT_RUN"  # environment variable: EXPERIMENT/TRIAL, set by a supervisor
+RUN_NAME_VARIABLE = "WEFT_RUN"  # environment variable: EXPERIMENT/TRIAL, set by a supervisor
 FLAGS = (
     "--help",
     "--dry-run",
@@ -45,7 +45,7 @@ FLAGS = (
 
 
 @dataclass
-class Words:
+class QuickstartCommandLine:
     """A command line, sorted into flags and assignments."""
 
     name: str = ""
@@ -68,74 +68,76 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     Raises `UserError` for unusable input. `supervise`: run in a child process, since Ray may kill
     this one.
     """
-    words = sort(argv)
+    words = parse_command_line(argv)
     registry.import_user_folder()
     registry.import_user_code(words.imports)
     if not words.name:
-        print(overview())
+        print(format_overview())
         return 0 if words.help is not None else 2
-    base, values = _named(words)
+    base, values = _read_assignments(words)
     if words.help is not None:
-        show(quickstart_help(words.name, base, words.help, terminal_width()))
+        print_page(format_quickstart_help(words.name, base, words.help, get_terminal_width()))
         return 0
     if words.config_dirs and not words.configs:
         raise ConfigError(
             "--config-dir: is a folder of sections, and none is named; add --configs NAME"
         )
-    taken: Taken | None = None
+    taken: DeepSpeedOverrides | None = None
     if not words.configs:
         if words.deepspeed is not None and isinstance(base, RunConfig):
-            taken = deepspeed.overrides(words.deepspeed, base, values)
-            tell(taken.notes)
+            taken = deepspeed.read_overrides(words.deepspeed, base, values)
+            print_notes(taken.notes)
             values = [*taken.assignments, *values]
         return _run(words, base, values, argv, taken, supervise=supervise)
-    stack, taken = stacked(words, base, values)
-    if not words.print_config and not words.print_script and speaks():
-        print("\n".join(stack.lines()))
-    tell(stack.notes)
-    registry.import_user_code(_imports(stack.overrides))
+    stack, taken = read_section_stack(words, base, values)
+    if not words.print_config and not words.print_script and is_reporting():
+        print("\n".join(stack.format_lines()))
+    print_notes(stack.notes)
+    registry.import_user_code(_list_imports(stack.overrides))
     try:
         return _run(words, base, stack.overrides, argv, taken, supervise=supervise)
     except ConfigError as error:
-        raise stack.explain(error) from error
+        raise stack.add_origin(error) from error
 
 
-def stacked(
-    words: Words, base: Config, values: Sequence[overrides.Override]
-) -> tuple[Stack, Taken | None]:
+def read_section_stack(
+    words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
+) -> tuple[SectionStack, DeepSpeedOverrides | None]:
     """Return (stack of the sections in `--configs` and the command line, DeepSpeed settings).
 
     The command line overrides the sections, which override the DeepSpeed file.
     """
-    from weft.cli.sections import Library
+    from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
 
     if not isinstance(base, RunConfig):
         raise ConfigError(
             f"--configs: {words.name} has no run options for sections to set; leave it out"
         )
-    library = Library.find(words.config_dirs)
+    library = SectionLibrary.from_folders(words.config_dirs)
     stack = read_stack(words.configs, library, base, values)
     if words.deepspeed is None:
         return stack, None
-    taken = deepspeed.overrides(words.deepspeed or stack.deepspeed or "", base, stack.overrides)
+    taken = deepspeed.read_overrides(
+        words.deepspeed or stack.deepspeed or "", base, stack.overrides
+    )
     stack = read_stack(words.configs, library, base, values, taken.assignments)
     stack.notes = [*taken.notes, *stack.notes]
     return stack, taken
 
 
 def _run(
-    words: Words,
+    words: QuickstartCommandLine,
     base: Any,
     values: Sequence[overrides.Override],
     argv: Sequence[str],
-    taken: Taken | None,
+    taken: DeepSpeedOverrides | None,
     *,
     supervise: bool,
 ) -> int:
     """Configure, then do what the flags ask: print the configuration, submit, plan, or run."""
-    config, notes = configure(base, values, words.imports)
-    tell([*(taken.settled(config) if taken is not None else ()), *notes])
+    config, notes = apply_overrides(base, values, words.imports)
+    print_notes([*(taken.describe_autos(config) if taken is not None else ()), *notes])
     if words.print_config:
         import yaml
 
@@ -149,7 +151,7 @@ def _run(
         raise ConfigError("--print-script prints the script of a Slurm job; add mode=slurm")
     given_names = (config.experiment_name, config.trial_name)
     if words.dry_run is None and isinstance(config, RunConfig):
-        config = _name(config, words)
+        config = _assign_run_names(config, words)
     # Check first: torch is loaded only after all checks pass.
     from weft.launch import dry_run, run, slurm
     from weft.launch.supervisor import Supervisor, needs_ray
@@ -169,27 +171,27 @@ def _run(
         print(slurm.start_job(config, command, print_only=words.print_script))
         return 0
     several = needs_ray(experiment := build_experiment(config), config.mode)
-    tell_start(experiment, several=several)
+    print_start(experiment, several=several)
     if supervise and several:
-        os.environ[NAMED] = f"{config.experiment_name}/{config.trial_name}"
+        os.environ[RUN_NAME_VARIABLE] = f"{config.experiment_name}/{config.trial_name}"
         return Supervisor(experiment).run()
     run(config, show=DisplayOptions(verbose=words.verbose))
     return 0
 
 
-def _name(config: RunConfig, words: Words) -> RunConfig:
+def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunConfig:
     """Return the configuration with run names; a supervised process uses its supervisor's."""
     from weft.cli.named_run import with_names
 
-    if not speaks() and NAMED in os.environ:
-        experiment, _, trial = os.environ[NAMED].partition("/")
+    if not is_reporting() and RUN_NAME_VARIABLE in os.environ:
+        experiment, _, trial = os.environ[RUN_NAME_VARIABLE].partition("/")
         return replace(config, experiment_name=experiment, trial_name=trial)
     config, note = with_names(config, Path(words.files[-1]).stem if words.files else words.name)
-    tell([note] if note is not None else [])
+    print_notes([note] if note is not None else [])
     return config
 
 
-def speaks() -> bool:
+def is_reporting() -> bool:
     """Return whether this process prints notes and the plan before a run.
 
     A supervised process does not, because its supervisor has printed it.
@@ -197,11 +199,11 @@ def speaks() -> bool:
     return not SupervisorPipe.from_environment(os.environ).is_supervised
 
 
-def tell_start(experiment: Experiment, *, several: bool) -> None:
+def print_start(experiment: Experiment, *, several: bool) -> None:
     """Print that the options are accepted, before the steps that take seconds."""
     from weft.observe.progress import make_view
 
-    if speaks():
+    if is_reporting():
         ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
         name = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
         make_view("", progress=False).print_note(
@@ -209,24 +211,24 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
         )
 
 
-def tell(notes: Sequence[str]) -> None:
+def print_notes(notes: Sequence[str]) -> None:
     """Print notes for the user, once per run."""
-    for note in notes if speaks() else ():
+    for note in notes if is_reporting() else ():
         print(redact(f"note: {note}"), file=sys.stderr)
 
 
-def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
+def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return (configuration run by `weft quickstart ARGV`, notes on other spellings).
 
     Raises `UserError`.
     """
-    words = sort(argv)
+    words = parse_command_line(argv)
     registry.import_user_folder()
     registry.import_user_code(words.imports)
-    base, values = _named(words)
+    base, values = _read_assignments(words)
     if words.configs:
-        values = stacked(words, base, values)[0].overrides
-    config, notes = configure(base, values, words.imports)
+        values = read_section_stack(words, base, values)[0].overrides
+    config, notes = apply_overrides(base, values, words.imports)
     if not isinstance(config, RunConfig):
         raise ConfigError(
             f"{words.name}: its configuration is not a weft.experiments.RunConfig and has no "
@@ -235,36 +237,36 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     return config, notes
 
 
-def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
+def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides.Override]]:
     """Return the quickstart's own configuration, and the assignments from files and words."""
     from weft.cli import sections
 
     values = []
     for file in words.files:
-        for each in overrides.flatten(overrides.read_file(sections.recipe_file(file))):
+        for each in overrides.flatten(overrides.read_file(sections.find_recipe_file(file))):
             values.append(each)
     values += overrides.parse(words.assignments)
     if words.dry_run is not None:  # a dry run needs no name
         given = {each.name for each in values}
         values += overrides.parse([f"{name}=plan" for name in NAMES if name not in given])
-    registry.import_user_code(_imports(values))
+    registry.import_user_code(_list_imports(values))
     return registry.quickstarts.get(words.name)(), values
 
 
-def configure(
+def apply_overrides(
     base: Config, values: Sequence[overrides.Override], imports: Sequence[str] = ()
 ) -> tuple[Config, list[str]]:
     """Return (`base` with the assignments, notes on other spellings). Raises `ConfigError`."""
     assignments, notes = (
         translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
     )
-    notes = [*overrides.repeated(values), *notes]
+    notes = [*overrides.describe_repeated(values), *notes]
     nested: dict[str, Any] = {}
     for assignment in assignments:
         _check_group(base, assignment)
         overrides.merge(nested, assignment)
     known = [leaf.name for leaf in iterate_options(base)] + (
-        spellings(base) if isinstance(base, RunConfig) else []
+        list_spellings(base) if isinstance(base, RunConfig) else []
     )
     config = read(base, overrides.resolve(nested, to_mapping(base)), known=known)
     if imports and isinstance(config, RunConfig):
@@ -293,12 +295,12 @@ def _check_group(base: Any, assignment: overrides.Override) -> None:
         read(base, {assignment.name: assignment.value})
 
 
-def sort(argv: Sequence[str]) -> Words:
+def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
     """Separate flags and assignments; `--key=value` is read as `key=value`.
 
     Raises `ConfigError` for unknown flags.
     """
-    words = Words()
+    words = QuickstartCommandLine()
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -313,7 +315,7 @@ def sort(argv: Sequence[str]) -> Words:
         elif flag == "--dry-run":
             # written as for `weft start`
             apart = word == flag and bool(words.name) and rest[:1] == [CONFIG]
-            words.dry_run = _dry_run(word, rest.pop(0) if apart else attached)
+            words.dry_run = _check_dry_run(word, rest.pop(0) if apart else attached)
         elif word == "--print-script":
             words.print_script = True
         elif flag == "--resume_from_checkpoint":
@@ -326,13 +328,13 @@ def sort(argv: Sequence[str]) -> Words:
                 rest.pop(0) if rest and rest[0].endswith(".json") else ""
             )
         elif flag == "--configs":
-            words.configs += _names(attached, rest)
+            words.configs += _take_section_names(attached, rest)
         elif flag in ("--import", "--config", "--cfg", "--config-dir"):
-            _take(words, flag, attached or (rest.pop(0) if rest else ""))
+            _store_flag(words, flag, attached or (rest.pop(0) if rest else ""))
         elif word.startswith("--") and attached:
             words.assignments.append(word[2:])
         elif word.startswith("-"):
-            raise _unknown_flag(word, rest)
+            raise _build_unknown_flag_error(word, rest)
         elif not words.name and "=" not in word:
             words.name = word
         else:
@@ -340,7 +342,7 @@ def sort(argv: Sequence[str]) -> Words:
     return words
 
 
-def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
+def _build_unknown_flag_error(word: str, rest: Sequence[str]) -> ConfigError:
     """Return the error for an unknown flag.
 
     If it is an option written as a flag, the error shows weft's form.
@@ -360,7 +362,7 @@ def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
     )
 
 
-def _dry_run(word: str, value: str) -> str:
+def _check_dry_run(word: str, value: str) -> str:
     if value not in ("", CONFIG):
         raise ConfigError(
             f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json only, no data"
@@ -368,7 +370,7 @@ def _dry_run(word: str, value: str) -> str:
     return value
 
 
-def _take(words: Words, flag: str, value: str) -> None:
+def _store_flag(words: QuickstartCommandLine, flag: str, value: str) -> None:
     if not value:
         raise ConfigError(
             f"{flag}: needs a value; write {flag} {'job' if flag == '--cfg' else 'FILE'}"
@@ -385,7 +387,7 @@ def _take(words: Words, flag: str, value: str) -> None:
         raise ConfigError(f"--cfg {value}: must be job, which prints the resolved configuration")
 
 
-def _names(attached: str, rest: list[str]) -> list[str]:
+def _take_section_names(attached: str, rest: list[str]) -> list[str]:
     """Return the section names of `--configs`.
 
     They are given after its `=`, or as words up to the next flag or assignment; commas separate
@@ -407,7 +409,7 @@ def _names(attached: str, rest: list[str]) -> list[str]:
     return names
 
 
-def _imports(values: Sequence[overrides.Override]) -> list[str]:
+def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
     """Return the modules that `imports=[...]` names.
 
     They are read first, because they may register the quickstart itself.
@@ -420,7 +422,7 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
     return list(coerce(last, list[str], "imports"))
 
 
-def overview() -> str:
+def format_overview() -> str:
     """Return the list of quickstarts, each with the first line of its description."""
     lines = [
         "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows "
@@ -429,8 +431,8 @@ def overview() -> str:
     ]
     for name in registry.quickstarts.load_all():
         lines += textwrap.wrap(
-            described(registry.quickstarts.get(name)),
-            terminal_width(),
+            describe_config(registry.quickstarts.get(name)),
+            get_terminal_width(),
             initial_indent=f"  {name:12} ",
             subsequent_indent=" " * 15,
             break_on_hyphens=False,

@@ -2,7 +2,7 @@
 
 Covered are `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*` and nodes by name.
 
-`rename` runs before the spellings of other programs are read (cli/aliases.py). It changes only
+`translate_real_options` runs before the spellings of other programs are read (cli/aliases.py). It changes only
 names that are not options of the configuration, and adds a note for each. A name that is also
 weft's keeps weft's meaning.
 """
@@ -21,12 +21,12 @@ from weft.options import to_plain
 
 GPUS_PER_NODE = 8  # ReaL's default of n_gpus_per_node
 DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
-SIZES = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
-SEQUENCE = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
-TYPE = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
-HALF = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
+DEGREE_PATTERN = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
+SEQUENCE_PARALLEL_PATTERN = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
+TYPE_PATTERN = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
+HALF_PRECISION_PATTERN = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
 SPANS = r"\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*"
-NODE = re.compile(
+NODE_PATTERN = re.compile(
     rf"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>{SPANS})\])?(?::(?P<devices>{SPANS}))?"
 )
 
@@ -37,7 +37,7 @@ RENAMED = {
     "dataset.max_pairs_per_prompt": "dataset.args.max_pairs_per_prompt",
 }
 # Options that have no effect in weft, by last or full name -> reason.
-LEFT_OUT = {
+IGNORED_OPTIONS = {
     "use_cuda_graph": "weft decides when a GPU replays captured graphs",
     "force_cudagraph_recapture": "weft decides when a GPU replays captured graphs",
     "force_no_logits_mask": (
@@ -58,32 +58,32 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 
 @dataclass
-class _Renaming:
+class _ReaLTranslation:
     """Assignments of one command line, and their translation so far."""
 
     config: RunConfig
     known: frozenset[str]  # options of the configuration
     given: Mapping[str, Any]  # values by name
-    made: list[Override] = field(default_factory=list)
+    translated: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
 
-    def put(self, override: Override, name: str, value: Any) -> None:
+    def add_renamed(self, override: Override, name: str, value: Any) -> None:
         """Store an assignment under another name, and add a note."""
         shown = name if value is override.value else f"{name}={value}"
         self.notes.append(f"{override.name} is read as {shown}")
-        self.made.append(replace(override, name=name, value=value))
+        self.translated.append(replace(override, name=name, value=value))
 
-    def leave_out(self, override: Override, reason: str) -> None:
+    def note_ignored(self, override: Override, reason: str) -> None:
         self.notes.append(f"{override.name} is left out: {reason}")
 
     @property
     def nodes(self) -> list[str]:
         """Names in `nodelist`, in order; empty if it is not set."""
-        return _node_names(str(self.given.get("nodelist") or ""))
+        return _expand_node_names(str(self.given.get("nodelist") or ""))
 
 
-def rename(
+def translate_real_options(
     overrides: Iterable[Override], config: RunConfig, known: frozenset[str]
 ) -> tuple[list[Override], list[str]]:
     """Return the assignments with ReaL's names replaced, and a note for each replacement.
@@ -91,9 +91,9 @@ def rename(
     Raises `ConfigError`.
     """
     overrides = list(overrides)
-    done = _Renaming(config, known, {each.name: to_plain(each.value) for each in overrides})
+    done = _ReaLTranslation(config, known, {each.name: to_plain(each.value) for each in overrides})
     for override in overrides:
-        _rename_one(done, override)
+        _translate_option(done, override)
     for call, sizes in done.layouts.items():
         layout = (
             "".join(
@@ -102,41 +102,43 @@ def rename(
             or "d1"
         )
         done.notes.append(f"{call}.parallel.* is read as {call}.layout={layout}")
-        done.made.append(Override(f"{call}.layout", layout))
-    return done.made, done.notes
+        done.translated.append(Override(f"{call}.layout", layout))
+    return done.translated, done.notes
 
 
-def _rename_one(done: _Renaming, override: Override) -> None:
-    name = _without_group(done, override.name)
+def _translate_option(done: _ReaLTranslation, override: Override) -> None:
+    name = _strip_group(done, override.name)
     if name != override.name:
         done.notes.append(f"{override.name} is read as {name}")
         override = replace(override, name=name)
     last = name.rpartition(".")[2]
     if name in done.known:
         _change_value(done, override, last)
-    elif found := TYPE.fullmatch(name):
+    elif found := TYPE_PATTERN.fullmatch(name):
         _read_type(done, override, found["role"], found["what"])
-    elif found := SIZES.fullmatch(name):
+    elif found := DEGREE_PATTERN.fullmatch(name):
         _collect_degree(done, override, found["call"], DEGREES[found["degree"]])
-    elif (found := SEQUENCE.fullmatch(name)) and f"{found['call']}.layout" in done.known:
+    elif (
+        found := SEQUENCE_PARALLEL_PATTERN.fullmatch(name)
+    ) and f"{found['call']}.layout" in done.known:
         _read_sequence_parallel(done, override, found["call"])
-    elif found := HALF.fullmatch(name):
+    elif found := HALF_PRECISION_PATTERN.fullmatch(name):
         _read_half(done, override, found["role"], found["kind"])
     elif name == "nodelist":
         _read_nodes(done, override)
     elif any(name.startswith(f"{option}.") for option in done.known):
-        done.made.append(override)  # an entry of a mapping with user-defined keys
+        done.translated.append(override)  # an entry of a mapping with user-defined keys
     elif name in RENAMED:
-        done.put(override, RENAMED[name], override.value)
+        done.add_renamed(override, RENAMED[name], override.value)
     elif last == "init_critic_from_actor":
-        done.put(override, "ppo.critic_init", "actor" if to_plain(override.value) else None)
-    elif last in LEFT_OUT:
-        done.leave_out(override, LEFT_OUT[last])
+        done.add_renamed(override, "ppo.critic_init", "actor" if to_plain(override.value) else None)
+    elif last in IGNORED_OPTIONS:
+        done.note_ignored(override, IGNORED_OPTIONS[last])
     else:
-        done.made.append(override)
+        done.translated.append(override)
 
 
-def _without_group(done: _Renaming, name: str) -> str:
+def _strip_group(done: _ReaLTranslation, name: str) -> str:
     """Return `X` of `exp_ctrl.X`, and `{the one model}.X` of `allocation.X`."""
     if name.startswith("exp_ctrl."):
         return name.removeprefix("exp_ctrl.")
@@ -145,28 +147,28 @@ def _without_group(done: _Renaming, name: str) -> str:
     return name
 
 
-def _change_value(done: _Renaming, override: Override, last: str) -> None:
+def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
     """Keep an option that weft also has, and translate ReaL's value for it."""
     value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
-        done.put(override, override.name, "adamw")
+        done.add_renamed(override, override.name, "adamw")
     elif override.name == "allocation_mode" and value in ALLOCATIONS:
-        done.put(override, override.name, ALLOCATIONS[value])
+        done.add_renamed(override, override.name, ALLOCATIONS[value])
     elif override.name == "recover_mode" and value == "save":
-        done.put(override, override.name, "auto")
-    elif last == "device_mesh" and isinstance(value, str) and NODE.match(value):
-        done.put(override, override.name, _device_numbers(done, override.name, value))
+        done.add_renamed(override, override.name, "auto")
+    elif last == "device_mesh" and isinstance(value, str) and NODE_PATTERN.match(value):
+        done.add_renamed(override, override.name, _convert_devices(done, override.name, value))
     else:
-        done.made.append(override)
+        done.translated.append(override)
 
 
-def _read_type(done: _Renaming, override: Override, role: str, what: str) -> None:
+def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str) -> None:
     """Read `ROLE.type._class` as the family; other parts of the type are not needed by weft."""
     if what == "_class":
-        done.put(override, f"{role}.type", override.value)
+        done.add_renamed(override, f"{role}.type", override.value)
         return
     if what == "size":
-        done.leave_out(override, "weft reads sizes from config.json")
+        done.note_ignored(override, "weft reads sizes from config.json")
         return
     is_critic = role in ("critic", "rew") or done.config.algorithm == "rw"
     if to_plain(override.value) is not is_critic:
@@ -178,16 +180,16 @@ def _read_type(done: _Renaming, override: Override, role: str, what: str) -> Non
             f"{override.name}={to_plain(override.value)!r}: {role!r} {kind} in this experiment; "
             f"leave the option out"
         )
-    done.leave_out(override, "the role says it")
+    done.note_ignored(override, "the role says it")
 
 
-def _collect_degree(done: _Renaming, override: Override, call: str, degree: str) -> None:
+def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
     """Store one of the parallel degrees that form the layout of a call.
 
     A model's own `parallel.*` are regular options.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
-        done.made.append(override)
+        done.translated.append(override)
         return
     size = to_plain(override.value)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -195,35 +197,35 @@ def _collect_degree(done: _Renaming, override: Override, call: str, degree: str)
     done.layouts.setdefault(call, {})[degree] = size
 
 
-def _read_sequence_parallel(done: _Renaming, override: Override, call: str) -> None:
+def _read_sequence_parallel(done: _ReaLTranslation, override: Override, call: str) -> None:
     """Set sequence parallelism as an option of the call's model."""
     role = call.partition("_")[0]
     target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
     if to_plain(override.value) is True:
-        done.leave_out(override, f"{target} is true by default")
-    elif not any(each.name == target for each in done.made):
-        done.put(override, target, override.value)
+        done.note_ignored(override, f"{target} is true by default")
+    elif not any(each.name == target for each in done.translated):
+        done.add_renamed(override, target, override.value)
 
 
-def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> None:
+def _read_half(done: _ReaLTranslation, override: Override, role: str, kind: str) -> None:
     if to_plain(override.value) is True:
-        done.put(override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind])
+        done.add_renamed(override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind])
     else:
-        done.leave_out(override, f"{role}.dtype says it")
+        done.note_ignored(override, f"{role}.dtype says it")
 
 
-def _read_nodes(done: _Renaming, override: Override) -> None:
+def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
     """Set Slurm's list of nodes; without Slurm the names only number the devices."""
-    _node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
+    _expand_node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
     if done.given.get("mode") == "slurm":
-        done.put(override, "slurm.nodelist", override.value)
+        done.add_renamed(override, "slurm.nodelist", override.value)
     else:
-        done.leave_out(
+        done.note_ignored(
             override, "without mode=slurm its names only number the devices of device_mesh"
         )
 
 
-def _device_numbers(done: _Renaming, name: str, text: str) -> str:
+def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
     """Convert `NODE01:0,1` to `0,1`: device numbers over all nodes, in the order of `nodelist`.
 
     A node without numbers means all of its devices. Raises `ConfigError` for a node that is
@@ -233,14 +235,14 @@ def _device_numbers(done: _Renaming, name: str, text: str) -> str:
     if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check
         size = GPUS_PER_NODE
     devices: list[int] = []
-    found = NODE.fullmatch(text)
+    found = NODE_PATTERN.fullmatch(text)
     if found is None:
         raise ConfigError(
             f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]"
         )
-    for node in _node_names(text.partition(":")[0]):
-        number = _node_number(done, name, node)
-        inside = _numbers(found["devices"]) if found["devices"] else range(size)
+    for node in _expand_node_names(text.partition(":")[0]):
+        number = _find_node_index(done, name, node)
+        inside = _expand_ranges(found["devices"]) if found["devices"] else range(size)
         wrong = [device for device in inside if device >= size]
         if wrong:
             raise ConfigError(
@@ -252,7 +254,7 @@ def _device_numbers(done: _Renaming, name: str, text: str) -> str:
     return ",".join(map(str, sorted(devices)))
 
 
-def _node_number(done: _Renaming, name: str, node: str) -> int:
+def _find_node_index(done: _ReaLTranslation, name: str, node: str) -> int:
     """Return the number of nodes before this one; a single-node run needs no `nodelist`."""
     if node in done.nodes:
         return done.nodes.index(node)
@@ -267,11 +269,11 @@ def _node_number(done: _Renaming, name: str, node: str) -> int:
     )
 
 
-def _node_names(text: str) -> list[str]:
+def _expand_node_names(text: str) -> list[str]:
     """Expand Slurm's notation: `n[01-03],m1` becomes n01, n02, n03 and m1."""
     names = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
-        found = NODE.fullmatch(part.strip())
+        found = NODE_PATTERN.fullmatch(part.strip())
         if found is None:
             raise ConfigError(
                 f"nodelist={text!r}: must be names of nodes such as NODE01 or NODE[01-02]"
@@ -287,7 +289,7 @@ def _node_names(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
+def _expand_ranges(text: str) -> list[int]:
     """Expand a list of ranges: `0,2-3` becomes 0, 2 and 3."""
     found: list[int] = []
     for part in text.split(","):

@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any
 
 from weft import registry
-from weft.cli.aliases import RENAMED, SPECIAL
-from weft.cli.help import shown
+from weft.cli.aliases import RENAMED, VALUE_TRANSLATORS
+from weft.cli.help import format_value
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -30,56 +30,61 @@ option, and `~key` restores a default. An unknown name is an error that suggests
 """
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
 for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""
-SERVED = "Below `rew` and `ref` of ppo, grpo and online_dpo, in addition to those above; see [serving](serving.md)."
+SERVED_ROLE_TEXT = (
+    "Below `rew` and `ref` of ppo, grpo and online_dpo, in addition to those above; "
+    "see [serving](serving.md)."
+)
 CALL = """Below the name of a model function call: {calls}."""
-SPELLED = """weft also accepts these spellings of Hugging Face and of older programs, with a note that names weft's option.
+SPELLINGS_TEXT = """weft also accepts these spellings of Hugging Face and of older programs, with a note that
+names weft's option.
 `MODEL` is the trained role (each of them if there are several), `GEN` the options of sampling."""
 
 
-def page() -> str:
+def format_page() -> str:
     """Return the whole page as Markdown."""
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
     run = []
     for leaf in iterate_options(configs["sft"]):
         if _is_run(leaf.name):
             run.append(leaf)
-    parts = [HEAD, "## Run\n", *_table(run)]
+    parts = [HEAD, "## Run\n", *_format_table(run)]
     parts += [
         "\n## Model\n",
-        MODEL.format(different=_different(configs)) + "\n",
-        *_table(iterate_options(ModelSpec())),
+        MODEL.format(different=_describe_differing_defaults(configs)) + "\n",
+        *_format_table(iterate_options(ModelSpec())),
     ]
     usual = {leaf.name for leaf in iterate_options(ModelSpec())}
     parts += [
         "\n## Behind a URL\n",
-        f"{SERVED}\n",
-        *_table(leaf for leaf in iterate_options(ServedSpec()) if leaf.name not in usual),
+        f"{SERVED_ROLE_TEXT}\n",
+        *_format_table(leaf for leaf in iterate_options(ServedSpec()) if leaf.name not in usual),
     ]
-    parts += ["\n## Data\n", "Below `dataset`.\n", *_table(iterate_options(DatasetSpec()))]
+    parts += ["\n## Data\n", "Below `dataset`.\n", *_format_table(iterate_options(DatasetSpec()))]
     parts += [
         "\n## Sampling\n",
         "Below `ppo.gen`, `grpo.gen`, `online_dpo.gen`, `distill.gen` and `gen`.\n",
-        *_table(iterate_options(GenerationSpec())),
+        *_format_table(iterate_options(GenerationSpec())),
     ]
     calls = "; ".join(
-        f"{name} {', '.join(f'`{c}`' for c in _calls(config))}" for name, config in configs.items()
+        f"{name} {', '.join(f'`{c}`' for c in _list_calls(config))}"
+        for name, config in configs.items()
     )
     parts += [
         "\n## Calls\n",
         CALL.format(calls=calls) + "\n",
-        *_table(iterate_options(MFCOptions())),
+        *_format_table(iterate_options(MFCOptions())),
     ]
     for name, config in configs.items():
         own = []
         for leaf in iterate_options(config):
             if _is_own(leaf.name, config):
                 own.append(leaf)
-        parts += [f"\n## {name}\n", _paragraphs(type(config)) + "\n", *_table(own)]
-    parts += ["\n## Other spellings\n", SPELLED + "\n", *_spellings(configs)]
+        parts += [f"\n## {name}\n", _format_paragraphs(type(config)) + "\n", *_format_table(own)]
+    parts += ["\n## Other spellings\n", SPELLINGS_TEXT + "\n", *_format_spellings(configs)]
     return "\n".join(parts) + "\n"
 
 
-def _paragraphs(config: type) -> str:
+def _format_paragraphs(config: type) -> str:
     """Return the docstring of a configuration with one line for each paragraph."""
     paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -105,7 +110,7 @@ def _is_own(name: str, config: RunConfig) -> bool:
     return name.split(".", 1)[-1] not in shared
 
 
-def _calls(config: Any) -> list[str]:
+def _list_calls(config: Any) -> list[str]:
     result: list[str] = []
     for spec in fields(config):
         if isinstance(getattr(config, spec.name), MFCOptions):
@@ -113,7 +118,7 @@ def _calls(config: Any) -> list[str]:
     return result
 
 
-def _different(configs: dict[str, Any]) -> str:
+def _describe_differing_defaults(configs: dict[str, Any]) -> str:
     """Return the defaults of roles that differ from those in the table of model options."""
     usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     found: dict[str, list[str]] = {}
@@ -123,33 +128,33 @@ def _different(configs: dict[str, Any]) -> str:
             for leaf in iterate_options(value) if isinstance(value, ModelSpec) else ():
                 if leaf.name in usual and leaf.default != usual[leaf.name]:
                     found.setdefault(
-                        f"`{spec.name}.{leaf.name}` is {shown(leaf.default)}", []
+                        f"`{spec.name}.{leaf.name}` is {format_value(leaf.default)}", []
                     ).append(name)
     said = "; ".join(f"{what} for {' and '.join(names)}" for what, names in found.items())
     return f"Other defaults: {said}." if said else ""
 
 
-def _table(options: Iterable[OptionDescription]) -> list[str]:
+def _format_table(options: Iterable[OptionDescription]) -> list[str]:
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for leaf in options:
         cells = (
             f"`{leaf.name}`",
             leaf.type,
-            f"`{shown(leaf.default)}`" if leaf.default != "" else "",
+            f"`{format_value(leaf.default)}`" if leaf.default != "" else "",
             leaf.help,
         )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
 
 
-def _spellings(configs: dict[str, Any]) -> Sequence[str]:
+def _format_spellings(configs: dict[str, Any]) -> Sequence[str]:
     lines = ["| spelling | option |", "|---|---|"]
     names = {"{first}": "MODEL", "{model}": "MODEL", "{gen}": "GEN"}
     for spelling, option in RENAMED.items():
         for mark, name in names.items():
             option = option.replace(mark, name)
         lines.append(f"| `{spelling}` | `{option}` |")
-    for name, rule in SPECIAL.items():
+    for name, rule in VALUE_TRANSLATORS.items():
         lines.append(f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |")
     lines.append("| `optimizer.*` | the optimizer of the one trained role |")
     for name, config in configs.items():
@@ -159,4 +164,4 @@ def _spellings(configs: dict[str, Any]) -> Sequence[str]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(format_page(), end="")

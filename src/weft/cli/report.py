@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.cli.named_run import find_run
-from weft.cli.parsing import Parser, helped
+from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
 from weft.observe import compare
 from weft.observe.page import write
@@ -24,8 +24,8 @@ EPILOG = """examples:
   weft report latest --open           shows it in a browser"""
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="weft report", description=__doc__, epilog=EPILOG)
+def build_parser() -> argparse.ArgumentParser:
+    made = CommandParser(prog="weft report", description=__doc__, epilog=EPILOG)
     made.add_argument(
         "runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for a folder without a run, and for a file that cannot be written.
     """
-    asked = parser()
-    if helped(asked, argv):
+    asked = build_parser()
+    if print_help_if_empty(asked, argv):
         return 2
     given = asked.parse_args(list(argv))
     root = Path(given.fileroot).expanduser()

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cli.ls import size
+from weft.cli.ls import format_size
 from weft.cli.named_run import find_run
-from weft.cli.parsing import Parser, helped
+from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
 from weft.observe.lenient import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
@@ -22,7 +22,7 @@ from weft.observe.run_list import count_tree_bytes, find_runs
 
 CHECKPOINTS = "checkpoints"
 RECOVER = "recover"
-LISTED = 6  # number of entries listed per run, largest first
+MAX_LISTED_ENTRIES = 6  # number of entries listed per run, largest first
 EPILOG = """examples:
   weft rm runs/first/ppo
   weft rm runs/first/ppo --recover              keeps checkpoints, metrics and report; the run cannot be resumed
@@ -30,7 +30,7 @@ EPILOG = """examples:
 
 
 @dataclass(frozen=True)
-class Removal:
+class RunRemoval:
     """Folders or links of one run to remove; `whole` if the run itself is removed."""
 
     run: Path
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `ConfigError` for a path that is not a run, and for a run that a process works on.
     """
-    parser = Parser(prog="weft rm", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(prog="weft rm", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run, or EXPERIMENT/TRIAL"
     )
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--checkpoints", action="store_true", help="remove only the checkpoints")
     parser.add_argument("--recover", action="store_true", help="remove only the recovery points")
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    if helped(parser, argv):
+    if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
     parts = []
@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
             parts.append(name)
     root = Path(given.fileroot).expanduser()
     runs = {}
-    for run in (checked(find_run(word, root)) for word in given.runs):
+    for run in (check_removable(find_run(word, root)) for word in given.runs):
         runs[run.resolve()] = run
-    removals = [removal for run in runs.values() if (removal := planned(run, parts)).paths]
+    removals = [removal for run in runs.values() if (removal := plan_removal(run, parts)).paths]
     if not removals:
         print(
             f"nothing to remove: there are no {' or '.join(parts)} in "
@@ -78,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     for removal in removals:
-        print("\n".join(described(removal)))
-    if not given.yes and not agreed(sum(removal.num_bytes for removal in removals)):
+        print("\n".join(describe_removal(removal)))
+    if not given.yes and not confirm_removal(sum(removal.num_bytes for removal in removals)):
         print("nothing was removed")
         return 1
     for removal in removals:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def checked(run: Path) -> Path:
+def check_removable(run: Path) -> Path:
     """Return `run` if it can be removed.
 
     Raises `ConfigError` for a link, a folder that is not a run, or a run that a process works on.
@@ -108,7 +108,7 @@ def checked(run: Path) -> Path:
             f"{format_status(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}"
         )
     inside = []
-    for folder in _folders(run):
+    for folder in _list_folders(run):
         for path in find_runs(folder):
             inside.append(path)
     if inside:
@@ -116,7 +116,7 @@ def checked(run: Path) -> Path:
     return run
 
 
-def _folders(run: Path) -> list[Path]:
+def _list_folders(run: Path) -> list[Path]:
     own = (CHECKPOINTS, RECOVER)
     result: list[Path] = []
     for p in run.iterdir():
@@ -134,46 +134,46 @@ def _was_written_by_weft(run: Path) -> bool:
         return False
 
 
-def planned(run: Path, parts: Sequence[str]) -> Removal:
+def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
     """Return what to remove: the whole run, or those of `parts` that exist."""
     if not parts:
-        return Removal(run, (run,), whole=True)
-    return Removal(
+        return RunRemoval(run, (run,), whole=True)
+    return RunRemoval(
         run, tuple(run / name for name in parts if os.path.lexists(run / name)), whole=False
     )
 
 
-def described(removal: Removal) -> Iterator[str]:
+def describe_removal(removal: RunRemoval) -> Iterator[str]:
     """Yield lines on what will be removed and on what depends on it."""
     status = read_json(removal.run / STATUS).get("status", "unfinished")
     if removal.whole:
-        yield f"{removal.run} ({status}), {size(removal.num_bytes)}:"
+        yield f"{removal.run} ({status}), {format_size(removal.num_bytes)}:"
     for path in [] if removal.whole else removal.paths:
-        yield f"{path}, {size(0 if path.is_symlink() else count_tree_bytes(path))}:"
+        yield f"{path}, {format_size(0 if path.is_symlink() else count_tree_bytes(path))}:"
     inside = [p for path in removal.paths if not path.is_symlink() for p in path.iterdir()]
-    listed = sorted(inside, key=lambda p: -_bytes(p))
-    for path in listed[:LISTED]:
+    listed = sorted(inside, key=lambda p: -_count_bytes(p))
+    for path in listed[:MAX_LISTED_ENTRIES]:
         link = f"  -> {os.readlink(path)}, which stays" if path.is_symlink() else ""
-        yield f"  {path.name:24} {size(_bytes(path)):>8}{link}"
-    if len(listed) > LISTED:
-        yield f"  and {len(listed) - LISTED} more"
+        yield f"  {path.name:24} {format_size(_count_bytes(path)):>8}{link}"
+    if len(listed) > MAX_LISTED_ENTRIES:
+        yield f"  and {len(listed) - MAX_LISTED_ENTRIES} more"
     for path in removal.paths:
         if path.is_symlink():
             yield f"  only the link: {os.readlink(path)} stays"
     if status != "finished" and any(path.name == RECOVER for path in removal.paths):
         yield "  the run cannot be resumed afterwards"
-    users = [str(other) for other in _users(removal)]
+    users = [str(other) for other in _find_dependent_runs(removal)]
     if users:
         yield f"  its models are named in the configuration of {', '.join(users)}"
 
 
-def _bytes(path: Path) -> int:
+def _count_bytes(path: Path) -> int:
     if path.is_symlink():
         return 0
     return count_tree_bytes(path) if path.is_dir() else path.stat().st_size
 
 
-def _users(removal: Removal) -> Iterator[Path]:
+def _find_dependent_runs(removal: RunRemoval) -> Iterator[Path]:
     """Iterate over neighbouring runs whose configuration names a folder of this one."""
     if not any(path.name != RECOVER for path in removal.paths):
         return
@@ -186,18 +186,18 @@ def _users(removal: Removal) -> Iterator[Path]:
                 yield other
 
 
-def agreed(num_bytes: int) -> bool:
+def confirm_removal(num_bytes: int) -> bool:
     """Ask the user for confirmation. Raises `ConfigError` if input is not interactive."""
     if not sys.stdin.isatty():
         raise ConfigError("weft rm asks for confirmation, which needs a terminal; add --yes")
     try:
-        answer = input(f"remove this, {size(num_bytes)}? [y/N] ")
+        answer = input(f"remove this, {format_size(num_bytes)}? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in ("y", "yes")
 
 
-def remove(removal: Removal) -> None:
+def remove(removal: RunRemoval) -> None:
     """Remove while holding the run's lock, so that no process starts to work on the run."""
     from weft.runtime.directory import RunLock
 
@@ -219,4 +219,4 @@ def remove(removal: Removal) -> None:
     folder = removal.run.parent
     if removal.whole and not any(folder.iterdir()) and folder.resolve() != Path.cwd():
         folder.rmdir()  # remove the folder of an experiment without runs
-    print(f"removed {', '.join(map(str, removal.paths))} ({size(num_bytes)})")
+    print(f"removed {', '.join(map(str, removal.paths))} ({format_size(num_bytes)})")

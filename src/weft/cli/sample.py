@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import _models
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.options import validate
@@ -30,20 +30,22 @@ EPILOG = """examples:
   weft quickstart sft ... dataset.path=best/selected.jsonl dataset.type=chat"""
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    made = Parser(prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form)
+    made = CommandParser(
+        prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form
+    )
     commands = made.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
     parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
         (
             "report",
-            report,
+            write_report,
             "sample answers under named settings, as JSON and one HTML page that compares models",
         ),
-        ("score", score, "compute the mean reward of each model and setting of reports"),
+        ("score", score_reports, "compute the mean reward of each model and setting of reports"),
         (
             "best",
-            best,
+            write_best_answers,
             "write the best of n answers by a reward model, as SFT rows and preference pairs",
         ),
     )
@@ -105,15 +107,17 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
     )
     command.add_argument(
         "--samples",
-        type=_positive,
+        type=_parse_positive,
         default=samples,
         metavar="N",
         help="answers per prompt (default %(default)s)",
     )
-    command.add_argument("-n", type=_positive, metavar="N", help="use only the first N prompts")
+    command.add_argument(
+        "-n", type=_parse_positive, metavar="N", help="use only the first N prompts"
+    )
     command.add_argument(
         "--max-new-tokens",
-        type=_positive,
+        type=_parse_positive,
         default=256,
         help="maximum number of tokens per answer (default 256)",
     )
@@ -135,7 +139,7 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -147,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for unusable input.
     """
-    given = parser().parse_args(list(argv))
+    given = build_parser().parse_args(list(argv))
     out: Path | None = vars(given).get("out")
     if out is not None and out.exists() and not out.is_dir():  # checked before any model is loaded
         raise ConfigError(f"--out {out}: is not a folder; name another")
@@ -156,21 +160,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _settings(given: argparse.Namespace) -> list[SamplingSettings]:
+def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
     from weft.evaluation.settings import choose
 
     base = GenerationSpec(max_new_tokens=given.max_new_tokens, seed=given.seed)
     validate(base)
     chosen, notes = choose([word for word in given.settings.split(",") if word], base)
     for note in notes:
-        _models.say(note)
+        _models.print_note(note)
     return chosen
 
 
 # -- report
 
 
-def report(given: argparse.Namespace) -> None:
+def write_report(given: argparse.Namespace) -> None:
     """Answer the prompts with each model; write `OUT/MODEL.json` and `OUT/report.html`."""
     from weft.evaluation import sampling_report
     from weft.evaluation.answers import sample_answers
@@ -184,13 +188,13 @@ def report(given: argparse.Namespace) -> None:
         raise ConfigError(
             "--prompts is missing: name a file of prompts (existing reports need none)"
         )
-    settings = _settings(given)
+    settings = _read_settings(given)
     _models.check_policies(asked)
     prompts = read_prompts(given.prompts, given.n) if asked else []
     # Sample with each model, and write its report.
     for name in asked:
-        opened = _models.policy(name, given)
-        with _models.progress(sampling_report.shorten_name(opened.name)) as bar:
+        opened = _models.load_policy(name, given)
+        with _models.show_progress(sampling_report.shorten_name(opened.name)) as bar:
             answers = sample_answers(
                 opened,
                 prompts,
@@ -200,8 +204,10 @@ def report(given: argparse.Namespace) -> None:
                 plain=given.plain,
                 progress=bar,
             )
-        built = sampling_report.build(opened.name, _arguments(given), prompts, settings, answers)
-        file = _free(given.out, sampling_report.shorten_name(opened.name), reports)
+        built = sampling_report.build(
+            opened.name, _collect_arguments(given), prompts, settings, answers
+        )
+        file = _find_free_path(given.out, sampling_report.shorten_name(opened.name), reports)
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
         print(file)
@@ -216,7 +222,7 @@ def report(given: argparse.Namespace) -> None:
     print(page)
 
 
-def _arguments(given: argparse.Namespace) -> dict[str, Any]:
+def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the report records about its creation."""
     return {
         name: str(value) if isinstance(value, Path) else value
@@ -225,7 +231,7 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _free(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
+def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
     """Return a file name for a model's report that no other model of this command uses."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
@@ -235,12 +241,12 @@ def _free(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Pat
 # -- score
 
 
-def score(given: argparse.Namespace) -> None:
+def score_reports(given: argparse.Namespace) -> None:
     """Score every answer of the reports, write the scores into them, and print the means."""
     from weft.evaluation import rewards, sampling_report
 
     reports = [(path, sampling_report.read(path)) for path in given.reports]
-    opened = _models.scorer(given.reward, given)
+    opened = _models.load_scorer(given.reward, given)
     rows = list[tuple[str, str, float, float, int]]()
     for path, read in reports:
         prompts = sampling_report.extract_prompts(read)
@@ -284,17 +290,17 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 # -- best
 
 
-def best(given: argparse.Namespace) -> None:
+def write_best_answers(given: argparse.Namespace) -> None:
     """Sample n answers per prompt, score them, and keep the best."""
     from weft.evaluation import best_of, rewards
     from weft.evaluation.answers import SampledAnswer, sample_answers
     from weft.evaluation.prompts import read_prompts
 
-    settings = _settings(given)
+    settings = _read_settings(given)
     prompts = read_prompts(given.prompts, given.n)
-    reward = _models.scorer(given.reward, given)
-    opened = _models.policy(given.model, given)
-    with _models.progress("answers") as bar:
+    reward = _models.load_scorer(given.reward, given)
+    opened = _models.load_policy(given.model, given)
+    with _models.show_progress("answers") as bar:
         sampled = sample_answers(
             opened,
             prompts,

@@ -25,7 +25,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """Settings under one name. `lines` maps the path of every key below them to its line."""
 
     name: str
@@ -36,7 +36,7 @@ class Section:
     shipped: bool = False
     trlx: bool = False  # True for a trlX configuration
 
-    def place(self, *path: str | int) -> str:
+    def find_location(self, *path: str | int) -> str:
         """Return `FILE:LINE` of the value at `path`, or of its nearest parent that has a line."""
         while path and path not in self.lines:
             path = path[:-1]
@@ -44,15 +44,15 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Contents:
+class SectionFile:
     """Contents of a file: its sections, and values outside of any section."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[ConfigSection, ...]
     strays: tuple[tuple[str, int], ...] = ()
     file: str = ""
 
     @property
-    def wrong(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return problems with the values outside of sections."""
         result: list[str] = []
         for stray, line in self.strays:
@@ -63,34 +63,36 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Library:
+class SectionLibrary:
     """All available sections: those of `./configs`, of the named folders, and of weft."""
 
     # (folder, contents of a file), in search order
-    contents: tuple[tuple[str, Contents], ...]
+    contents: tuple[tuple[str, SectionFile], ...]
 
     @classmethod
-    def find(cls, folders: Sequence[str] = (), broken: list[str] | None = None) -> Library:
+    def from_folders(
+        cls, folders: Sequence[str] = (), broken: list[str] | None = None
+    ) -> SectionLibrary:
         """Read all YAML files.
 
         Raises `ConfigError` for a missing folder, and for invalid YAML unless `broken` is given, to
         which the problems are appended.
         """
-        found: list[tuple[str, Contents]] = []
+        found: list[tuple[str, SectionFile]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: there is no such folder")
-            inside = yaml_files(Path(folder), f"--config-dir {folder}")
+            inside = list_yaml_files(Path(folder), f"--config-dir {folder}")
             for path in inside:
-                for contents in _read(path, broken):
+                for contents in _read_contents(path, broken):
                     found.append((folder, contents))
-        return cls((*found, *((SHIPPED, contents) for contents in _shipped())))
+        return cls((*found, *((SHIPPED, contents) for contents in _read_shipped())))
 
-    def all(self) -> Iterator[Section]:
+    def iterate_sections(self) -> Iterator[ConfigSection]:
         """Iterate over every section that a name can refer to, in search order."""
-        return (self.get(name) for name in self.names())
+        return (self.get(name) for name in self.list_names())
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of the sections, in search order."""
         return list(
             dict.fromkeys(
@@ -98,16 +100,16 @@ class Library:
             )
         )
 
-    def get(self, name: str) -> Section:
+    def get(self, name: str) -> ConfigSection:
         """Return the first section of this name.
 
         Raises `ConfigError` for an unknown name, and if one folder has the section in two forms.
         """
         same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
         if not same:
-            raise self._unknown(name)
+            raise self._build_unknown_error(name)
         folder, contents, section = same[0]
-        for wrong in contents.wrong:
+        for wrong in contents.problems:
             raise ConfigError(wrong)
         for other_folder, _, other in same[1:]:
             if other_folder == folder and dict(other.values) != dict(section.values):
@@ -118,7 +120,7 @@ class Library:
                 )
         return section
 
-    def _unknown(self, name: str) -> ConfigError:
+    def _build_unknown_error(self, name: str) -> ConfigError:
         known = {}
         for _, contents in self.contents:
             for s in contents.sections:
@@ -138,7 +140,7 @@ class Library:
         )
 
 
-def yaml_files(folder: Path, what: str) -> list[Path]:
+def list_yaml_files(folder: Path, what: str) -> list[Path]:
     """Return the YAML files in a folder and its subfolders.
 
     Raises `ConfigError` if there are too many.
@@ -150,7 +152,7 @@ def yaml_files(folder: Path, what: str) -> list[Path]:
     )
 
 
-def _read(path: Path, broken: list[str] | None) -> Iterator[Contents]:
+def _read_contents(path: Path, broken: list[str] | None) -> Iterator[SectionFile]:
     try:
         yield read_file(path)
     except ConfigError as error:
@@ -159,7 +161,7 @@ def _read(path: Path, broken: list[str] | None) -> Iterator[Contents]:
         broken.append(str(error))
 
 
-def read_file(path: Path, shown: str = "") -> Contents:
+def read_file(path: Path, shown: str = "") -> SectionFile:
     """Return the sections of a YAML file.
 
     A file with options at its top level is a single section, named after the file. Raises
@@ -168,19 +170,19 @@ def read_file(path: Path, shown: str = "") -> Contents:
     shown = shown or str(path)
     values, node = parse_yaml(read_text(path, shown, ConfigError, MOST_YAML), shown, ConfigError)
     if values is None or node is None:
-        return Contents(())
+        return SectionFile(())
     if not isinstance(values, dict):
         raise ConfigError(
             f"{shown}:1: contains {type(values).__name__}; write sections as NAME: with key: value "
             f"below"
         )
-    lines = dict(_lines(node, ()))
-    return _contents({str(key): value for key, value in values.items()}, lines, path, shown)
+    lines = dict(_iterate_key_lines(node, ()))
+    return _build_contents({str(key): value for key, value in values.items()}, lines, path, shown)
 
 
-def _contents(
+def _build_contents(
     values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, shown: str
-) -> Contents:
+) -> SectionFile:
     from weft.cli.open_assistant.keys import KEYS  # keys allowed at the top level of a file
 
     shipped = shown.startswith(f"{SHIPPED}:")
@@ -193,10 +195,10 @@ def _contents(
         if not isinstance(value, Mapping) and value is not None:
             plain.append(name)
     trlx = set(values) <= set(TRLX_GROUPS) and "method" in values
-    if trlx or (plain and groups <= {*KEYS, *_option_groups()}):
-        return Contents((Section(path.stem, shown, 1, values, lines, shipped, trlx),))
+    if trlx or (plain and groups <= {*KEYS, *_load_option_groups()}):
+        return SectionFile((ConfigSection(path.stem, shown, 1, values, lines, shipped, trlx),))
     sections = tuple(
-        Section(
+        ConfigSection(
             name,
             shown,
             lines.get((name,), 1),
@@ -207,11 +209,11 @@ def _contents(
         for name in values
         if name not in plain
     )
-    return Contents(sections, tuple((name, lines.get((name,), 1)) for name in plain), shown)
+    return SectionFile(sections, tuple((name, lines.get((name,), 1)) for name in plain), shown)
 
 
 @cache
-def _option_groups() -> frozenset[str]:
+def _load_option_groups() -> frozenset[str]:
     """Return the option groups of the shipped quickstarts, such as `model` and `dataset`."""
     from weft import registry
     from weft.cli.reference import SHIPPED as QUICKSTARTS
@@ -226,33 +228,33 @@ def _option_groups() -> frozenset[str]:
     )
 
 
-def _lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
+def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             below = (*path, str(key.value))
             yield below, key.start_mark.line + 1
-            yield from _lines(value, below)
+            yield from _iterate_key_lines(value, below)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield (*path, index), value.start_mark.line + 1
-            yield from _lines(value, (*path, index))
+            yield from _iterate_key_lines(value, (*path, index))
 
 
-def shipped_file(shown: str = "") -> Path:
+def find_shipped_file(shown: str = "") -> Path:
     """Return the path of a shipped section by its name in messages; the folder for ""."""
     return Path(str(files("weft") / "recipes" / shown.removeprefix(f"{SHIPPED}:")))
 
 
-def recipe_file(path: str) -> str:
+def find_recipe_file(path: str) -> str:
     """Return `path`, or the shipped recipe if `recipes/NAME.yaml` does not exist locally."""
     place = Path(path)
-    shipped = shipped_file(f"{READY}/{place.name}")
+    shipped = find_shipped_file(f"{READY}/{place.name}")
     if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():
         return str(shipped)
     return path
 
 
-def _shipped() -> Iterator[Contents]:
+def _read_shipped() -> Iterator[SectionFile]:
     for folder in ("", f"{READY}/"):
-        for path in sorted(shipped_file(folder).glob("*.yaml")):
+        for path in sorted(find_shipped_file(folder).glob("*.yaml")):
             yield read_file(path, f"{SHIPPED}:{folder}{path.name}")

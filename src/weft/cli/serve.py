@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import SCORERS, ModelQuery, find_model
-from weft.cli.parsing import Parser
+from weft.cli.parsing import CommandParser
 from weft.engine.limits import find_cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
 # Seconds between thread switches. A thread in Python code, such as a slow template, delays the
 # event loop by this time at every switch, and an answer needs several.
-SWITCH = 5e-4
-MOST_TOKEN = 1 << 16  # maximum bytes of a token file
+SWITCH_INTERVAL_SECONDS = 5e-4
+MAX_TOKEN_BYTES = 1 << 16  # maximum bytes of a token file
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="weft serve", description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    made = CommandParser(prog="weft serve", description=__doc__)
     made.add_argument(
         "model",
         metavar="MODEL",
@@ -148,9 +148,9 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` (exit code 2) for models that cannot be served.
     """
-    given = parser().parse_args(list(argv))
-    _check(given)
-    token, source = _token(given)
+    given = build_parser().parse_args(list(argv))
+    _check_arguments(given)
+    token, source = _find_token(given)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"weft serve needs the package {error.name}; run: {install('serve')}"
         ) from None
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda *_: ended.set())
@@ -177,17 +177,17 @@ def main(argv: Sequence[str]) -> int:
         most_new=given.max_new_tokens,
         most_load=given.max_load,
     )
-    served = models(given)
+    served = load_models(given)
     ports = server.ServerPorts(given.host, given.http_port, given.grpc_port, given.metrics_port)
     with server.Server(served, ports, limits, token) as running:
-        for line in _lines(running.urls, served, source):
+        for line in _describe_server(running.urls, served, source):
             print(line, flush=True)
         ended.wait()
         print("stopping", flush=True)
     return 0
 
 
-def _lines(urls: dict[str, str], models: Sequence[ServedModel], source: str) -> list[str]:
+def _describe_server(urls: dict[str, str], models: Sequence[ServedModel], source: str) -> list[str]:
     told = []
     for model in models:
         told.append(f"{model.name}: {'policy' if model.spec is not None else 'reward model'}")
@@ -197,7 +197,7 @@ def _lines(urls: dict[str, str], models: Sequence[ServedModel], source: str) -> 
     return [*told, source, "Ctrl-C ends it"]
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check_arguments(given: argparse.Namespace) -> None:
     if given.model is None and given.reward is None:
         raise ConfigError(
             "nothing to serve: name a policy (weft serve MODEL), a reward model (--reward MODEL), "
@@ -231,7 +231,7 @@ def _check(given: argparse.Namespace) -> None:
         raise ConfigError(f"--kv-cache-gb={given.kv_cache_gb:g}: {problem}")
 
 
-def _token(given: argparse.Namespace) -> tuple[str | None, str]:
+def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
     """Return (the token, a line that states its source).
 
     The token comes from a file or the environment, or is generated. Raises `ConfigError`; no
@@ -248,7 +248,7 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
         raise ConfigError("--token-file and --token-env exclude each other; set one of them")
     if given.token_file:
         token = read_text(
-            given.token_file, f"--token-file={given.token_file}", ConfigError, MOST_TOKEN
+            given.token_file, f"--token-file={given.token_file}", ConfigError, MAX_TOKEN_BYTES
         ).strip()
         source = f"token: read from {given.token_file}"
     else:
@@ -269,11 +269,11 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     return token, source
 
 
-def models(given: argparse.Namespace) -> list[ServedModel]:
+def load_models(given: argparse.Namespace) -> list[ServedModel]:
     """Load the requested policy and reward model. Raises `UserError`."""
     asked: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
     if given.model is not None:
-        path = _found(given.model, ModelQuery("MODEL"))
+        path = _find_path(given.model, ModelQuery("MODEL"))
         scores = is_scorer(path)
         if scores and given.reward is not None:
             raise CheckpointError(
@@ -282,7 +282,7 @@ def models(given: argparse.Namespace) -> list[ServedModel]:
         name = (given.name or given.reward_name) if scores else given.name
         asked.append((path, name or build_served_name(path), "score" if scores else "lm"))
     if given.reward is not None:
-        path = _found(given.reward, ModelQuery("--reward", SCORERS))
+        path = _find_path(given.reward, ModelQuery("--reward", SCORERS))
         if not is_scorer(path):
             raise CheckpointError(
                 f"--reward={given.reward} has no score head; train one with weft quickstart rw"
@@ -296,7 +296,7 @@ def models(given: argparse.Namespace) -> list[ServedModel]:
     return [_load(given, *each) for each in asked]
 
 
-def _found(name: str, wanted: ModelQuery) -> str:
+def _find_path(name: str, wanted: ModelQuery) -> str:
     found = find_model(name, wanted)
     if found.note:
         print(found.note, file=sys.stderr)

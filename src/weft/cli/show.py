@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from weft import registry
-from weft.cli.help import command_lines, shown, terminal_width
-from weft.cli.ls import UNKNOWN, age, size, steps
+from weft.cli.help import format_value, get_terminal_width, split_command
+from weft.cli.ls import UNKNOWN, format_age, format_size, format_steps
 from weft.cli.named_run import find_run
-from weft.cli.parsing import Parser, helped
+from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
 from weft.observe.lenient import read_config
@@ -39,7 +39,7 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft show ...`; return 0. Raises `ConfigError` for an unknown run."""
-    parser = Parser(prog="weft show", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(prog="weft show", description=__doc__, epilog=EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
     parser.add_argument(
         "--fileroot",
@@ -50,11 +50,11 @@ def main(argv: Sequence[str]) -> int:
         "--config", action="store_true", help="print the whole configuration as YAML"
     )
     parser.add_argument("--json", action="store_true", help="print the page as JSON")
-    if helped(parser, argv):
+    if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
     run = find_run(given.run, Path(given.fileroot).expanduser())
-    config = mask_values(_config(run))
+    config = mask_values(_read_run_config(run))
     if given.config:
         print(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")
         return 0
@@ -71,41 +71,44 @@ def main(argv: Sequence[str]) -> int:
         }
         print(
             json.dumps(
-                known | {"changed_options": _changed(config, summary.algorithm)[0]}, indent=1
+                known | {"changed_options": _find_changed_options(config, summary.algorithm)[0]},
+                indent=1,
             )
         )
         return 0
-    print("\n".join(page(run, summary, record, config)))
+    print("\n".join(format_page(run, summary, record, config)))
     return 0
 
 
-def page(
+def format_page(
     run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the lines of the page."""
     if summary.step is None:
         state = summary.status
     else:
-        state = f"{summary.status}, {steps(summary)} steps"
-    yield f"{run}: {summary.algorithm or 'a run'}, {state}, {size(summary.num_bytes)}, written {age(summary.changed)} ago"
+        state = f"{summary.status}, {format_steps(summary)} steps"
+    size = format_size(summary.num_bytes)
+    age = format_age(summary.changed)
+    yield f"{run}: {summary.algorithm or 'a run'}, {state}, {size}, written {age} ago"
     if summary.diagnosis is not None:
         yield f"check: {summary.diagnosis}"
     yield ""
-    yield from _started(run, record)
-    changed, said = _changed(config, summary.algorithm)
+    yield from _format_start_commands(run, record)
+    changed, said = _find_changed_options(config, summary.algorithm)
     yield said
     by_weft = [name for name in changed if name in record.chosen]
     told = {}
     for name, (_, default) in changed.items():
         if name not in by_weft:
-            told[name] = f"default {_text(default)}"
+            told[name] = f"default {_format_value(default)}"
     told |= dict.fromkeys(by_weft, CHOSEN)
-    yield from _aligned(
-        [(f"{name}={_text(changed[name][0])}", note) for name, note in told.items()]
+    yield from _align_columns(
+        [(f"{name}={_format_value(changed[name][0])}", note) for name, note in told.items()]
     )
     yield ""
-    yield from _checkpoints(run)
-    yield from _last_metrics(run)
+    yield from _format_checkpoints(run)
+    yield from _format_last_metrics(run)
     files = []
     for name in ("report.html", "log.txt", "timeline.json"):
         if (run / name).is_file():
@@ -114,20 +117,23 @@ def page(
         yield f"look at: {', '.join(str(run / name) for name in files)}"
 
 
-def _started(run: Path, record: RunRecord) -> Iterator[str]:
+def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
     """Yield the commands that started the run: the last in full, earlier ones in a line each."""
     if not record.starts:
         return
     last = record.starts[-1]
     yield "command"
-    yield from command_lines(mask_words(last.command), terminal_width())
+    yield from split_command(mask_words(last.command), get_terminal_width())
     versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
     rows = [
-        ("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")
+        (
+            "started",
+            f"{_format_time(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}",
+        )
     ]
     if len(record.starts) > 1:
         earlier = ", ".join(
-            f"{_when(start.time)} after step {start.step}" for start in record.starts[:-1]
+            f"{_format_time(start.time)} after step {start.step}" for start in record.starts[:-1]
         )
         rows.append(("earlier", f"{earlier}; the last one continued after step {last.step}"))
     hardware = last.hardware or _read(run / HARDWARE).strip()
@@ -144,16 +150,16 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
     )
     rows += [("hardware", hardware)] if hardware else []
     yield ""
-    yield from _aligned(rows, "")
+    yield from _align_columns(rows, "")
     yield ""
 
 
-def _changed(
+def _find_changed_options(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
     """Return (options that differ from the default, as (value, default); their heading)."""
     values = dict(flatten_options(config))
-    defaults = _defaults(config, algorithm)
+    defaults = _read_defaults(config, algorithm)
     if defaults is None:
         return {
             name: (value, None) for name, value in values.items()
@@ -165,7 +171,7 @@ def _changed(
     return found, f"options that differ from the defaults of {algorithm} (--config shows all)"
 
 
-def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
+def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
     """Return the defaults of a quickstart, or None.
 
     A user's quickstart is found through the modules that the run imported.
@@ -183,7 +189,7 @@ def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any
     return compute_defaults(base)
 
 
-def _checkpoints(run: Path) -> Iterator[str]:
+def _format_checkpoints(run: Path) -> Iterator[str]:
     from weft.runtime.directory import RunDirectory
 
     directory = RunDirectory(run)
@@ -198,14 +204,16 @@ def _checkpoints(run: Path) -> Iterator[str]:
                 more = ""
             newest = directory.checkpoints_folder / role / f"step{found[-1]}"
             listed = ", ".join(f"step{step}" for step in found[-CHECKPOINTS_SHOWN:])
-            rows.append((role, f"{more}{listed} ({size(count_tree_bytes(newest))} each)  {newest}"))
+            rows.append(
+                (role, f"{more}{listed} ({format_size(count_tree_bytes(newest))} each)  {newest}")
+            )
     if rows:
         yield "checkpoints"
-        yield from _aligned(rows)
+        yield from _align_columns(rows)
         yield ""
 
 
-def _last_metrics(run: Path) -> Iterator[str]:
+def _format_last_metrics(run: Path) -> Iterator[str]:
     lines = read_last_lines(run / METRICS)
     if not lines:
         return
@@ -224,26 +232,26 @@ def _last_metrics(run: Path) -> Iterator[str]:
     if is_finite(last.get("peak_memory_gb")):
         rows.append(("peak_memory_gb", format_number(last["peak_memory_gb"])))
     yield f"metrics of step {last['step']}"
-    yield from _aligned(rows)
+    yield from _align_columns(rows)
     yield ""
 
 
-def _aligned(rows: Sequence[tuple[str, str]], indent: str = "  ") -> Iterator[str]:
+def _align_columns(rows: Sequence[tuple[str, str]], indent: str = "  ") -> Iterator[str]:
     width = min(52, max((len(name) for name, _ in rows), default=0))
     for name, text in rows:
         yield f"{indent}{name:{width}}  {text}".rstrip()
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a value as on the command line, truncated if long."""
     if not isinstance(value, list | dict):
-        text = shown(value)
+        text = format_value(value)
     else:
         text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -253,7 +261,7 @@ def _read(path: Path) -> str:
     return ""
 
 
-def _config(run: Path) -> dict[str, Any]:
+def _read_run_config(run: Path) -> dict[str, Any]:
     try:
         return read_config(run / CONFIG)
     except ConfigError as error:

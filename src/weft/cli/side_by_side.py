@@ -13,32 +13,32 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.conversation import HELP as HELP_OF_ONE
-from weft.cli.conversation import LABELS, Chat, Shown
+from weft.cli.conversation import LABELS, AnswerDisplay, Conversation
 from weft.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from weft.cli.chat_view import View
+    from weft.cli.chat_view import ChatView
 
-COLUMNS = 80  # minimum terminal width for answers side by side
+MIN_TERMINAL_WIDTH = 80  # minimum terminal width for answers side by side
 HELP = "/a LINE, /b LINE a message or a command for one model; other lines are for both"
 
 
-class Cell:
+class AnswerColumn:
     """A growing answer in its column."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: ColumnView) -> None:
         self._side = side
 
-    def __enter__(self) -> Cell:
+    def __enter__(self) -> AnswerColumn:
         return self
 
     def write(self, text: str, style: str = "") -> str:
-        from weft.cli.chat_view import harmless
+        from weft.cli.chat_view import is_printable
 
         kept = "".join(
-            each for each in text.replace("\t", "    ") if each == "\n" or harmless(each)
+            each for each in text.replace("\t", "    ") if each == "\n" or is_printable(each)
         )
-        self._side.said.append(kept, style=style or None)
+        self._side.answer_text.append(kept, style=style or None)
         self._side.both.refresh()
         return text
 
@@ -48,10 +48,10 @@ class Cell:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._side.said.rstrip()
+        self._side.answer_text.rstrip()
 
 
-class Side:
+class ColumnView:
     """View of one of the two conversations.
 
     Notes are held until both models have handled a line.
@@ -61,85 +61,85 @@ class Side:
         self.both = both
         self.label = label
         self.interactive = both.view.interactive
-        self.said = Text()
+        self.answer_text = Text()
         self.notes = list[tuple[str, str]]()
         self.answered = False
 
-    def ask(self) -> str | None:
-        return self.both.view.ask()
+    def read_line(self) -> str | None:
+        return self.both.view.read_line()
 
-    def answer(self) -> Shown:
+    def open_answer(self) -> AnswerDisplay:
         self.answered = True
         if self.both.columns:
-            return Cell(self)
-        return self.both.view.answer(self.label)
+            return AnswerColumn(self)
+        return self.both.view.open_answer(self.label)
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         self.notes.append((text, "dim"))
 
-    def error(self, text: str) -> None:
+    def show_error(self, text: str) -> None:
         self.notes.append((text, "red"))
 
-    def begin(self) -> None:
-        self.said = Text()
+    def reset(self) -> None:
+        self.answer_text = Text()
         self.notes = []
         self.answered = False
 
-    def cell(self) -> Text:
+    def format_cell(self) -> Text:
         """Return the answer, with its notes below."""
         lines = [Text(text.strip(), style=style) for text, style in self.notes]
-        return Text("\n").join([*([self.said] if self.answered else []), *lines])
+        return Text("\n").join([*([self.answer_text] if self.answered else []), *lines])
 
 
 class SideBySide:
     """Two conversations with one user."""
 
-    def __init__(self, chats: Sequence[Chat], view: View) -> None:
+    def __init__(self, chats: Sequence[Conversation], view: ChatView) -> None:
         self.view = view
-        self.columns = view.interactive and view.width >= COLUMNS
-        self._sides = [Side(self, label) for label in LABELS]
+        self.columns = view.interactive and view.width >= MIN_TERMINAL_WIDTH
+        self._sides = [ColumnView(self, label) for label in LABELS]
         self._chats = list(chats)
         for chat, side in zip(self._chats, self._sides, strict=True):
             chat.view = side
-        self._live = None if not self.columns else view.live(Text())
+        self._live = None if not self.columns else view.open_live_display(Text())
 
     def converse(self) -> None:
         """Read and handle lines until the input ends.
 
         In a pipe an error ends the conversation, as with one model.
         """
-        while (line := self.view.ask()) is not None:
-            if not self.take(line):
+        while (line := self.view.read_line()) is not None:
+            if not self.handle_line(line):
                 return
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Handle one line; return False to leave."""
-        self.columns = self.view.interactive and self.view.width >= COLUMNS
+        self.columns = self.view.interactive and self.view.width >= MIN_TERMINAL_WIDTH
         for side in self._sides:
-            side.begin()
-        asked, line = self._asked(line)
+            side.reset()
+        asked, line = self._parse_address(line)
         if line.strip() == "/help":
-            self.view.note(f"{HELP_OF_ONE}\n{HELP}")
+            self.view.show_note(f"{HELP_OF_ONE}\n{HELP}")
             return True
         if not self.columns:
-            stays = self._both(asked, line)
-            self._rest()
+            stays = self._answer_line(asked, line)
+            self._show_remaining_notes()
             return stays
-        self._live = self.view.live(Text())
+        self._live = self.view.open_live_display(Text())
         with self._live:
-            stays = self._both(asked, line)
+            stays = self._answer_line(asked, line)
         if any(side.answered for side in self._sides):
-            self.view.show(self._table())
+            self.view.show(self._build_table())
         else:
-            self._rest()
+            self._show_remaining_notes()
         return stays
 
     def refresh(self) -> None:
         """Redraw the answers received so far."""
         if self._live is not None:
-            self._live.update(self._table())
+            self._live.update(self._build_table())
 
-    def _asked(self, line: str) -> tuple[list[int], str]:
+    def _parse_address(self, line: str) -> tuple[list[int], str]:
         """Return (indices of the addressed models, the line without the address)."""
         for index, label in enumerate(LABELS):
             name, _, rest = line.strip().partition(" ")
@@ -147,44 +147,44 @@ class SideBySide:
                 return [index], rest.strip()
         return [0, 1], line
 
-    def _both(self, asked: Sequence[int], line: str) -> bool:
+    def _answer_line(self, asked: Sequence[int], line: str) -> bool:
         stays = True
         for index in asked:
             chat = self._chats[index]
             side = self._sides[index]
             try:
-                stays = chat.take(line) and stays
+                stays = chat.handle_line(line) and stays
             except (UserError, RunError, OSError) as error:
                 if not self.view.interactive:
                     raise
-                side.error(str(error))
+                side.show_error(str(error))
             if side.answered and not self.columns:
-                self._tell(side)
+                self._show_notes(side)
         return stays
 
-    def _rest(self) -> None:
+    def _show_remaining_notes(self) -> None:
         """Show notes of a line that no model answered; equal notes are shown once."""
         one, other = self._sides
         if one.notes == other.notes:
             for text, style in one.notes:
-                (self.view.error if style == "red" else self.view.note)(text)
+                (self.view.show_error if style == "red" else self.view.show_note)(text)
             one.notes = []
             other.notes = []
         for side in self._sides:
-            self._tell(side)
+            self._show_notes(side)
 
-    def _tell(self, side: Side) -> None:
+    def _show_notes(self, side: ColumnView) -> None:
         for text, style in side.notes:
-            (self.view.error if style == "red" else self.view.note)(
+            (self.view.show_error if style == "red" else self.view.show_note)(
                 f"{side.label}      {text.strip()}"
             )
         side.notes = []
 
-    def _table(self) -> Table:
+    def _build_table(self) -> Table:
         grid = Table(
             box=None, expand=True, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold green"
         )
         for label in LABELS:
             grid.add_column(label, ratio=1, overflow="fold")
-        grid.add_row(*(side.cell() for side in self._sides))
+        grid.add_row(*(side.format_cell() for side in self._sides))
         return grid

@@ -10,13 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.cli.aliases import BATCH, RENAMED, SPECIAL, is_spelling, translation
-from weft.cli.help import shown
+from weft.cli.aliases import (
+    BATCH_SPELLINGS,
+    RENAMED,
+    VALUE_TRANSLATORS,
+    build_translation,
+    is_spelling,
+)
+from weft.cli.help import format_value
 from weft.cli.open_assistant.datasets import SHARES
+from weft.cli.open_assistant.key_mapping import IMPLIED, RL, RM, TRLX_PREFIX, KeyMapping
 from weft.cli.open_assistant.keys import KEYS, TRLX, map_keys
-from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, TRL, Mapped
 from weft.cli.overrides import Override, flatten
-from weft.cli.sections import READY, SHIPPED, Library, Section
+from weft.cli.sections import READY, SHIPPED, ConfigSection, SectionLibrary
 from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig
 from weft.options import coerce, iterate_options, to_plain
@@ -35,7 +41,7 @@ NAME_LENGTH = 100
 
 
 @dataclass(frozen=True)
-class Set:
+class StackedValue:
     """A value and the place where it was set.
 
     `rank` is its position in the stack; later assignments have a higher rank.
@@ -46,24 +52,24 @@ class Set:
     section: str
     rank: int
     removed: bool = False
-    source: Section | None = None
+    source: ConfigSection | None = None
 
     def __str__(self) -> str:
         return f"{self.section}, {self.place}" if self.section else self.place
 
 
 @dataclass
-class Stack:
+class SectionStack:
     """Result of a stack: weft's options, where each was set, and notes for the user."""
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
     # option -> (the key that sets it, the place)
-    origins: dict[str, tuple[str, Set]] = field(default_factory=dict)
+    origins: dict[str, tuple[str, StackedValue]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     deepspeed: str | None = None  # default file of --deepspeed
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return lines listing the options and the origin of each."""
         rows = []
         for override in self.overrides:
@@ -71,9 +77,9 @@ class Stack:
             if key in (override.name, IMPLIED):
                 said = ""
             else:
-                said = f", {key.removeprefix(TRL)}"
+                said = f", {key.removeprefix(TRLX_PREFIX)}"
             rows.append(
-                (f"  {override.name} = {shown(to_plain(override.value))}", f"{where}{said}")
+                (f"  {override.name} = {format_value(to_plain(override.value))}", f"{where}{said}")
             )
         width = min(max((len(left) for left, _ in rows), default=0), 72)
         return [
@@ -81,7 +87,7 @@ class Stack:
             *(f"{left:{width}}  # {right}" for left, right in rows),
         ]
 
-    def explain(self, error: ConfigError) -> ConfigError:
+    def add_origin(self, error: ConfigError) -> ConfigError:
         """Return the error with the place of the option that it begins with."""
         text = str(error)
         named = []
@@ -92,46 +98,46 @@ class Stack:
             return error
         key, where = self.origins[max(named, key=len)]
         return ConfigError(
-            f"{text} ({where}{'' if key in named else f', {key.removeprefix(TRL)}'})"
+            f"{text} ({where}{'' if key in named else f', {key.removeprefix(TRLX_PREFIX)}'})"
         )
 
 
 def read_stack(
     names: Sequence[str],
-    library: Library,
+    library: SectionLibrary,
     base: RunConfig,
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
-) -> Stack:
+) -> SectionStack:
     """Read the sections `names` in order, then the command line `given`.
 
     `below` has the lowest priority. Raises `ConfigError` for unknown sections and keys, with the
     nearest name, file and line, and for settings that weft does not support.
     """
-    reader = _Reader(base)
+    reader = _StackReader(base)
     sections = [library.get(name) for name in names]
     if reader.mode == RL and any(_is_rl(s) for s in sections) and not any(s.trlx for s in sections):
         sections.insert(0, library.get(PPO_CONFIG))
     for override in below:
-        reader.own[override.name] = Set(override.value, "--deepspeed", "", -1)
+        reader.weft_values[override.name] = StackedValue(override.value, "--deepspeed", "", -1)
     for rank, section in enumerate(sections):
-        reader.section(section, rank)
+        reader.read_section(section, rank)
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
     for override in given:
-        reader.word(override, len(sections))
-    stack = Stack(tuple(section.name for section in sections))
-    if "deepspeed_config" in reader.theirs:
-        stack.deepspeed = to_plain(reader.theirs["deepspeed_config"].value)
-    _resolve(reader, stack)
+        reader.read_override(override, len(sections))
+    stack = SectionStack(tuple(section.name for section in sections))
+    if "deepspeed_config" in reader.open_assistant_values:
+        stack.deepspeed = to_plain(reader.open_assistant_values["deepspeed_config"].value)
+    _resolve_options(reader, stack)
     return stack
 
 
-def _is_rl(section: Section) -> bool:
+def _is_rl(section: ConfigSection) -> bool:
     return any(key in section.values for key in ("num_rollouts", "sft_config", "rank_config"))
 
 
-class _Reader:
+class _StackReader:
     """Collects the keys of a stack in order.
 
     Keys of Open-Assistant are kept whole, weft's as dotted names.
@@ -139,93 +145,102 @@ class _Reader:
 
     def __init__(self, base: RunConfig) -> None:
         self.base = base
-        self.mode = Mapped(base, {}, {}).mode
-        self.theirs: dict[str, Set] = {}
+        self.mode = KeyMapping(base, {}, {}).mode
+        self.open_assistant_values: dict[str, StackedValue] = {}
         # keys within one of Open-Assistant's groups that the command line sets individually
-        self.inner: dict[str, Set] = {}
-        self.own: dict[str, Set] = {}
+        self.group_values: dict[str, StackedValue] = {}
+        self.weft_values: dict[str, StackedValue] = {}
         self.problems: list[str] = []
 
-    def section(self, section: Section, rank: int) -> None:
+    def read_section(self, section: ConfigSection, rank: int) -> None:
         for key, value in section.values.items():
             if section.trlx:
                 for each in flatten({key: value}):
-                    where = Set(
+                    where = StackedValue(
                         each.value,
-                        section.place(*each.name.split(".")),
+                        section.find_location(*each.name.split(".")),
                         section.name,
                         rank,
                         source=section,
                     )
-                    self._put_theirs(f"{TRL}{each.name}", where)
+                    self._set_open_assistant_value(f"{TRLX_PREFIX}{each.name}", where)
             elif key in KEYS:
-                self._put_theirs(
-                    key, Set(value, section.place(key), section.name, rank, source=section)
+                self._set_open_assistant_value(
+                    key,
+                    StackedValue(
+                        value, section.find_location(key), section.name, rank, source=section
+                    ),
                 )
             else:
                 for each in flatten({key: value}):
-                    path = _path(each.name, section)
-                    where = Set(
-                        each.value, section.place(*path), section.name, rank, source=section
+                    path = _split_key_path(each.name, section)
+                    where = StackedValue(
+                        each.value, section.find_location(*path), section.name, rank, source=section
                     )
                     if is_spelling(each.name, self.base):
-                        self.own[each.name] = where
+                        self.weft_values[each.name] = where
                     else:
                         self.problems.append(
-                            f"{where.place}: section {section.name!r}: {self._unknown(each.name)}"
+                            f"{where.place}: section {section.name!r}: {self._describe_unknown_key(each.name)}"
                         )
 
-    def word(self, override: Override, rank: int) -> None:
+    def read_override(self, override: Override, rank: int) -> None:
         """Add one assignment of the command line, with `rank` as its position.
 
         Raises `ConfigError` for an unknown key.
         """
         if isinstance(override.value, Mapping) and any(
-            key.startswith(f"{TRL}{override.name}.") for key in TRLX
+            key.startswith(f"{TRLX_PREFIX}{override.name}.") for key in TRLX
         ):
             for each in flatten(override.value, f"{override.name}."):
-                self.word(each, rank)
+                self.read_override(each, rank)
             return
-        name = self._of_trlx(override.name)
-        where = Set(override.value, COMMAND_LINE, "", rank, override.removed)
+        name = self._resolve_trlx_key(override.name)
+        where = StackedValue(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
         if override.removed:  # `~key` removes it and all keys below it
             gone = []
-            for key in (*self.theirs, *self.own):
+            for key in (*self.open_assistant_values, *self.weft_values):
                 if key == name or key.startswith(f"{name}."):
                     gone.append(key)
             for key in gone:
-                self.theirs.pop(key, None)
-                self.own.pop(key, None)
+                self.open_assistant_values.pop(key, None)
+                self.weft_values.pop(key, None)
             if name not in KEYS and name not in TRLX:
-                self.own[name] = where
-        elif self._is_theirs(name):
-            self._put_theirs(
-                name, Set(to_plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank)
+                self.weft_values[name] = where
+        elif self._is_open_assistant_key(name):
+            self._set_open_assistant_value(
+                name,
+                StackedValue(to_plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank),
             )
         elif inner and group in ("datasets", "datasets_extra"):  # a parameter of an entry
-            self._entry(group, inner, override)
-        elif inner and self._is_theirs(group):  # a key in one of Open-Assistant's groups
-            before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
+            self._set_entry_parameter(group, inner, override)
+        elif inner and self._is_open_assistant_key(
+            group
+        ):  # a key in one of Open-Assistant's groups
+            before = self.open_assistant_values.get(group, StackedValue({}, COMMAND_LINE, "", rank))
             whole = {
                 **(before.value if isinstance(before.value, Mapping) else {}),
                 inner: to_plain(override.value),
             }
-            self.theirs[group], self.inner[name] = replace(before, value=whole), where
+            self.open_assistant_values[group], self.group_values[name] = (
+                replace(before, value=whole),
+                where,
+            )
         elif name in KEYS and not is_spelling(name, self.base):  # of another trainer
             raise ConfigError(
                 f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; "
                 f"{KEYS[name].says}"
             )
         elif not is_spelling(name, self.base):
-            raise ConfigError(self._unknown(name))
+            raise ConfigError(self._describe_unknown_key(name))
         else:
-            self.own[name] = where
+            self.weft_values[name] = where
 
-    def _entry(self, key: str, inner: str, override: Override) -> None:
+    def _set_entry_parameter(self, key: str, inner: str, override: Override) -> None:
         """Set a parameter of the entries named NAME: `datasets.NAME.PARAMETER=value`."""
         name, _, parameter = inner.partition(".")
-        before = self.theirs.get(key)
+        before = self.open_assistant_values.get(key)
         entries = list(before.value or ()) if before is not None else []
         named = [entry if isinstance(entry, str) else next(iter(entry), "") for entry in entries]
         if before is None or name not in named or not parameter:
@@ -241,7 +256,7 @@ class _Reader:
         for each, entry in zip(named, entries, strict=True):
             changed.append(
                 {
-                    name: _with(
+                    name: _set_parameter(
                         entry.get(name) or {} if isinstance(entry, Mapping) else {},
                         parameter,
                         to_plain(override.value),
@@ -250,20 +265,20 @@ class _Reader:
                 if each == name
                 else entry
             )
-        self.theirs[key] = replace(before, value=changed)
+        self.open_assistant_values[key] = replace(before, value=changed)
 
-    def where(self, key: str) -> Set:
+    def find_origin(self, key: str) -> StackedValue:
         """Return where a key of Open-Assistant was set.
 
         A key in a group was set with the group, unless the command line set it individually.
         """
-        found = self.theirs.get(key) or self.inner.get(key)
-        group = self.theirs.get(key.split(".")[0])
+        found = self.open_assistant_values.get(key) or self.group_values.get(key)
+        group = self.open_assistant_values.get(key.split(".")[0])
         if found is None and group is not None and group.source is not None:
-            return replace(group, place=group.source.place(*key.split(".")))
-        return found or group or Set(None, IMPLIED, "", -2)
+            return replace(group, place=group.source.find_location(*key.split(".")))
+        return found or group or StackedValue(None, IMPLIED, "", -2)
 
-    def _of_trlx(self, name: str) -> str:
+    def _resolve_trlx_key(self, name: str) -> str:
         """Return the trlX key that a word means, or the word itself.
 
         The word is a full key or, if the sections have trlX keys, the end of one. Raises
@@ -276,36 +291,36 @@ class _Reader:
             or any(leaf.name == name for leaf in iterate_options(self.base))
         ):
             return name
-        if f"{TRL}{name}" in TRLX:
-            return f"{TRL}{name}"
-        if not any(key.startswith(TRL) for key in self.theirs):
+        if f"{TRLX_PREFIX}{name}" in TRLX:
+            return f"{TRLX_PREFIX}{name}"
+        if not any(key.startswith(TRLX_PREFIX) for key in self.open_assistant_values):
             return name
         found = [key for key in TRLX if key.endswith(f".{name}")]
         if len(found) > 1 and not is_spelling(name, self.base):
             raise ConfigError(
-                f"{name}: write {' or '.join(key.removeprefix(TRL) for key in found)}"
+                f"{name}: write {' or '.join(key.removeprefix(TRLX_PREFIX) for key in found)}"
             )
         return found[0] if len(found) == 1 else name
 
-    def _is_theirs(self, name: str) -> bool:
+    def _is_open_assistant_key(self, name: str) -> bool:
         key = KEYS.get(name) or TRLX.get(name)
         return key is not None and self.mode in key.modes
 
-    def _put_theirs(self, name: str, where: Set) -> None:
+    def _set_open_assistant_value(self, name: str, where: StackedValue) -> None:
         if name not in KEYS and name not in TRLX:
             close = find_nearest(name, TRLX)
             if close:
-                hint = f"; did you mean {' or '.join(each.removeprefix(TRL) for each in close)}?"
+                hint = f"; did you mean {' or '.join(each.removeprefix(TRLX_PREFIX) for each in close)}?"
             else:
                 hint = ""
-            key = name.removeprefix(TRL)
+            key = name.removeprefix(TRLX_PREFIX)
             self.problems.append(
                 f"{where.place}: section {where.section!r}: unknown key {key!r}{hint}"
             )
             return
-        self.theirs[name] = where
+        self.open_assistant_values[name] = where
 
-    def _unknown(self, name: str) -> str:
+    def _describe_unknown_key(self, name: str) -> str:
         options = [leaf.name for leaf in iterate_options(self.base)]
         last = name.rsplit(".", 1)[-1]
         same_end = []
@@ -314,11 +329,14 @@ class _Reader:
                 same_end.append(option)
         of_trlx = []
         for key in TRLX:
-            if self.mode == RL and key.startswith(TRL):
-                of_trlx.append(key.removeprefix(TRL))
+            if self.mode == RL and key.startswith(TRLX_PREFIX):
+                of_trlx.append(key.removeprefix(TRLX_PREFIX))
         close = list(
             dict.fromkeys(
-                [*same_end, *find_nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]
+                [
+                    *same_end,
+                    *find_nearest(name, [*KEYS, *RENAMED, *VALUE_TRANSLATORS, *options, *of_trlx]),
+                ]
             )
         )[:3]
         if close:
@@ -328,7 +346,7 @@ class _Reader:
         return f"unknown key {name!r}; {hint}"
 
 
-def _with(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return an entry's parameters with one added.
 
     Of the mutually exclusive parameters for the amount of data, the last is kept.
@@ -337,7 +355,7 @@ def _with(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any
     return {**{key: each for key, each in parameters.items() if key not in gone}, name: value}
 
 
-def _path(name: str, section: Section) -> tuple[str, ...]:
+def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
     """Return the keys on the path of a dotted name; a section's own keys can contain dots."""
     best: tuple[str, ...] = ()
     for path in section.lines:
@@ -348,14 +366,14 @@ def _path(name: str, section: Section) -> tuple[str, ...]:
     return best
 
 
-def _resolve(reader: _Reader, stack: Stack) -> None:
+def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
     """Map Open-Assistant's keys, let later keys override earlier ones, translate spellings."""
-    sets = dict(reader.own)
+    sets = dict(reader.weft_values)
     keys = {name: name for name in sets}
-    mapped = _mapped(reader)
+    mapped = _map_open_assistant_keys(reader)
     for name, option in mapped.options.items():
-        where = reader.where(option.key)
-        found = Set(option.value, where.place, where.section, where.rank)
+        where = reader.find_origin(option.key)
+        found = StackedValue(option.value, where.place, where.section, where.rank)
         older = sets.get(name)
         if older is None or older.rank < found.rank:
             sets[name], keys[name] = found, option.key
@@ -364,74 +382,76 @@ def _resolve(reader: _Reader, stack: Stack) -> None:
                 f"{older.place}: {name} and {option.key} ({found.place}) are the same option; set "
                 f"one of them"
             )
-    batch = max((sets[name].rank for name in BATCH if name in sets), default=0)
-    ranks = {name: batch if name in BATCH else each.rank for name, each in sets.items()}
+    batch = max((sets[name].rank for name in BATCH_SPELLINGS if name in sets), default=0)
+    ranks = {name: batch if name in BATCH_SPELLINGS else each.rank for name, each in sets.items()}
     assigned = [Override(name, each.value, each.removed) for name, each in sets.items()]
-    done = translation(assigned, reader.base, ranks)
-    for target, spelling in done.spelled.items():
+    done = build_translation(assigned, reader.base, ranks)
+    for target, spelling in done.user_spellings.items():
         if spelling in sets:
             spelling = spelling
         else:
             spelling = next(name for name in sets if spelling.startswith(f"{name}."))
         stack.origins[target] = (keys[spelling], sets[spelling])
-    excluded = _excluded(stack)
+    excluded = _find_excluded_options(stack)
     stack.overrides = [each for each in done.overrides if each.name not in excluded]
     stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}
     words = set()
     for name, each in sets.items():
-        if each.place == COMMAND_LINE and name in reader.own:
+        if each.place == COMMAND_LINE and name in reader.weft_values:
             words.add(name)
     for note in done.notes:
         if note.split(" ")[0] in words:
             stack.notes.append(note)
-    for why, names in _named(mapped.notes).items():
+    for why, names in _strip_trlx_prefixes(mapped.notes).items():
         stack.notes.append(f"{', '.join(names)}: {why}")
     _name_run(stack, reader.base)
 
 
-def _mapped(reader: _Reader) -> Mapped:
+def _map_open_assistant_keys(reader: _StackReader) -> KeyMapping:
     """Map Open-Assistant's keys to options.
 
     Raises `ConfigError` naming every rejected value and its place.
     """
     set_ = {}
-    for name, each in reader.theirs.items():
+    for name, each in reader.open_assistant_values.items():
         if each.value is not None:
             set_[name] = each
     given = {}
-    for name, each in reader.own.items():
+    for name, each in reader.weft_values.items():
         if not each.removed:
             given[name] = to_plain(each.value)
     values = {name: each.value for name, each in set_.items()}
-    ranks = {name: each.rank for name, each in (*set_.items(), *reader.inner.items())}
-    mapped = map_keys(Mapped(reader.base, values, ranks, given))
-    if mapped.refused:
+    ranks = {name: each.rank for name, each in (*set_.items(), *reader.group_values.items())}
+    mapped = map_keys(KeyMapping(reader.base, values, ranks, given))
+    if mapped.rejections:
         raise ConfigError(
-            "\n".join(_refusal(reader, key, why) for key, why in dict.fromkeys(mapped.refused))
+            "\n".join(
+                _format_rejection(reader, key, why) for key, why in dict.fromkeys(mapped.rejections)
+            )
         )
     return mapped
 
 
-def _refusal(reader: _Reader, key: str, why: str) -> str:
+def _format_rejection(reader: _StackReader, key: str, why: str) -> str:
     first = re.split(r"[.\[]", key)[0]
-    where = reader.theirs.get(key) or reader.theirs.get(first)
+    where = reader.open_assistant_values.get(key) or reader.open_assistant_values.get(first)
     if where is None:
         return why
     index = re.search(r"\[(\d+)\]", key)
-    inner = key.removeprefix(TRL).split(".")
+    inner = key.removeprefix(TRLX_PREFIX).split(".")
     path: list[str | int] = [first, int(index[1])] if index else [*inner]
-    place = where.source.place(*path) if where.source else where.place
+    place = where.source.find_location(*path) if where.source else where.place
     return f"{place}: {f'section {where.section!r}: ' if where.section else ''}{why}"
 
 
-def _named(notes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def _strip_trlx_prefixes(notes: Mapping[str, list[str]]) -> dict[str, list[str]]:
     result: dict[str, list[str]] = {}
     for why, keys in notes.items():
-        result[why] = [key.removeprefix(TRL) for key in keys]
+        result[why] = [key.removeprefix(TRLX_PREFIX) for key in keys]
     return result
 
 
-def _excluded(stack: Stack) -> set[str]:
+def _find_excluded_options(stack: SectionStack) -> set[str]:
     """Return the options that are excluded by an option set later in the stack."""
     gone: set[str] = set()
     for ends in EXCLUSIVE:
@@ -448,7 +468,7 @@ def _excluded(stack: Stack) -> set[str]:
     return gone
 
 
-def _name_run(stack: Stack, base: RunConfig) -> None:
+def _name_run(stack: SectionStack, base: RunConfig) -> None:
     """Name a run without a name after its quickstart and its sections."""
     trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
     for name, value in (
@@ -457,10 +477,10 @@ def _name_run(stack: Stack, base: RunConfig) -> None:
     ):
         if name not in stack.origins and not getattr(base, name):
             stack.overrides.append(Override(name, value.replace("_", "-")))
-            stack.origins[name] = (name, Set(value, "the names of the sections", "", -2))
+            stack.origins[name] = (name, StackedValue(value, "the names of the sections", "", -2))
 
 
-def meant_for(sections: Sequence[Section]) -> str:
+def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
     """Return the quickstart that sections are most likely meant for.
 
     It is found by a recipe's name, by options of its algorithm, or by keys that only one of

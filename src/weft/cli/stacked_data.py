@@ -11,9 +11,9 @@ from typing import Any
 from weft import registry
 from weft.cli import overrides
 from weft.cli.open_assistant import datasets
-from weft.cli.open_assistant.mapped import Mapped
-from weft.cli.sections import Contents, Library, Section
-from weft.cli.stack import Stack, meant_for, read_stack
+from weft.cli.open_assistant.key_mapping import KeyMapping
+from weft.cli.sections import ConfigSection, SectionFile, SectionLibrary
+from weft.cli.stack import SectionStack, guess_quickstart, read_stack
 from weft.data.loader import resolve_sources
 from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, SourceSpec
@@ -21,13 +21,13 @@ from weft.errors import ConfigError, find_nearest
 from weft.options import read, to_plain
 
 QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # mode -> quickstart
-GROUP = "datasets."  # prefix of a dataset's name on the command line
+DATASET_PREFIX = "datasets."  # prefix of a dataset's name on the command line
 # that decide what is read
 KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")
 
 
 @dataclass(frozen=True)
-class Settings:
+class NamedDataSettings:
     """Folders of sections, and the command line's settings for named datasets.
 
     `data_path` is a local copy, `parameters` come from `datasets.NAME.PARAMETER=value`, and
@@ -40,14 +40,14 @@ class Settings:
     options: Sequence[overrides.Override] = ()
 
     @cached_property
-    def library(self) -> Library:
-        return Library.find(self.folders)
+    def library(self) -> SectionLibrary:
+        return SectionLibrary.from_folders(self.folders)
 
-    def section(self, name: str) -> Section | None:
+    def find_section(self, name: str) -> ConfigSection | None:
         """Return the section of this name, or None."""
-        return self.library.get(name) if name in self.library.names() else None
+        return self.library.get(name) if name in self.library.list_names() else None
 
-    def listed(self, section: Section, mode: str) -> list[SourceSpec]:
+    def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
         """Return the entries that a section lists, with the evaluation share that a run would use.
 
         Raises `ConfigError`.
@@ -56,16 +56,18 @@ class Settings:
         for key, value in section.values.items():
             if key in KEYS or key.split(".")[0] == "dataset":
                 kept[key] = value
-        alone = Library((("", Contents((replace(section, values=kept),))),))
+        alone = SectionLibrary((("", SectionFile((replace(section, values=kept),))),))
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
-        values = _values(read_stack([section.name], alone, base, self.options))
+        values = _collect_values(read_stack([section.name], alone, base, self.options))
         spec = read(DatasetSpec(), values.get("dataset", {}))
         found = []
         for source in resolve_sources(spec):
             if source.path or source.named:
                 found.append(source)
         if not found:
-            raise ConfigError(f"{section.place()}: section {section.name!r} lists no datasets")
+            raise ConfigError(
+                f"{section.find_location()}: section {section.name!r} lists no datasets"
+            )
         share = spec.valid_split or None
         result: list[SourceSpec] = []
         for source in found:
@@ -76,13 +78,13 @@ class Settings:
             )
         return result
 
-    def applied(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
+    def apply_to(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
         """Return the sources with the command line's settings applied.
 
         Raises `ConfigError` for names that are not among them.
         """
         names = [source.named for source in sources if source.named]
-        said = {_known(name, files): each for name, each in self.parameters.items()}
+        said = {_resolve_alias(name, files): each for name, each in self.parameters.items()}
         for name in said.keys() - set(names):
             close = find_nearest(name, names)
             raise ConfigError(
@@ -95,16 +97,18 @@ class Settings:
             )
         made = []
         for source in sources:
-            made.append(_changed(source, said[source.named]) if source.named in said else source)
+            made.append(
+                _replace_parameters(source, said[source.named]) if source.named in said else source
+            )
         if self.data_path is None:
             return made
-        return _with_copies(made, self.data_path, _placed(said))
+        return _with_copies(made, self.data_path, _find_datasets_with_files(said))
 
 
-NO_SETTINGS = Settings()
+NO_SETTINGS = NamedDataSettings()
 
 
-def stacked(
+def build_stacked_options(
     names: Sequence[str],
     folders: Sequence[str],
     mode: str | None,
@@ -114,16 +118,16 @@ def stacked(
 
     If no mode is given, it is derived from the sections' keys.
     """
-    library = Library.find(folders)
+    library = SectionLibrary.from_folders(folders)
     if mode:
         quickstart = QUICKSTARTS[mode]
     else:
-        quickstart = meant_for([library.get(name) for name in names])
+        quickstart = guess_quickstart([library.get(name) for name in names])
     base = registry.quickstarts.get(quickstart)()
-    return _values(read_stack(names, library, base, given)), Mapped(base, {}, {}).mode
+    return _collect_values(read_stack(names, library, base, given)), KeyMapping(base, {}, {}).mode
 
 
-def by_name(
+def group_by_dataset(
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
     """Return (name -> parameters from `datasets.NAME.PARAMETER=value`, other assignments).
@@ -133,10 +137,10 @@ def by_name(
     found: dict[str, dict[str, Any]] = {}
     others = []
     for each in given:
-        if not each.name.startswith(GROUP):
+        if not each.name.startswith(DATASET_PREFIX):
             others.append(each)
             continue
-        name, _, parameter = each.name.removeprefix(GROUP).rpartition(".")
+        name, _, parameter = each.name.removeprefix(DATASET_PREFIX).rpartition(".")
         if not name or not parameter:
             raise ConfigError(
                 f"{each.name}: write datasets.NAME.PARAMETER=value, such as "
@@ -146,14 +150,14 @@ def by_name(
     return found, others
 
 
-def _values(stack: Stack) -> dict[str, Any]:
+def _collect_values(stack: SectionStack) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for each in stack.overrides:
         overrides.merge(values, each)
     return values
 
 
-def _known(name: str, files: Sequence[str]) -> str:
+def _resolve_alias(name: str, files: Sequence[str]) -> str:
     """Return the dataset name that an alias means."""
     try:
         return find_entry(name, files).name
@@ -161,15 +165,15 @@ def _known(name: str, files: Sequence[str]) -> str:
         return name
 
 
-def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
+def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
     """Return the source with parameters replaced; names are Open-Assistant's or weft's.
 
     Raises `ConfigError`.
     """
     where = f"datasets.{source.named}"
     try:
-        (said,) = datasets.sources([{source.named: parameters}])
-    except datasets.BadEntry as bad:
+        (said,) = datasets.convert_entries([{source.named: parameters}])
+    except datasets.InvalidDatasetEntry as bad:
         raise ConfigError(f"{where}: {bad}") from bad
     own = {spec.name: getattr(source, spec.name) for spec in fields(source)}
     if any(name in said for name in datasets.SHARES):
@@ -180,7 +184,7 @@ def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
     )
 
 
-def _placed(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _find_datasets_with_files(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return the datasets whose own files the command line names."""
     result: set[str] = set()
     for name, parameters in said.items():
@@ -200,11 +204,13 @@ def _with_copies(
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
     if len(named) == 1:
-        path = _file_in(folder, named[0]) or data_path
+        path = _find_file(folder, named[0]) or data_path
         return [replace(each, path=path) if each.named else each for each in sources]
     copies = []
     for each in sources:
-        copies.append(_file_in(folder, each) or _folder_in(folder, each) if each.named else None)
+        copies.append(
+            _find_file(folder, each) or _find_folder(folder, each) if each.named else None
+        )
     if not any(copies):
         asked = ", ".join(str(source.named) for source in named)
         if named:
@@ -226,7 +232,7 @@ def _is_elsewhere(source: SourceSpec) -> bool:
     return Path(source.path).expanduser().is_absolute()
 
 
-def _file_in(folder: Path, source: SourceSpec) -> str | None:
+def _find_file(folder: Path, source: SourceSpec) -> str | None:
     """Return the source's file in the folder of its copy or in `folder`, or None."""
     if not source.path or _is_elsewhere(source):
         return None
@@ -234,6 +240,6 @@ def _file_in(folder: Path, source: SourceSpec) -> str | None:
     return next((str(place) for place in places if place.exists()), None)
 
 
-def _folder_in(folder: Path, source: SourceSpec) -> str | None:
+def _find_folder(folder: Path, source: SourceSpec) -> str | None:
     place = folder / str(source.named)
     return str(place) if place.exists() else None

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft import registry
-from weft.cli.named_run import add_run, given_run
-from weft.cli.parsing import Parser
-from weft.cli.quickstart import tell, tell_start
+from weft.cli.named_run import add_run, find_given_run
+from weft.cli.parsing import CommandParser
+from weft.cli.quickstart import print_notes, print_start
 from weft.cli.real import ALLOCATIONS
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     Raises `UserError` for unusable input. `supervise`: run in a child process, since Ray may kill
     this one.
     """
-    parser = named_parser(
+    parser = build_run_parser(
         "weft start", "Run an experiment registered with register_experiment(name), or list them."
     )
     parser.add_argument(
@@ -80,14 +80,16 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
             or "no experiments are registered (--import FILE.py, or experiments/)"
         )
         return 0
-    _check(given, "start")
+    _check_arguments(given, "start")
     from weft.launch import build_registered, build_scheduling, check_machines, dry_run, run, slurm
     from weft.launch.supervisor import Supervisor, needs_ray
     from weft.observe.progress import DisplayOptions, find_terminal_width
 
-    experiment = _as_told(
+    experiment = _apply_arguments(
         build_registered(
-            given.experiment, given.trial, allocation_mode=_allocation_mode(given.allocation_mode)
+            given.experiment,
+            given.trial,
+            allocation_mode=_parse_allocation_mode(given.allocation_mode),
         ),
         given,
     )
@@ -102,21 +104,21 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
         print(slurm.start_job(experiment, command, asked, print_only=given.print_script))
         return 0
-    tell(check_machines(given.experiment, given.mode))
+    print_notes(check_machines(given.experiment, given.mode))
     if given.dry_run is not None:
         print(
             "\n".join(dry_run(experiment, mode=given.mode, data=reads, width=find_terminal_width()))
         )
         return 0
     several = needs_ray(experiment, given.mode)
-    tell_start(experiment, several=several)
+    print_start(experiment, several=several)
     if supervise and several:
         return Supervisor(experiment).run()
     run(experiment, mode=given.mode, show=DisplayOptions(verbose=given.verbose))
     return 0
 
 
-def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
+def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Experiment:
     """Return the experiment with settings replaced by those of the command line."""
     told = {}
     for name in ("fileroot", "recover_mode"):
@@ -143,7 +145,7 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
     return replace(experiment, control=control, config=config)
 
 
-def _allocation_mode(text: str | None) -> str | None:
+def _parse_allocation_mode(text: str | None) -> str | None:
     """Parse `--allocation_mode`, also in ReaL's terms. Raises `ConfigError`."""
     if text is None:
         return None
@@ -156,7 +158,7 @@ def _allocation_mode(text: str | None) -> str | None:
 
 def find_config(argv: Sequence[str]) -> int:
     """Print the registered experiments whose names begin with a pattern."""
-    parser = Parser(
+    parser = CommandParser(
         prog="weft.apps.main find_config", description="List registered experiments by a pattern."
     )
     parser.add_argument(
@@ -189,7 +191,7 @@ def find_config(argv: Sequence[str]) -> int:
 
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its current step, wait until it has, and print the result."""
-    parser = Parser(
+    parser = CommandParser(
         prog="weft stop", description="End a run after its step; the same command resumes it."
     )
     add_run(parser)
@@ -200,16 +202,16 @@ def stop(argv: Sequence[str]) -> int:
     )
     given = parser.parse_args(argv)
     _check_mode(given.mode)
-    run = given_run(given, "stop")
+    run = find_given_run(given, "stop")
     from weft.launch.stop import stop_run
 
     print(stop_run(run))
     return 0
 
 
-def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def build_run_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that name a run."""
-    parser = Parser(prog=prog, description=description)
+    parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name"
     )
@@ -229,7 +231,7 @@ def _check_mode(mode: str) -> None:
         raise ConfigError(f"--mode {mode}: {problem}")
 
 
-def _check(given: argparse.Namespace, command: str) -> None:
+def _check_arguments(given: argparse.Namespace, command: str) -> None:
     for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
         if value is None:
             raise ConfigError(

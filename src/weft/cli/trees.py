@@ -20,7 +20,7 @@ from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
 from weft.writing import replace_file
 
-COUNT = ("count", "counts")  # aliases of stats
+STATS_ALIASES = ("count", "counts")  # aliases of stats
 EPILOG = """examples:
   weft data trees stats trees.jsonl.gz
   weft data trees filter trees.jsonl.gz german.jsonl --lang de --least quality=0.5 --most toxicity=0.3
@@ -31,21 +31,21 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft data trees ...`. Raises `UserError` for unusable files and options."""
-    arguments = _parser().parse_args(list(argv))
+    arguments = _build_parser().parse_args(list(argv))
     check_paths(arguments)
     if arguments.command is None:
-        _parser().print_help()
+        _build_parser().print_help()
         return 2
-    trees = read(arguments.input)
-    if arguments.command in ("stats", *COUNT):
-        print("\n".join(stats(trees)))
+    trees = read_tree_file(arguments.input)
+    if arguments.command in ("stats", *STATS_ALIASES):
+        print("\n".join(format_statistics(trees)))
     elif arguments.command == "filter":
         kept = (
             made
             for tree in trees
-            if (made := message_trees.prune(tree, _wanted(arguments))) is not None
+            if (made := message_trees.prune(tree, _build_selection(arguments))) is not None
         )
-        count = write(arguments.output, kept)
+        count = write_json_lines(arguments.output, kept)
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
@@ -54,18 +54,18 @@ def main(argv: Sequence[str]) -> int:
                 file=sys.stderr,
             )
     elif arguments.command == "split":
-        _split(list(trees), arguments)
+        _write_splits(list(trees), arguments)
     elif arguments.command == "flatten":
-        count = write(
+        count = write_json_lines(
             arguments.output, (message for tree in trees for message in message_trees.flatten(tree))
         )
         print(f"{count:,} messages in {arguments.output}")
     else:
-        print(f"{write(arguments.output, trees):,} trees in {arguments.output}")
+        print(f"{write_json_lines(arguments.output, trees):,} trees in {arguments.output}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="weft data trees", description=__doc__, epilog=EPILOG, formatter_class=form
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "build": "write trees, from messages in any order or threads",
     }
     for name, help in helps.items():
-        others = COUNT if name == "stats" else ()
+        others = STATS_ALIASES if name == "stats" else ()
         command = commands.add_parser(name, aliases=others, help=help, description=help)
         command.add_argument("input", help="trees, messages or threads, .jsonl or .jsonl.gz")
         if name != "stats":
@@ -131,11 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read(path: str) -> Iterator[Tree]:
+def read_tree_file(path: str) -> Iterator[Tree]:
     """Iterate over the trees of a file. Raises `DataError` with the place of an invalid one."""
     place = path
 
-    def rows() -> Iterator[Mapping[str, Any]]:
+    def iterate_rows() -> Iterator[Mapping[str, Any]]:
         nonlocal place
         for file in find_files(path):
             for at, row in read_rows(file):
@@ -145,12 +145,12 @@ def read(path: str) -> Iterator[Tree]:
                 yield row
 
     try:
-        yield from message_trees.read_trees(rows())
+        yield from message_trees.read_trees(iterate_rows())
     except BadRow as error:
         raise DataError(f"{place}: {error}") from error
 
 
-def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
+def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
     """Write one object per line, gzipped if the name says so; return the number of objects."""
     if not path.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
@@ -165,7 +165,7 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
-def stats(trees: Iterable[Tree]) -> list[str]:
+def format_statistics(trees: Iterable[Tree]) -> list[str]:
     """Return lines of counts."""
     every = TreeFilter(states=(), reviewed=False)
     counts = Counter[str]()
@@ -194,18 +194,20 @@ def stats(trees: Iterable[Tree]) -> list[str]:
     ]
 
 
-def _split(trees: list[Tree], arguments: argparse.Namespace) -> None:
+def _write_splits(trees: list[Tree], arguments: argparse.Namespace) -> None:
     if not 0 < arguments.valid < 1:
         raise ConfigError(f"--valid {arguments.valid}: must be between 0 and 1")
     held = hold_out(
         [f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid
     ).tolist()
     for path, wanted in ((arguments.output, False), (arguments.valid_output, True)):
-        count = write(path, (tree for tree, out in zip(trees, held, strict=True) if out == wanted))
+        count = write_json_lines(
+            path, (tree for tree, out in zip(trees, held, strict=True) if out == wanted)
+        )
         print(f"{count:,} trees in {path}")
 
 
-def _wanted(arguments: argparse.Namespace) -> TreeFilter:
+def _build_selection(arguments: argparse.Namespace) -> TreeFilter:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k {arguments.top_k}: must be at least 1")
     return TreeFilter(
@@ -215,12 +217,12 @@ def _wanted(arguments: argparse.Namespace) -> TreeFilter:
         reviewed=not arguments.unreviewed,
         deleted=arguments.deleted,
         synthetic=arguments.synthetic,
-        least=_bounds("--least", arguments.least),
-        most=_bounds("--most", arguments.most),
+        least=_parse_bounds("--least", arguments.least),
+        most=_parse_bounds("--most", arguments.most),
     )
 
 
-def _bounds(flag: str, words: Sequence[str]) -> dict[str, float]:
+def _parse_bounds(flag: str, words: Sequence[str]) -> dict[str, float]:
     found = {}
     for word in words:
         name, _, value = word.partition("=")

@@ -72,7 +72,7 @@ def split_by_budget(
 def _count_parts(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
     """Return the number of contiguous parts needed so that no sum exceeds `largest`.
 
-    Stops counting above `at_most`.
+    Stops counting above `limit_validation`.
     """
     start = 0
     parts = 0

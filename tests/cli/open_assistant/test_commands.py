@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.open_assistant.commands import COMMANDS, command, run, triton_model
+from weft.cli.open_assistant.commands import COMMANDS, build_command, find_triton_model, run
 from weft.errors import ConfigError
 
 RLHF = ["defaults", "defaults_rlhf", "pythia_rlhf", "oasst_export_latin_cyrillic_rlhf"]
@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(script: str, arguments: str, **environment: str) -> str:
-    return " ".join(command(script, arguments.split(), environment))
+    return " ".join(build_command(script, arguments.split(), environment))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,13 @@ def test_the_servers_of_the_environment_go_over_those_of_the_sections() -> None:
 
 
 def test_a_value_with_blanks_is_quoted() -> None:
-    words = command("trainer_sft", ["--configs", "a", "--system_prefix", "You're Joi, a bot."], {})
+    words = build_command(
+        "trainer_sft", ["--configs", "a", "--system_prefix", "You're Joi, a bot."], {}
+    )
     assert words[-1] == "system_prefix='You\\'re Joi, a bot.'"
-    assert command("model_cli", ["--model_path", "m", "--system_prefix", "Be kind."], {})[-2:] == [
+    assert build_command("model_cli", ["--model_path", "m", "--system_prefix", "Be kind."], {})[
+        -2:
+    ] == [
         "--system",
         "Be kind.",
     ]
@@ -190,7 +194,7 @@ def test_what_is_wrong_is_said(script: str, arguments: str, wrong: str) -> None:
 
 
 def test_a_model_of_the_command_line() -> None:
-    assert triton_model(["pythia_rlhf"], "rm", ["rank_config.model_name=mine"]) == "mine"
+    assert find_triton_model(["pythia_rlhf"], "rm", ["rank_config.model_name=mine"]) == "mine"
 
 
 def test_a_script_prints_its_command_and_runs_it(

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from weft.cli.open_assistant.datasets import BadEntry, at_most, shrunk, sources
+from weft.cli.open_assistant.datasets import (
+    InvalidDatasetEntry,
+    convert_entries,
+    limit_validation,
+    scale_entries,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +51,12 @@ from weft.cli.open_assistant.datasets import BadEntry, at_most, shrunk, sources
     ],
 )
 def test_an_entry(entry: Any, made: dict[str, Any]) -> None:
-    assert sources([entry]) == [made]
+    assert convert_entries([entry]) == [made]
 
 
 def test_a_copy_that_is_a_file_goes_before_the_file_of_the_entry(tmp_path: Path) -> None:
     def path(data_path: str) -> Any:
-        return sources(
+        return convert_entries(
             [{"oasst_export": {"data_path": data_path, "input_file_path": "a.jsonl.gz"}}]
         )[0]["path"]
 
@@ -64,7 +69,7 @@ def test_a_copy_that_is_a_file_goes_before_the_file_of_the_entry(tmp_path: Path)
 
 
 def test_a_list_as_text() -> None:
-    assert sources("webgpt,alpaca") == [{"named": "webgpt"}, {"named": "alpaca"}]
+    assert convert_entries("webgpt,alpaca") == [{"named": "webgpt"}, {"named": "alpaca"}]
 
 
 @pytest.mark.parametrize(
@@ -83,23 +88,24 @@ def test_a_list_as_text() -> None:
     ],
 )
 def test_a_bad_entry_is_named(entry: Any, wrong: str) -> None:
-    with pytest.raises(BadEntry, match=wrong.replace("(", r"\(")) as caught:
-        sources(["alpaca", entry])
+    with pytest.raises(InvalidDatasetEntry, match=wrong.replace("(", r"\(")) as caught:
+        convert_entries(["alpaca", entry])
     assert caught.value.index == 1
 
 
 def test_a_share_of_an_epoch_is_that_share_of_every_set() -> None:
     entries = [{"named": "a"}, {"named": "b", "fraction": 0.5}, {"named": "c", "size": 30}]
-    assert [each.get("fraction", each.get("size")) for each in shrunk(entries, 0.2)] == [
+    assert [each.get("fraction", each.get("size")) for each in scale_entries(entries, 0.2)] == [
         0.2,
         0.1,
         6,
     ]
-    with pytest.raises(BadEntry, match="weight has no share"):
-        shrunk([{"named": "a", "weight": 2.0}], 0.2)
+    with pytest.raises(InvalidDatasetEntry, match="weight has no share"):
+        scale_entries([{"named": "a", "weight": 2.0}], 0.2)
 
 
 def test_validation_sets_are_bounded() -> None:
     assert [
-        each["max_valid"] for each in at_most([{"named": "a"}, {"named": "b", "max_valid": 5}], 20)
+        each["max_valid"]
+        for each in limit_validation([{"named": "a"}, {"named": "b", "max_valid": 5}], 20)
     ] == [20, 5]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.cli.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, map_keys, table
-from weft.cli.open_assistant.mapped import IMPLIED, Mapped
+from weft.cli.open_assistant.key_mapping import IMPLIED, KeyMapping
+from weft.cli.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, format_key_table, map_keys
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
@@ -29,15 +29,15 @@ rank_model sft_model
 THEIRS = NAMES.split()
 
 
-def mapped(base: RunConfig, given: dict[str, Any] | None = None, **values: Any) -> Mapped:
-    done = Mapped(base, values, dict.fromkeys(values, 0), given or {})
+def mapped(base: RunConfig, given: dict[str, Any] | None = None, **values: Any) -> KeyMapping:
+    done = KeyMapping(base, values, dict.fromkeys(values, 0), given or {})
     return map_keys(done)
 
 
 def options(base: RunConfig, **values: Any) -> dict[str, Any]:
     """What keys come to, without what Open-Assistant's trainers do by themselves."""
     done = mapped(base, **values)
-    assert done.refused == []
+    assert done.rejections == []
     return {name: option.value for name, option in done.options.items() if option.key != IMPLIED}
 
 
@@ -234,9 +234,9 @@ def test_what_weft_cannot_follow_is_refused_by_name(
     base: type[RunConfig], values: dict[str, Any], wrong: str
 ) -> None:
     done = mapped(base(), **values)
-    assert len(done.refused) == 1
+    assert len(done.rejections) == 1
     with pytest.raises(ValueError, match=wrong):
-        raise ValueError(done.refused[0][1])
+        raise ValueError(done.rejections[0][1])
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_what_weft_cannot_follow_is_refused_by_name(
 )
 def test_what_weft_does_anyway_is_noted(key: str) -> None:
     done = mapped(SFTConfig(), **{key: True})
-    assert list(done.notes.values()) == [[key]] and not done.refused
+    assert list(done.notes.values()) == [[key]] and not done.rejections
 
 
 def test_datasets_are_one_list_with_bounded_validation() -> None:
@@ -316,7 +316,7 @@ def test_keys_that_another_trainer_reads_are_noted() -> None:
 
 def test_other_losses_of_pairs_keep_their_own() -> None:
     done = mapped(DPOConfig(), loss_fn="RMLoss", datasets=["webgpt"], learning_rate=1e-6)
-    assert not done.refused and done.options["actor.optimizer.lr"].value == 1e-6
+    assert not done.rejections and done.options["actor.optimizer.lr"].value == 1e-6
     assert "the loss is that of dpo" in done.notes
 
 
@@ -334,13 +334,13 @@ def test_a_later_key_goes_over_an_earlier_one() -> None:
         ({"sft_config": 1, "dtype": 0}, "float16"),
         ({"sft_config": 0, "dtype": 1}, "float32"),
     ):
-        done = map_keys(Mapped(PPOConfig(), values, ranks))
+        done = map_keys(KeyMapping(PPOConfig(), values, ranks))
         assert done.options["actor.dtype"].value == dtype
 
 
 def test_grpo_takes_what_it_has() -> None:
     done = mapped(GRPOConfig(), num_rollouts=16, batch_size=4, rank_config={"model_name": "rm"})
-    assert not done.refused
+    assert not done.rejections
     assert (
         done.options["grpo.mini_batch_size"].value == 4 and done.options["rew.path"].value == "rm"
     )
@@ -348,6 +348,8 @@ def test_grpo_takes_what_it_has() -> None:
 
 def test_the_page_has_the_table(repo: Path) -> None:
     page = (repo / "docs" / "open-assistant.md").read_text()
-    assert table() in page, "put weft.cli.open_assistant.keys.table() into docs/open-assistant.md"
+    assert format_key_table() in page, (
+        "put weft.cli.open_assistant.keys.format_key_table() into docs/open-assistant.md"
+    )
     assert all(f"| `{name}` |" in page for name in THEIRS)
     assert all(f"| `{name.removeprefix('trlx.')}` |" in page for name in TRLX if name != "implied")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from weft.cli.open_assistant.key_mapping import IMPLIED, KeyMapping
 from weft.cli.open_assistant.keys import map_keys
-from weft.cli.open_assistant.mapped import IMPLIED, Mapped
 from weft.experiments import GenConfig, PPOConfig
 
 TRAINER = {
@@ -21,13 +21,13 @@ TRAINER = {
 }
 
 
-def mapped(given: dict[str, Any] | None = None, **values: Any) -> Mapped:
-    return map_keys(Mapped(PPOConfig(), values, dict.fromkeys(values, 0), given or {}))
+def mapped(given: dict[str, Any] | None = None, **values: Any) -> KeyMapping:
+    return map_keys(KeyMapping(PPOConfig(), values, dict.fromkeys(values, 0), given or {}))
 
 
 def options(**values: Any) -> dict[str, Any]:
     done = mapped(**values)
-    assert done.refused == []
+    assert done.rejections == []
     return {name: option.value for name, option in done.options.items() if option.key != IMPLIED}
 
 
@@ -164,7 +164,7 @@ def test_their_own_sizes_go_over_trlx_and_count_every_device() -> None:
 def test_of_two_keys_for_a_size_the_one_set_last_counts_and_is_named() -> None:
     values = {**TRAINER, "num_rollouts": 16, "batch_size": 1, "total_steps": 100}
     late = dict.fromkeys(TRAINER, 2)
-    made = map_keys(Mapped(PPOConfig(), values, {**dict.fromkeys(values, 1), **late})).options
+    made = map_keys(KeyMapping(PPOConfig(), values, {**dict.fromkeys(values, 1), **late})).options
     assert (made["dataset.train_bs_n_seqs"].value, made["dataset.train_bs_n_seqs"].key) == (
         1024,
         "trlx.method.num_rollouts",
@@ -175,7 +175,7 @@ def test_of_two_keys_for_a_size_the_one_set_last_counts_and_is_named() -> None:
     )
     assert (made["max_steps"].value, made["max_steps"].key) == (44, "trlx.train.total_steps")
     late = {"trlx.train.batch_size": 2}
-    made = map_keys(Mapped(PPOConfig(), values, {**dict.fromkeys(values, 1), **late})).options
+    made = map_keys(KeyMapping(PPOConfig(), values, {**dict.fromkeys(values, 1), **late})).options
     assert (made["dataset.train_bs_n_seqs"].key, made["max_steps"].key) == (
         "num_rollouts",
         "total_steps",
@@ -228,23 +228,23 @@ def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
 )
 def test_what_weft_cannot_follow_is_refused(values: dict[str, Any], wrong: str) -> None:
     done = mapped(**values)
-    assert len(done.refused) == 1 and wrong in done.refused[0][1]
+    assert len(done.rejections) == 1 and wrong in done.rejections[0][1]
 
 
 def test_a_schedule_follows_a_number_of_steps_that_is_set_over_it() -> None:
     values = {"trlx.scheduler.kwargs.T_max": 10000, "total_steps": 2}
     done = map_keys(
-        Mapped(PPOConfig(), values, {"trlx.scheduler.kwargs.T_max": 0, "total_steps": 1}, {})
+        KeyMapping(PPOConfig(), values, {"trlx.scheduler.kwargs.T_max": 0, "total_steps": 1}, {})
     )
-    assert not done.refused and any("after total_steps=2" in note for note in done.notes)
+    assert not done.rejections and any("after total_steps=2" in note for note in done.notes)
 
 
 def test_beside_a_reference_behind_a_server_nothing_is_left_out() -> None:
     done = mapped(**{"trlx.method.gen_kwargs.top_p": 0.7, "triton_host_sft": "h:1/m"})
-    assert not done.refused and "ppo.gen.top_p" not in done.options
+    assert not done.rejections and "ppo.gen.top_p" not in done.options
     assert any("top_p=0.7 is left out" in note for note in done.notes)
 
 
 def test_what_trlx_does_anyway_is_no_option_of_a_run_that_only_samples() -> None:
-    done = map_keys(Mapped(GenConfig(), {}, {}, {}))
+    done = map_keys(KeyMapping(GenConfig(), {}, {}, {}))
     assert not [name for name in done.options if name.startswith("gen.") or "optimizer" in name]

@@ -18,7 +18,7 @@ from weft.redaction import mask_words
 # weft's own flags, passed through
 OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")
 OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
-SIMPLE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
+UNQUOTED_VALUE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
 HISTORY = ("--no-history", "--no_history")
 UNUSED = {  # chat flags without effect -> reason
     "--cache_dir": "models are read from the hub's cache; set HF_HOME to move it",
@@ -29,13 +29,13 @@ UNUSED = {  # chat flags without effect -> reason
 
 
 @dataclass
-class Arguments:
+class ScriptArguments:
     """Parsed `--flag value ...`: `named` has the script's flags, `rest` the words for weft."""
 
     named: dict[str, list[str]] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
 
-    def one(self, name: str, default: str | None = None) -> str | None:
+    def get_single(self, name: str, default: str | None = None) -> str | None:
         return self.named[name][-1] if self.named.get(name) else default
 
 
@@ -45,15 +45,15 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
 
     words: list[str] = []
 
-    def translated() -> int:
-        words.extend(command(script, argv, environment))
+    def run_translated() -> int:
+        words.extend(build_command(script, argv, environment))
         print(f"$ weft {shlex.join(mask_words(words))}", flush=True)
         return 0
 
-    return main.guarded(translated, argv) or main.main(words)
+    return main.run_guarded(run_translated, argv) or main.main(words)
 
 
-def command(
+def build_command(
     script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return the words of the weft command.
@@ -66,7 +66,7 @@ def command(
 # -- trainers
 
 
-def _trainer(
+def _translate_trainer(
     quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]
 ) -> list[str]:
     """Translate `--configs A B --key value --no-key ...` to a quickstart."""
@@ -89,14 +89,14 @@ def _trainer(
     if begins_with and begins_with not in names:
         names.insert(0, begins_with)
     if "--rng_seed" in done.named:
-        assigned.append(f"rng_seed={done.one('--rng_seed')}")
+        assigned.append(f"rng_seed={done.get_single('--rng_seed')}")
     if "--wandb-entity" in done.named:
-        assigned.append(f"logger.wandb.entity={done.one('--wandb-entity')}")
+        assigned.append(f"logger.wandb.entity={done.get_single('--wandb-entity')}")
     if quickstart == "ppo":
         servers = {"TRITON_HOST_RM": "triton_host_rm", "TRITON_HOST_REF": "triton_host_sft"}
         for name, key in servers.items():
             if environment.get(name):
-                assigned.append(_assignment(key, environment[name]))
+                assigned.append(_format_assignment(key, environment[name]))
     made = ["quickstart", quickstart, "--configs", *names, *assigned]
     made += ["--verbose"] if "--show_dataset_stats" in done.named else []
     deepspeed = "--deepspeed" in done.named and "--no-deepspeed" not in done.named
@@ -112,12 +112,12 @@ def _take(
     flags: Sequence[str],
     *,
     keys: bool = False,
-) -> tuple[Arguments, list[str]]:
+) -> tuple[ScriptArguments, list[str]]:
     """Parse arguments by name.
 
     With `keys`, `--key value` and `--no-key` of a configuration become assignments.
     """
-    done = Arguments()
+    done = ScriptArguments()
     assigned = []
     rest = list(words)
     while rest:
@@ -136,7 +136,7 @@ def _take(
                 given.append(rest.pop(0))
             done.named.setdefault(flag, []).extend(given)
         elif flag in values or flag in OWN_VALUES:
-            value = attached if equals else _value(flag, rest)
+            value = attached if equals else _take_value(flag, rest)
             if flag in values:
                 done.named.setdefault(flag, []).append(value)
             else:
@@ -148,7 +148,9 @@ def _take(
         elif keys and word.startswith("--no-"):
             assigned.append(f"{word.removeprefix('--no-')}=null")
         elif keys and word.startswith("--"):
-            assigned.append(_assignment(flag[2:], attached if equals else _value(flag, rest)))
+            assigned.append(
+                _format_assignment(flag[2:], attached if equals else _take_value(flag, rest))
+            )
         else:
             close = find_nearest(word, (*lists, *values, *flags), 1)
             raise ConfigError(
@@ -157,33 +159,33 @@ def _take(
     return done, assigned
 
 
-def _value(flag: str, rest: list[str]) -> str:
+def _take_value(flag: str, rest: list[str]) -> str:
     if not rest or rest[0].startswith("--"):
         raise ConfigError(f"{flag}: needs a value; write {flag} VALUE")
     return rest.pop(0)
 
 
-def _assignment(key: str, value: str) -> str:
+def _format_assignment(key: str, value: str) -> str:
     """Return `key=value`, quoted if Hydra's grammar requires it."""
     if value in ("None", ""):
         return f"{key}=null"
     quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}={value}" if SIMPLE.fullmatch(value) else f"{key}='{quoted}'"
+    return f"{key}={value}" if UNQUOTED_VALUE.fullmatch(value) else f"{key}='{quoted}'"
 
 
 # -- tools
 
 
-def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
+def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--datasets all|NAMES|SECTIONS --mode sft|rm|rl` to `weft data counts`.
 
     The default evaluation share is Open-Assistant's.
     """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
-    mode = done.one("--mode", "sft") or "sft"
+    mode = done.get_single("--mode", "sft") or "sft"
     made = ["data", "counts", "--datasets", *done.named.get("--datasets", ["all"]), "--mode", mode]
     made += [f"dataset.valid_split={VALID_SPLIT}"]
-    made += ["--output", done.one("--output_path", "dataset_counts.csv") or ""]
+    made += ["--output", done.get_single("--output_path", "dataset_counts.csv") or ""]
     return [
         *made,
         *(["--detect-language"] if "--detect_language" in done.named else []),
@@ -191,20 +193,20 @@ def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
+def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--configs X --triton_mode rm|sft`, for the model of rank_config or sft_config."""
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
-    mode = done.one("--triton_mode")
+    mode = done.get_single("--triton_mode")
     names = []
     for word in done.named.get("--configs", []):
         for name in word.split(","):
             if name:
                 names.append(name)
-    model = triton_model(names, mode or "", assigned)
+    model = find_triton_model(names, mode or "", assigned)
     return ["convert", "triton", model, "--triton_mode", str(mode), *done.rest]
 
 
-def triton_model(
+def find_triton_model(
     names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> str:
     """Return the model that a stack serves as reward model (`rm`) or reference (`sft`).
@@ -213,7 +215,7 @@ def triton_model(
     """
     from weft import registry
     from weft.cli import overrides
-    from weft.cli.sections import Library
+    from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
 
     if mode not in ("rm", "sft"):
@@ -221,7 +223,9 @@ def triton_model(
     if not names:
         raise ConfigError("--configs: needs names of sections, such as --configs pythia_rlhf")
     base = registry.quickstarts.get("ppo")()
-    stack = read_stack(names, Library.find(folders), base, overrides.parse(list(assigned)))
+    stack = read_stack(
+        names, SectionLibrary.from_folders(folders), base, overrides.parse(list(assigned))
+    )
     wanted = {"rm": "rew.path", "sft": "actor.path"}[mode]
     found: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
     if not isinstance(found, str):
@@ -232,7 +236,7 @@ def triton_model(
     return found
 
 
-def _talk(
+def _translate_chat(
     defaults: Mapping[str, str], words: list[str], environment: Mapping[str, str]
 ) -> list[str]:
     """Translate `--model_path M` and sampling options to `weft chat M`."""
@@ -257,12 +261,12 @@ def _talk(
             "--load_checkpoint: reads a pickled file; save the model as a directory and give it "
             "as --model_path"
         )
-    if done.one("--format", "v2") not in ("v2", "v2.5"):
+    if done.get_single("--format", "v2") not in ("v2", "v2.5"):
         raise ConfigError(
-            f"--format {done.one('--format')}: must be v2 or v2.5 (default: the checkpoint's own "
+            f"--format {done.get_single('--format')}: must be v2 or v2.5 (default: the checkpoint's own "
             f"template)"
         )
-    model = done.one("--model_path")
+    model = done.get_single("--model_path")
     if model is None:
         raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
     # Translate the flags one by one.
@@ -271,8 +275,8 @@ def _talk(
         if flag in done.named:
             print(f"{flag} is left out: {why}", file=sys.stderr)
     for flag, default in defaults.items():
-        value = done.one(flag, default)
-        if flag == "--temperature" and str(done.one("--do-sample", "true")).lower() in (
+        value = done.get_single(flag, default)
+        if flag == "--temperature" and str(done.get_single("--do-sample", "true")).lower() in (
             "false",
             "0",
             "no",
@@ -281,13 +285,15 @@ def _talk(
         made += [flag.replace("_", "-"), str(value)] if value is not None else []
     for flag in ("--top_k", "--top_p"):
         if flag not in defaults and flag in done.named:
-            made += [flag.replace("_", "-"), str(done.one(flag))]
+            made += [flag.replace("_", "-"), str(done.get_single(flag))]
     made += ["--no-history"] if set(HISTORY) & set(done.named) else []
     made += ["--8bit"] if "--8bit" in done.named else []
     made += (
-        ["--system", str(done.one("--system_prefix"))] if "--system_prefix" in done.named else []
+        ["--system", str(done.get_single("--system_prefix"))]
+        if "--system_prefix" in done.named
+        else []
     )
-    made += ["--format", str(done.one("--format"))] if "--format" in done.named else []
+    made += ["--format", str(done.get_single("--format"))] if "--format" in done.named else []
     return [*made, *done.rest]
 
 
@@ -298,15 +304,15 @@ def _with(
 
 
 COMMANDS: dict[str, Callable[[list[str], Mapping[str, str]], list[str]]] = {
-    "trainer_sft": _with(_trainer, "sft", "defaults"),
-    "trainer_rm": _with(_trainer, "rw", ""),
-    "trainer_rl": _with(_trainer, "ppo", ""),
-    "check_dataset_counts": _counts,
-    "to_triton": _triton,
+    "trainer_sft": _with(_translate_trainer, "sft", "defaults"),
+    "trainer_rm": _with(_translate_trainer, "rw", ""),
+    "trainer_rl": _with(_translate_trainer, "ppo", ""),
+    "check_dataset_counts": _translate_counts,
+    "to_triton": _translate_triton,
     "model_cli": _with(
-        _talk, {"--max_new_tokens": "200", "--top_p": "0.9", "--temperature": "0.8"}
+        _translate_chat, {"--max_new_tokens": "200", "--top_p": "0.9", "--temperature": "0.8"}
     ),
     "model_chat": _with(
-        _talk, {"--max_new_tokens": "200", "--top_k": "40", "--temperature": "1.0"}
+        _translate_chat, {"--max_new_tokens": "200", "--top_k": "40", "--temperature": "1.0"}
     ),
 }

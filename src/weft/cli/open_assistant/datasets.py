@@ -26,12 +26,12 @@ SHARES = ("fraction", "size", "weight")  # mutually exclusive
 # keys of a source in weft's spelling
 SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")
 # hf_dataset_name of oasst_export -> name of the dataset fetched from there
-HUB = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}
+HUB_DATASETS = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}
 VALID_SPLIT = 0.2  # Open-Assistant's default evaluation share
-GRAMMAR = "an entry is '- name' or '- name:' with its parameters (fraction, size, val_split, ...) indented below it"
+ENTRY_SYNTAX = "an entry is '- name' or '- name:' with its parameters (fraction, size, val_split, ...) indented below it"
 
 
-class BadEntry(Exception):
+class InvalidDatasetEntry(Exception):
     """An entry that cannot be read: its index and the reason."""
 
     def __init__(self, index: int, why: str) -> None:
@@ -39,24 +39,24 @@ class BadEntry(Exception):
         self.index = index
 
 
-def sources(entries: Any) -> list[dict[str, Any]]:
-    """Convert a list of datasets to entries of `dataset.sources`. Raises `BadEntry`."""
+def convert_entries(entries: Any) -> list[dict[str, Any]]:
+    """Convert a list of datasets to entries of `dataset.sources`. Raises `InvalidDatasetEntry`."""
     if isinstance(entries, str):
         entries = [each for each in entries.split(",") if each]
     if not isinstance(entries, Sequence):
-        raise BadEntry(-1, f"must be a list; {GRAMMAR}")
-    return [_source(entry, index) for index, entry in enumerate(entries)]
+        raise InvalidDatasetEntry(-1, f"must be a list; {ENTRY_SYNTAX}")
+    return [_convert_entry(entry, index) for index, entry in enumerate(entries)]
 
 
-def _source(entry: Any, index: int) -> dict[str, Any]:
+def _convert_entry(entry: Any, index: int) -> dict[str, Any]:
     if isinstance(entry, str):
         return {"named": entry}
     if not isinstance(entry, Mapping) or not entry:
-        raise BadEntry(index, f"{entry!r} is not a dataset; {GRAMMAR}")
+        raise InvalidDatasetEntry(index, f"{entry!r} is not a dataset; {ENTRY_SYNTAX}")
     name, *others = entry
     parameters = entry[name]
     if others:
-        raise BadEntry(
+        raise InvalidDatasetEntry(
             index,
             f"{', '.join(map(str, others))} is on the same level as {name!r}; indent it below "
             f"'- {name}:', or begin it with '- '",
@@ -64,11 +64,13 @@ def _source(entry: Any, index: int) -> dict[str, Any]:
     if parameters is None:
         return {"named": str(name)}
     if not isinstance(parameters, Mapping):
-        raise BadEntry(index, f"{name}: {parameters!r} is not a parameter; {GRAMMAR}")
-    return _entry(str(name), parameters, index)
+        raise InvalidDatasetEntry(
+            index, f"{name}: {parameters!r} is not a parameter; {ENTRY_SYNTAX}"
+        )
+    return _build_source(str(name), parameters, index)
 
 
-def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a source for the dataset `name` with the given parameters."""
     made: dict[str, Any] = {"named": name}
     given = {}
@@ -76,17 +78,17 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
         if value is not None:
             given[str(key)] = value
     if "data_path" in given and "input_file_path" in given:
-        given["path"] = _in_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
+        given["path"] = _join_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
     hub = given.pop("hf_dataset_name", None)
     # a local file is preferred to the hub
     if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():
-        if hub not in HUB:
-            raise BadEntry(
+        if hub not in HUB_DATASETS:
+            raise InvalidDatasetEntry(
                 index,
-                f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB)}; give another as "
+                f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB_DATASETS)}; give another as "
                 f"data_path, a copy",
             )
-        made["named"] = HUB[hub] if name == "oasst_export" else name
+        made["named"] = HUB_DATASETS[hub] if name == "oasst_export" else name
     for key, value in given.items():
         if key in PARAMETERS:
             made[PARAMETERS[key]] = value
@@ -97,19 +99,19 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
     return made
 
 
-def _in_folder(data_path: str, file: str) -> str:
+def _join_folder(data_path: str, file: str) -> str:
     """Return `file` in the folder `data_path`, or `data_path` itself if it is a file."""
     place = Path(data_path).expanduser()
     is_file = place.is_file() or (place.suffix in FILES and not place.is_dir())
     return data_path if is_file else str(Path(data_path) / file)
 
 
-def shrunk(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
+def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
     """Return the entries with their rows per epoch multiplied by `share`."""
     made = []
     for index, entry in enumerate(entries):
         if "weight" in entry:
-            raise BadEntry(index, "weight has no share of an epoch; write fraction")
+            raise InvalidDatasetEntry(index, "weight has no share of an epoch; write fraction")
         if "size" in entry:
             made.append({**entry, "size": max(1, round(entry["size"] * share))})
         else:
@@ -117,6 +119,6 @@ def shrunk(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str,
     return made
 
 
-def at_most(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+def limit_validation(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """Return the entries with validation sets limited to `count` rows."""
     return [{**entry, "max_valid": min(count, entry.get("max_valid", count))} for entry in entries]

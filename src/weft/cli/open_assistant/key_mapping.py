@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.cli.aliases import Translation, data_ranks
+from weft.cli.aliases import OverrideTranslation, count_data_ranks
 from weft.experiments.common import RunConfig
 from weft.options import iterate_options
 
@@ -16,12 +16,12 @@ RL = "rl"
 # Algorithm of a quickstart -> the corresponding trainer of Open-Assistant.
 MODES = {"sft": SFT, "distill": SFT, "rw": RM, "dpo": RM}
 IMPLIED = "Open-Assistant's trainer"  # key of settings that its code always applies
-TRL = "trlx."  # prefix of keys of trlX's configuration
-NOTHING = object()
+TRLX_PREFIX = "trlx."  # prefix of keys of trlX's configuration
+NO_OFF_VALUE = object()
 
 
 @dataclass(frozen=True)
-class Option:
+class MappedOption:
     """A value for an option of weft, and the key that sets it."""
 
     value: Any
@@ -29,7 +29,7 @@ class Option:
 
 
 @dataclass
-class Mapped:
+class KeyMapping:
     """Keys of a stack of sections, and the options they map to.
 
     `ranks` maps a key to its position in the stack.
@@ -40,10 +40,10 @@ class Mapped:
     ranks: Mapping[str, int]
     # weft's own options that are also set
     given: Mapping[str, Any] = field(default_factory=dict)
-    options: dict[str, Option] = field(default_factory=dict)
+    options: dict[str, MappedOption] = field(default_factory=dict)
     # note -> keys that it applies to
     notes: dict[str, list[str]] = field(default_factory=dict)
-    refused: list[tuple[str, str]] = field(default_factory=list)  # (key, what is wrong)
+    rejections: list[tuple[str, str]] = field(default_factory=list)  # (key, what is wrong)
     key: str = IMPLIED  # key being mapped
     known: frozenset[str] = frozenset()  # the options of the experiment
 
@@ -56,7 +56,7 @@ class Mapped:
 
     @property
     def data_ranks(self) -> int:
-        ranks = data_ranks(Translation(self.config, self.known), dict(self.given))
+        ranks = count_data_ranks(OverrideTranslation(self.config, self.known), dict(self.given))
         if isinstance(ranks, int) and not isinstance(ranks, bool):
             return ranks
         return 1
@@ -64,11 +64,11 @@ class Mapped:
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
-    def under(self, key: str) -> Mapped:
+    def with_key(self, key: str) -> KeyMapping:
         """Return a view of this mapping that attributes options to `key`."""
         return replace(self, key=key)
 
-    def put(self, target: str, value: Any, *, off: Any = NOTHING) -> None:
+    def set_option(self, target: str, value: Any, *, off: Any = NO_OFF_VALUE) -> None:
         """Set an option of the run.
 
         In `target`, `{model}` means every trained role, `{first}` for the main one,
@@ -80,43 +80,45 @@ class Mapped:
         for role in roles if "{model}" in target else ("",):
             name = target.replace("{model}", role).replace("{first}", config.main_role)
             name = name.replace("{algorithm}", config.algorithm).replace("{gen}", config.generation)
-            if off is not NOTHING and value == off and name not in self.known:
+            if off is not NO_OFF_VALUE and value == off and name not in self.known:
                 continue
             before = self.options.get(name)
-            if before is None or self.rank(self.key) >= self.rank(before.key):
-                self.options[name] = Option(value, self.key)
+            if before is None or self.get_rank(self.key) >= self.get_rank(before.key):
+                self.options[name] = MappedOption(value, self.key)
 
-    def rank(self, key: str) -> int:
+    def get_rank(self, key: str) -> int:
         """Return the position of a key in the stack.
 
         A key in a group, such as `rank_config.dtype`, has its own position or the group's.
         """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
-    def note(self, why: str) -> None:
+    def add_note(self, why: str) -> None:
         keys = self.notes.setdefault(why, [])
         if self.key not in keys:
             keys.append(self.key)
 
-    def refuse(self, value: Any, why: str) -> None:
-        self.refused.append((self.key, f"{self.key.removeprefix(TRL)}={shown(value)}: {why}"))
+    def reject(self, value: Any, why: str) -> None:
+        self.rejections.append(
+            (self.key, f"{self.key.removeprefix(TRLX_PREFIX)}={format_yaml_value(value)}: {why}")
+        )
 
-    def truth(self, value: Any) -> bool:
+    def check_boolean(self, value: Any) -> bool:
         """Return a Boolean value; reject any other value and return False."""
         if isinstance(value, bool):
             return value
-        self.refuse(value, "must be true or false")
+        self.reject(value, "must be true or false")
         return False
 
-    def number(self, value: Any, least: float = 0.0) -> bool:
+    def is_valid_number(self, value: Any, least: float = 0.0) -> bool:
         """Return whether `value` is a number of at least `least`; reject it if not."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-            self.refuse(value, f"must be a number, at least {least:g}")
+            self.reject(value, f"must be a number, at least {least:g}")
             return False
         return True
 
 
-def shown(value: Any) -> str:
+def format_yaml_value(value: Any) -> str:
     """Format a value as in YAML."""
     if value is None:
         return "null"
@@ -124,42 +126,48 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyRule:
     """The mapping rule of a key.
 
     `says` is its line in the documentation; `modes` are the trainers that read it.
     """
 
     says: str
-    rule: Callable[[Mapped, Any], None]
+    rule: Callable[[KeyMapping, Any], None]
     modes: Sequence[str] = (SFT, RM)
 
 
-def to(target: str, *modes: str, off: Any = NOTHING) -> Key:
+def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
     """Return the rule of a key that is an option of weft under another name."""
-    return Key(
-        f"`{_named(target)}`",
-        lambda done, value: done.put(target, value, off=off),
+    return KeyRule(
+        f"`{_format_target(target)}`",
+        lambda done, value: done.set_option(target, value, off=off),
         modes or (SFT, RM),
     )
 
 
-def anyway(why: str, *modes: str) -> Key:
+def ignore_with_note(why: str, *modes: str) -> KeyRule:
     """Return the rule of a key that needs no option: weft's behaviour is fixed; noted once."""
-    return Key(f"nothing: {why}", lambda done, value: done.note(why), modes or (SFT, RM, RL))
+    return KeyRule(
+        f"nothing: {why}", lambda done, value: done.add_note(why), modes or (SFT, RM, RL)
+    )
 
 
-def never(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> Key:
+def reject_unless(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
     """Return the rule of a key that only accepts the `allowed` values, which have no effect."""
 
-    def rule(done: Mapped, value: Any) -> None:
+    def apply_rule(done: KeyMapping, value: Any) -> None:
         if value not in allowed:
-            done.refuse(value, why)
+            done.reject(value, why)
 
-    return Key(f"refused unless {' or '.join(shown(each) for each in allowed)}: {why}", rule, modes)
+    return KeyRule(
+        f"refused unless {' or '.join(format_yaml_value(each) for each in allowed)}: {why}",
+        apply_rule,
+        modes,
+    )
 
 
-def _named(target: str) -> str:
+def _format_target(target: str) -> str:
     names = {"{model}": "MODEL", "{first}": "MODEL", "{gen}": "GEN", "{algorithm}": "ALGORITHM"}
     for mark, name in names.items():
         target = target.replace(mark, name)
