@@ -328,10 +328,10 @@ from weft.errors import RunError
 
 def fails():
     work = lambda: [torch.ones(600, 600) @ torch.ones(600, 600) for _ in range(100_000)]
-    threading.Thread(target=work, name=weft.WORKER, daemon=True).start()
+    threading.Thread(target=work, name=weft.WORKER_THREAD, daemon=True).start()
     raise RunError("the run failed")
 
-weft.dispatch = lambda words, **more: fails()
+weft.run_command = lambda words, **more: fails()
 sys.argv = ["weft", "quickstart"]
 sys.exit(weft.main())
 """
