@@ -53,7 +53,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
         data.main(["augment", str(rows), "--worse", "cut", "--out", str(rows)])
     with pytest.raises(ConfigError, match="no rows are named: give a PATH or --datasets NAME"):
         data.main(["augment", "--worse", "cut", "--out", str(tmp_path / "out.jsonl")])
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="unknown kind 'nonsense'"):
         data.main(
             ["augment", str(rows), "--worse", "nonsense", "--out", str(tmp_path / "out.jsonl")]
         )

@@ -108,7 +108,7 @@ def test_arguments_that_are_paths(
     (folder / "x.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     assert main([word.replace("URL", "gs://OUT/x.jsonl") for word in words]) == 2
     said = capsys.readouterr().err
-    assert "OUT/x.jsonl" in said and "is a URL" in said, said
+    assert "gs://OUT/x.jsonl" in said and "is a URL" in said, said
     assert {path.name for path in folder.iterdir()} == {"runs", "x.jsonl"}, "nothing is made"
 
 

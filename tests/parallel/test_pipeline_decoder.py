@@ -93,7 +93,7 @@ def opened(
         "version": 7,
         "eos_ids": [EOS],
         "budget": case.budget,
-        "settle": decoder.settle,
+        "agree_on_tokens": decoder.agree_on_tokens,
     }
     return (
         open_interleaved(decoder, case.spec, case.turns, **how)
@@ -218,7 +218,7 @@ def late(folder: str) -> str:
         version=7,
         eos_ids=[],
         budget=case.budget,
-        settle=decoder.settle,
+        agree_on_tokens=decoder.agree_on_tokens,
     ) as generator:
         generator.submit(requests())
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import _models
-from weft.cli.parsing import check_paths
+from weft.cli.parsing import CommandParser
 from weft.data.bad_replies import KINDS
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec
@@ -38,7 +38,6 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft data augment ...`. Raises `UserError` for unusable files and options."""
     given = _build_parser().parse_args(list(argv))
-    check_paths(given)
     from weft.evaluation import augment
 
     if given.model is None and not given.worse:
@@ -71,10 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="weft data augment", description=__doc__, epilog=EPILOG, formatter_class=form
-    )
+    parser = CommandParser(prog="weft data augment", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "paths",
         nargs="*",

@@ -27,7 +27,7 @@ from weft.cli.stack import SectionStack, guess_quickstart, read_stack
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, qualify_error
-from weft.experiments._checks import check_dataset, check_local
+from weft.experiments._checks import check_dataset, check_local, find_file_problem
 from weft.experiments.common import MFCOptions, RunConfig, parse_hooks
 from weft.graph.mfc import Call
 from weft.host.spec import locate, parse_reward
@@ -62,10 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(
-        prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form
-    )
+    parser = CommandParser(prog="weft config", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
     listing = commands.add_parser(
         "ls", help="list the recipes with their purpose, and the sections with the keys they set"
@@ -385,10 +382,8 @@ def _check_named_objects(config: RunConfig) -> None:
                 )
             if value.path is not None or value.train_path is not None:
                 check_dataset(value)
-    if config.eval_prompts is not None and not Path(config.eval_prompts).expanduser().is_file():
-        raise ConfigError(
-            f"eval_prompts={config.eval_prompts!r}: there is no such file; check the spelling"
-        )
+    if config.eval_prompts is not None and (problem := find_file_problem(config.eval_prompts)):
+        raise ConfigError(f"eval_prompts={config.eval_prompts!r}: {problem}")
     reward = getattr(config, "reward", None)
     for part in parse_reward(reward) if reward is not None else ():
         locate(part)

@@ -17,7 +17,7 @@ from weft.cli.data_options import (
     add_stack_options,
     read_command_line,
 )
-from weft.cli.parsing import check_paths
+from weft.cli.parsing import CommandParser
 from weft.data.sources import check_available
 from weft.data.spec import DatasetSpec, TokenizerSpec, list_source_specs
 from weft.errors import ConfigError, DataError, NoTemplate
@@ -60,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
         return code
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(list(argv))
-    check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -78,10 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form
-    )
+    parser = CommandParser(prog="weft data", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(
         dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}"
     )
@@ -111,9 +107,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ),
     )
     for name, run, help in parts:
-        command = commands.add_parser(
-            name, help=help, description=help, epilog=EPILOG, formatter_class=form
-        )
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
         command.add_argument(
             "words",
             nargs="*",

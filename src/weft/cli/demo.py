@@ -5,7 +5,6 @@ SFT is followed by a reward model, PPO and GRPO.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from weft.cli import demo_task as task
 from weft.cli.demo_view import StageView
-from weft.cli.parsing import check_paths
+from weft.cli.parsing import CommandParser
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import format_duration
@@ -235,13 +234,12 @@ def find_free_name(root: Path) -> str:
 
 def main(argv: list[str]) -> int:
     """Parse the command line and run the demo."""
-    parser = argparse.ArgumentParser(prog="weft demo", description=__doc__)
+    parser = CommandParser(prog="weft demo", description=__doc__)
     parser.add_argument("--fileroot", default="./runs", help="folder of runs (default ./runs)")
     parser.add_argument(
         "--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)"
     )
     given = parser.parse_args(argv)
-    check_paths(given)
 
     root = Path(given.fileroot)
     demo = Demo(root, find_free_name(root), given.seed)

@@ -27,14 +27,12 @@ EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    made = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
+    made = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
     commands = made.add_subparsers(dest="command", metavar="{rm}", required=True)
     rm = commands.add_parser(
         "rm",
         help="evaluate a reward model on pairs and rankings",
         epilog=EPILOG,
-        formatter_class=form,
     )
     rm.add_argument("model", metavar="MODEL", help="reward model, or run that trained one")
     rm.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.errors import ConfigError
-from weft.reading import refuse_url
+from weft.reading import find_url_problem, refuse_url
 
 # arguments that are paths and have a flag
 FLAGS = ("fileroot", "output", "out", "prompts", "folders")
@@ -25,13 +25,14 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
+        self.register("type", Path, _parse_path)
         self.description = OWN_NAME.sub("", self.description or "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         values, rest = super().parse_known_args(
             None if args is None else self._normalize_flags(args), namespace
         )
-        check_paths(values)
+        _check_paths(values)
         return values, rest
 
     def _normalize_flags(self, words: Sequence[str]) -> list[str]:
@@ -54,14 +55,25 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-def check_paths(values: argparse.Namespace) -> None:
-    """Raise `ConfigError` if a path argument is a URL.
+def _parse_path(text: str) -> Path:
+    """Return the path of an argument.
+
+    Raises `ArgumentTypeError` for a URL, which `Path` would shorten to `gs:/bucket`.
+    """
+    problem = find_url_problem(text)
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"{text} {problem}")
+    return Path(text)
+
+
+def _check_paths(values: argparse.Namespace) -> None:
+    """Raise `ConfigError` if a path argument of type str is a URL.
 
     Names of models and data are checked where they are read.
     """
     for name, value in vars(values).items():
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Path) or (name in PATHS and isinstance(each, str)):
+            if name in PATHS and isinstance(each, str):
                 flag = f"--{name.replace('_', '-')} " if name in FLAGS else ""
                 refuse_url(each, f"{flag}{each}", ConfigError)
 

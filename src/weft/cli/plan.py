@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
 from weft.cli import plan_memory
-from weft.cli.parsing import check_paths
+from weft.cli.parsing import CommandParser
 from weft.engine.memory import BYTES
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
@@ -76,7 +76,6 @@ def main(argv: Sequence[str]) -> int:
     """
     parser, realloc_parser = _build_parsers()
     arguments = parser.parse_args(list(argv))
-    check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -94,8 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="weft plan", description=__doc__)
+    parser = CommandParser(prog="weft plan", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
     told = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
@@ -103,16 +101,13 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help=told,
         description=f"Print {told}.",
         epilog=SEARCH_EPILOG,
-        formatter_class=form,
     )
     looked.add_argument(
         "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
     )
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
     told = "the transfers that move a role's parameters from one layout to another"
-    made = commands.add_parser(
-        "realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form
-    )
+    made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG)
     made.add_argument(
         "source", metavar="FROM", help="layout of the parameters before, such as d4f4t2"
     )

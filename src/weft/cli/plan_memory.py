@@ -29,7 +29,6 @@ def add(commands: Any) -> None:
         help=SUMMARY,
         description=f"Print {SUMMARY}. Only its config.json is read.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
     made.add_argument(

@@ -31,10 +31,7 @@ EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    made = CommandParser(
-        prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form
-    )
+    made = CommandParser(prog="weft sample", description=__doc__, epilog=EPILOG)
     commands = made.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
     parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
         (
@@ -50,9 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     for name, run, help in parts:
-        command = commands.add_parser(
-            name, help=help, description=help, epilog=EPILOG, formatter_class=form
-        )
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
         command.set_defaults(run=run)
         _models.add_options(command)
     reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.cli.parsing import check_paths
+from weft.cli.parsing import CommandParser
 from weft.data import message_trees
 from weft.data.message_trees import Tree, TreeFilter
 from weft.data.mixture import hold_out
@@ -32,7 +32,6 @@ EPILOG = """examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft data trees ...`. Raises `UserError` for unusable files and options."""
     arguments = _build_parser().parse_args(list(argv))
-    check_paths(arguments)
     if arguments.command is None:
         _build_parser().print_help()
         return 2
@@ -66,10 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="weft data trees", description=__doc__, epilog=EPILOG, formatter_class=form
-    )
+    parser = CommandParser(prog="weft data trees", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", metavar="{stats,filter,split,flatten,build}")
     helps = {
         "stats": "count trees, messages, threads, ranked replies, languages, states",

@@ -28,14 +28,14 @@ Outputs = dict[Output, Tensor]
 class PreparedPass:
     """A micro-batch prepared for the network.
 
-    `part` is None for a filler, whose outputs have weight 0. `spread` puts the outputs of the
+    `part` is None for a filler, whose outputs have weight 0. `scatter_outputs` puts the outputs of the
     computed rows among zeros. `rows` is the loss's input, if there is a loss.
     """
 
     part: SequenceSample | None
     layout: PackLayout
     given: Microbatch
-    spread: Callable[[Outputs], Outputs]
+    scatter_outputs: Callable[[Outputs], Outputs]
     rows: SampleRows | None = None
 
 
@@ -132,7 +132,7 @@ def run_microbatch(
     """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)
-    value = work.finish(prepared, prepared.spread(out))
+    value = work.finish(prepared, prepared.scatter_outputs(out))
     if trains and isinstance(value, Tensor):
         if value.requires_grad or not always:
             loss: Tensor = value

@@ -94,7 +94,7 @@ class MeshCollectives:
         done: list[T] = []
 
         def compute_loss(number: int, out: Outputs) -> Tensor:
-            done.append(work.finish(prepared[number], prepared[number].spread(out)))
+            done.append(work.finish(prepared[number], prepared[number].scatter_outputs(out)))
             assert isinstance(done[-1], Tensor)
             return done[-1]
 
@@ -108,7 +108,8 @@ class MeshCollectives:
             return done
         outputs = pipeline.share_outputs(pipeline.forward(given))
         return [
-            work.finish(each, each.spread(out)) for each, out in zip(prepared, outputs, strict=True)
+            work.finish(each, each.scatter_outputs(out))
+            for each, out in zip(prepared, outputs, strict=True)
         ]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -26,7 +26,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.experiment import parse_step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
-from weft.reading import ROOT, is_root, refuse_url
+from weft.reading import ROOT, find_url_problem, is_root, refuse_url
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -43,7 +43,7 @@ def find_file_problem(path: str) -> str | None:
     """Return an error message if the path is not a file, else None."""
     if Path(path).expanduser().is_file():
         return None
-    return "there is no such file"
+    return find_url_problem(path) or "there is no such file; check the spelling"
 
 
 def find_mode_problem(mode: str) -> str | None:

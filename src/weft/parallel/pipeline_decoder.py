@@ -2,7 +2,7 @@
 
     # on rank 0 of both groups:
     with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:
-        with open_generator(decoder, ..., settle=decoder.settle) as generator: ...
+        with open_generator(decoder, ..., agree_on_tokens=decoder.agree_on_tokens) as generator: ...
 
 The generators of all ranks get the same requests and the same budget, so they plan the same steps.
 Each rank caches the keys and values of its own blocks. In a forward pass, each stage sends its
@@ -207,7 +207,9 @@ class StagedDecoder:
     def output_matrix(self) -> Tensor | None:
         return self.network.output_matrix
 
-    def settle(self, draw: Callable[[], DrawnTokens], rows: int) -> Callable[[], DrawnTokens]:
+    def agree_on_tokens(
+        self, draw: Callable[[], DrawnTokens], rows: int
+    ) -> Callable[[], DrawnTokens]:
         """Return a function that returns the tokens drawn in this step, on every rank.
 
         The last rank draws as soon as its last stage is computed, and sends the tokens. The other

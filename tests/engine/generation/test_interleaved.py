@@ -31,7 +31,7 @@ def opened(count: int) -> Iterator[InterleavedGenerator]:
         version=7,
         eos_ids=[EOS],
         budget=budget,
-        settle=sample_locally,
+        agree_on_tokens=sample_locally,
     ) as generator:
         yield generator
 

@@ -28,7 +28,9 @@ def computed(
     """(the layout of the pack, the outputs of all its rows)."""
     made = prepare.prepare(network, batch, how, device)
     given = made.given
-    return made.layout, made.spread(network(given.x, given.want, given.temperature, given.support))
+    return made.layout, made.scatter_outputs(
+        network(given.x, given.want, given.temperature, given.support)
+    )
 
 
 @pytest.fixture(autouse=True)

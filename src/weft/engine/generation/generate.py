@@ -57,7 +57,7 @@ def open_generator(
     version: int,
     eos_ids: Iterable[int],
     budget: GenerationBudget | None = None,
-    settle: TokenAgreement = sample_locally,
+    agree_on_tokens: TokenAgreement = sample_locally,
     kept: ReusablePageCaches | None = None,
 ) -> Iterator[BatchGenerator]:
     """Open a generator on `network`, which is in evaluation mode until it is closed.
@@ -67,7 +67,7 @@ def open_generator(
     it). `budget` defaults to what the device's memory allows. `kept` has the pages and graphs that
     generators of one network pass on to the next.
 
-    Ranks that generate together run the same steps: they need equal budgets, and a `settle` that
+    Ranks that generate together run the same steps: they need equal budgets, and a `agree_on_tokens` that
     returns the same tokens on all of them.
     """
     if spec.stop and spec.tokenizer is None:
@@ -84,7 +84,9 @@ def open_generator(
         budget = budget or choose_default_budget(
             network.config, device, dtype, spec.kv_cache_gb, kept.num_bytes
         )
-        generator = BatchGenerator(network, spec, device, version, stop_ids, budget, settle, kept)
+        generator = BatchGenerator(
+            network, spec, device, version, stop_ids, budget, agree_on_tokens, kept
+        )
         try:
             yield generator
         finally:
@@ -128,13 +130,13 @@ class BatchGenerator:
         version: int,
         stop_ids: frozenset[int],
         budget: GenerationBudget,
-        settle: TokenAgreement,
+        agree_on_tokens: TokenAgreement,
         kept: ReusablePageCaches,
     ) -> None:
         self._network = network
         self._device = device
         self._version = version
-        self._agree_on_tokens = settle
+        self._agree_on_tokens = agree_on_tokens
         self._reusable_caches = kept
         self._caches = kept.take(network, device, budget)
         self._head = LogitsHead(network)

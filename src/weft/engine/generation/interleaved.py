@@ -2,7 +2,7 @@
 
 While the tokens of one generator are in transit, the passes of the others are computed.
 
-    with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator:
+    with open_turns(decoder, spec, count=4, budget=budget, agree_on_tokens=decoder.agree_on_tokens, ...) as generator:
     ...
 
 This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
@@ -35,7 +35,7 @@ def open_interleaved(
     version: int,
     eos_ids: Iterable[int],
     budget: GenerationBudget,
-    settle: TokenAgreement,
+    agree_on_tokens: TokenAgreement,
 ) -> Iterator[InterleavedGenerator]:
     """Open `count` generators that share the budget, as `open_generator` opens one.
 
@@ -58,7 +58,7 @@ def open_interleaved(
                         version=version,
                         eos_ids=ends,
                         budget=share,
-                        settle=settle,
+                        agree_on_tokens=agree_on_tokens,
                     )
                 )
                 for _ in range(count)

@@ -112,7 +112,7 @@ class RankShard:
     trained: frozenset[str]
     places: Mapping[str, Slice]  # slice of each parameter on this rank
     # called with a function that returns the stored parameters of this rank
-    spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Collectives]
+    make_collectives: Callable[[Callable[[], Mapping[str, StoredParameter]]], Collectives]
     shards: LocalShards | None
     # Called with the spec, the version of the weights and the KV pages kept between generators.
     generating: Callable[
@@ -189,9 +189,9 @@ class TorchEngine:
         if device.type == "cuda" and home is None and layout.pipeline == 1:
             gradient_sums.add_to(self._network, self._masters.masters)
         if part is None:
-            self._spread: Collectives = LocalCollectives()
+            self._collectives: Collectives = LocalCollectives()
         else:
-            self._spread = part.spread(lambda: self._masters.stored_parameters)
+            self._collectives = part.make_collectives(lambda: self._masters.stored_parameters)
         self._optimizer: Optimizer | None = None
         if spec.trained:
             trained = self._masters.trained_parameters
@@ -237,7 +237,7 @@ class TorchEngine:
         parts = microbatches.split_batch(batch, max_tokens, "sequence")
         work = ScoringProcessor(self._network, how, self._device)
         made = []
-        for each in self._spread.run(self._network, parts, work, trains=False):
+        for each in self._collectives.run(self._network, parts, work, trains=False):
             if each is not None:
                 made.append(each)
         return microbatches.join(made, batch.ids) if made else _build_empty_sample(want)
@@ -266,7 +266,7 @@ class TorchEngine:
         step = OptimizerStep(
             self._network,
             self._optimizer,
-            self._spread,
+            self._collectives,
             self._device,
             self._built.cost,
             max_tokens,
@@ -302,7 +302,7 @@ class TorchEngine:
 
         The loss is computed in float32 on the CPU. Raises the same errors as `forward`.
         """
-        total = self._spread.reduce_denominators(loss.denominators(batch))
+        total = self._collectives.reduce_denominators(loss.denominators(batch))
         made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
         own = MinibatchSums(0.0, [])
         if batch.num_ids:
@@ -315,7 +315,7 @@ class TorchEngine:
             out: dict[str, Any] = {name: network[name] for name in loss.outputs}
             value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
             own = MinibatchSums(float(value), to_plain_stats([stats]))
-        done = MinibatchSums.join(self._spread.gather_values(own))
+        done = MinibatchSums.join(self._collectives.gather_values(own))
         return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
 
     @contextmanager
@@ -340,7 +340,7 @@ class TorchEngine:
 
     def gather(self, own: T) -> list[T]:
         """Return the values of all data-parallel ranks, in rank order; every rank calls it."""
-        return self._spread.gather_values(own)
+        return self._collectives.gather_values(own)
 
     # -- parameters
 
@@ -402,9 +402,11 @@ class TorchEngine:
         directory.
         """
         values: dict[str, Any] = {"version": self.version}
-        self._write(d / self._spread.name_file(PARAMETERS), self._masters.changed_tensors)
+        self._write(d / self._collectives.name_file(PARAMETERS), self._masters.changed_tensors)
         if self._optimizer is not None:
-            self._write(d / self._spread.name_file(OPTIMIZER), self._optimizer.collect_tensors())
+            self._write(
+                d / self._collectives.name_file(OPTIMIZER), self._optimizer.collect_tensors()
+            )
             values["optimizer"] = self._optimizer.collect_values()
         checkpoint.write_values(d / STATE, values)
 
@@ -413,7 +415,7 @@ class TorchEngine:
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
-        kept = set(self._spread.select_saved_names(dict.fromkeys(owners.values())))
+        kept = set(self._collectives.select_saved_names(dict.fromkeys(owners.values())))
         chosen = {}
         for key, value in held.items():
             if owners[key] in kept:
@@ -460,7 +462,7 @@ class TorchEngine:
         With adapters, the directory contains the merged model, and `adapter/` the adapters in
         PEFT's format.
         """
-        whole = self._spread.gather_parameters(self._masters.exact_tensors)
+        whole = self._collectives.gather_parameters(self._masters.exact_tensors)
         if whole is not None:
             self._built.save(d, whole, tokenizer)
 

@@ -124,7 +124,7 @@ def build_rank_shard(
             name for name, part in find_canonical_parameters(every).items() if part.requires_grad
         ),
         places=held[mesh.rank],
-        spread=build_collectives,
+        make_collectives=build_collectives,
         shards=shards,
         generating=lambda spec, version, kept: _open_generator(
             source, network, stages, mesh, device, spec, version, kept
@@ -161,7 +161,7 @@ def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -
         shapes=shapes,
         trained=frozenset(name for name, part in stored.items() if part.requires_grad),
         places=places,
-        spread=lambda now: MeshCollectives(
+        make_collectives=lambda now: MeshCollectives(
             mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now
         ),
         shards=None,
@@ -202,7 +202,7 @@ def _open_generator(
     else:
         alike = None
     if mesh.count_ranks("pipeline") == 1:
-        settle: TokenAgreement = sample_locally if alike is None else alike
+        agree_on_tokens: TokenAgreement = sample_locally if alike is None else alike
         with open_generator(
             whole,
             spec,
@@ -210,7 +210,7 @@ def _open_generator(
             version=version,
             eos_ids=(),
             budget=budget,
-            settle=settle,
+            agree_on_tokens=agree_on_tokens,
             kept=None if apart else kept,
         ) as generator:
             yield generator
@@ -234,21 +234,21 @@ def _open_generator(
             version=version,
             eos_ids=(),
             budget=budget,
-            settle=partial(_settle_draws, decoder, alike),
+            agree_on_tokens=partial(_agree_on_draws, decoder, alike),
         ) as turns,
     ):
         yield turns
 
 
-def _settle_draws(
+def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Make all ranks of a pipeline agree on the tokens of a step, as `decoder.settle` does.
+    """Make all ranks of a pipeline agree on the tokens of a step, as `decoder.agree_on_tokens` does.
 
     If several pipelines generate the same sequences, all of them use the first one's tokens
     (`alike`).
     """
-    return decoder.settle(draw if alike is None else lambda: alike(draw, rows)(), rows)
+    return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
 def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:

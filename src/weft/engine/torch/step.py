@@ -193,7 +193,7 @@ class OptimizerStep:
 
     network: nn.Module
     optimizer: Optimizer
-    spread: Collectives
+    collectives: Collectives
     device: torch.device
     cost: TokenCost
     max_tokens: int
@@ -216,15 +216,15 @@ class OptimizerStep:
         # Accumulate gradients over the micro-batches, then over the ranks.
         passes = PassResults(chosen=choose_ids(minibatch.ids))
         parts = microbatches.split_batch(minibatch, self.max_tokens, loss.unit)
-        self.spread.run(
+        self.collectives.run(
             self.network, parts, _TrainingProcessor(self, loss, total, passes), trains=True
         )
         self.ready()
-        self.spread.reduce_gradients(self.optimizer.parameters)
-        norm = self.spread.compute_gradient_norm(self.optimizer.collect_gradients())
+        self.collectives.reduce_gradients(self.optimizer.parameters)
+        norm = self.collectives.compute_gradient_norm(self.optimizer.collect_gradients())
         # Collect the statistics of all ranks.
         own, grad_norm = passes.collect(norm)
-        ranks = self.spread.gather_values(own, stages=True)
+        ranks = self.collectives.gather_values(own, stages=True)
         done = MinibatchSums.join(ranks)
         reduced = reduce_stats(done.stats)
         metrics = {
@@ -256,7 +256,7 @@ class OptimizerStep:
         reads_tokens = "scores" not in loss.outputs
         trained = np.count_nonzero(count_trained_rows(minibatch)) if reads_tokens else 0
         counts = {SEQUENCES: float(minibatch.num_sequences("completion")), TRAINED: float(trained)}
-        total = self.spread.reduce_denominators({**own, **counts})
+        total = self.collectives.reduce_denominators({**own, **counts})
         if not any(total[name] for name in own) or (reads_tokens and not total[TRAINED]):
             return None
         return total
