@@ -75,10 +75,10 @@ class DataError(UserError):
         self.reports = [
             redact(each) for each in ([reports] if isinstance(reports, str) else reports)
         ]
-        shown = self.reports[:MAX_REPORTS]
-        more = len(self.reports) - len(shown)
+        first_reports = self.reports[:MAX_REPORTS]
+        more = len(self.reports) - len(first_reports)
         tail = [f"... and {more} more"] if more > 0 else []
-        super().__init__("\n".join(shown + tail))
+        super().__init__("\n".join(first_reports + tail))
 
     def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
         return type(self), (self.reports,)
@@ -128,7 +128,7 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """
     short = name[:LONGEST_NAME].lower()
     matcher = difflib.SequenceMatcher(b=short)
-    found = []
+    candidates = []
     for other in sorted(each for each in set(known) if each != name):
         matcher.set_seq1(other.lower())
         is_part = len(short) >= LEAST_SUBSTRING and re.search(
@@ -139,13 +139,13 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
             and matcher.quick_ratio() >= LEAST_SIMILARITY
         ):
             ratio = matcher.ratio()
-            found.append(
+            candidates.append(
                 (max(ratio, SUBSTRING_SIMILARITY + 0.1 * ratio) if is_part else ratio, other)
             )
-    best = max((likeness for likeness, _ in found), default=0.0)
+    best = max((likeness for likeness, _ in candidates), default=0.0)
     near = [
         each
-        for each in found
+        for each in candidates
         if each[0] >= LEAST_SIMILARITY and each[0] >= best - MOST_SIMILARITY_GAP
     ]
     return [other for _, other in sorted(near, key=lambda each: -each[0])[:count]]

@@ -82,11 +82,11 @@ def parse_step_range(text: str) -> range:
 
     Raises `ConfigError` for any other text.
     """
-    found = STEPS.fullmatch(text.strip())
-    if found is None:
+    match = STEPS.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"must be steps such as 5:8 or 5, not {text!r}")
-    first = int(found[1])
-    last = int(found[2] or found[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     if not 1 <= first <= last:
         raise ConfigError(
             f"must name steps from 1 on, the first one first, such as 5:8, not {text!r}"
@@ -141,11 +141,13 @@ class Experiment:
         changed = _change_node(self.graph, name, changes)
         evaluation = self.evaluation
         if evaluation is not None and any(n.name == name for n in evaluation.graph.nodes):
-            kept = {}
+            evaluation_changes = {}
             for key, value in changes.items():
                 if key not in ("method", "batch_size"):
-                    kept[key] = value
-            evaluation = replace(evaluation, graph=_change_node(evaluation.graph, name, kept))
+                    evaluation_changes[key] = value
+            evaluation = replace(
+                evaluation, graph=_change_node(evaluation.graph, name, evaluation_changes)
+            )
         return replace(self, graph=changed, evaluation=evaluation)
 
     @property
@@ -193,7 +195,7 @@ class Experiment:
         first call if every call names its own mesh, else on the mesh that the role names. Raises
         `ConfigError` for a mesh that does not fit.
         """
-        found = {}
+        meshes = {}
         for role, spec in self.roles.items():
             try:
                 named = spec.resolve_mesh()
@@ -209,14 +211,14 @@ class Experiment:
                 if call.trains:
                     trained[call.name] = own[call.name] or named
             if len(set(trained.values())) > 1:
-                shown = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
+                placements = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
                 raise ConfigError(
-                    f"{role}: its weights can be trained on one mesh only, and {shown}; give these "
+                    f"{role}: its weights can be trained on one mesh only, and {placements}; give these "
                     f"calls one layout"
                 )
             first = next(iter(own.values()), None) if all(own.values()) else None
-            found[role] = next(iter(trained.values()), first or named)
-        return found
+            meshes[role] = next(iter(trained.values()), first or named)
+        return meshes
 
     def get_mesh(self, call: MFCDef) -> Mesh:
         """Return the mesh of a call: the one that the call names, else its role's.
@@ -455,22 +457,22 @@ class Scheduling:
 
     @property
     def gpus_per_node(self) -> int:
-        asked = sum(group.count * group.gpus for group in self.workers.values())
-        return max(self.n_gpus_per_node, -(-asked // self.n_nodes))
+        requested_gpus = sum(group.count * group.gpus for group in self.workers.values())
+        return max(self.n_gpus_per_node, -(-requested_gpus // self.n_nodes))
 
     @property
     def cpus_per_node(self) -> int | None:
         """CPUs per machine; None if no group sets `cpus`."""
-        asked = sum(group.count * (group.cpus or 0) for group in self.workers.values())
-        return -(-asked // self.n_nodes) or None
+        requested_cpus = sum(group.count * (group.cpus or 0) for group in self.workers.values())
+        return -(-requested_cpus // self.n_nodes) or None
 
     @property
     def memory_per_node_gb(self) -> float | None:
-        asked = (
+        requested_gb = (
             sum(group.count * (group.memory_gb or 0.0) for group in self.workers.values())
             / self.n_nodes
         )
-        return max(self.memory_gb or 0.0, asked) or None
+        return max(self.memory_gb or 0.0, requested_gb) or None
 
     def get_common_value(self, name: str) -> Any:
         """Return the common value of the field `name` over the groups that set it, or None.
@@ -482,9 +484,9 @@ class Scheduling:
             if getattr(w, name) is not None:
                 values[group] = getattr(w, name)
         if len(set(values.values())) > 1:
-            shown = ", ".join(f"{group}: {value!r}" for group, value in values.items())
+            listing = ", ".join(f"{group}: {value!r}" for group, value in values.items())
             raise ConfigError(
-                f"Scheduling: the groups differ in {name} ({shown}), and all of them are one job; "
+                f"Scheduling: the groups differ in {name} ({listing}), and all of them are one job; "
                 f"give one"
             )
         return next(iter(values.values()), None)
@@ -492,22 +494,22 @@ class Scheduling:
     @property
     def env(self) -> dict[str, str]:
         """Merged environment of all groups. Raises `ConfigError` if they differ."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for group, workers in self.workers.items():
             for name, value in workers.env.items():
-                if found.setdefault(name, value) != value:
+                if variables.setdefault(name, value) != value:
                     raise ConfigError(
                         f"Scheduling: {group} sets {name}={value!r}, another group "
-                        f"{found[name]!r}; give one"
+                        f"{variables[name]!r}; give one"
                     )
-        return found
+        return variables
 
     def list_ignored_fields(self) -> list[str]:
         """Return the names of the set fields that have no effect without a Slurm job."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
-        found = []
+        field_names = []
         for group, w in self.workers.items():
             for name in names:
                 if getattr(w, name) is not None:
-                    found.append(f"{group}.{name}")
-        return [*(["memory_gb"] if self.memory_gb is not None else []), *found]
+                    field_names.append(f"{group}.{name}")
+        return [*(["memory_gb"] if self.memory_gb is not None else []), *field_names]

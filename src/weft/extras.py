@@ -22,8 +22,8 @@ def install(extra: str) -> str:
 def find_sources() -> Path | None:
     """Return the folder that weft was installed from or runs in; None if it no longer exists."""
     here = Path(__file__).resolve().parents[2]
-    found = [here, *_read_source_folder()]
-    return next((folder for folder in found if (folder / "pyproject.toml").is_file()), None)
+    candidates = [here, *_read_source_folder()]
+    return next((folder for folder in candidates if (folder / "pyproject.toml").is_file()), None)
 
 
 def _read_source_folder() -> list[Path]:

@@ -85,10 +85,10 @@ def iterate_options(config: Any, prefix: str = "") -> Iterator[OptionDescription
         else:
             choices = spec.metadata.get("choices")
             if choices:
-                shown = "|".join(map(str, choices))
+                type_text = "|".join(map(str, choices))
             else:
-                shown = describe_type(hints[spec.name])
-            yield OptionDescription(name, shown, value, spec.metadata.get("help", ""))
+                type_text = describe_type(hints[spec.name])
+            yield OptionDescription(name, type_text, value, spec.metadata.get("help", ""))
 
 
 def list_visible_fields(config: Any) -> list[Field[Any]]:

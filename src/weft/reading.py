@@ -55,11 +55,11 @@ def find_url_problem(path: str | Path) -> str | None:
 
     None for a path or the name of a model on the hub.
     """
-    found = URL.match(str(path))  # `Path` collapses // to /
-    if found is None:
+    match = URL.match(str(path))  # `Path` collapses // to /
+    if match is None:
         return None
-    kind = found[1].lower()
-    rest = str(path)[found.end() :]
+    kind = match[1].lower()
+    rest = str(path)[match.end() :]
     fix = "mount the storage, or copy the files to this machine"
     if kind == "file":
         fix = f"write /{rest}"
@@ -155,16 +155,16 @@ def check_file(
     Pipes and devices are refused because they have no end.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         raise kind(f"{what}: {find_url_problem(path) or 'there is no such file'}") from None
     except (OSError, ValueError) as error:
         raise kind(f"{what}: {describe_cause(error)}") from error
-    if not stat.S_ISREG(found.st_mode):
-        named = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+    if not stat.S_ISREG(status.st_mode):
+        named = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise kind(f"{what}: is {named}, not a file")
-    if most is not None and found.st_size > most:
-        raise kind(f"{what}: has {found.st_size:,} bytes, and at most {most:,} are read")
+    if most is not None and status.st_size > most:
+        raise kind(f"{what}: has {status.st_size:,} bytes, and at most {most:,} are read")
 
 
 def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
@@ -234,10 +234,10 @@ def read_json(path: str | Path, what: str, kind: type[UserError] = UserError) ->
 
 def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `kind` for any other JSON value."""
-    found = read_json(path, what, kind)
-    if not isinstance(found, dict):
+    value = read_json(path, what, kind)
+    if not isinstance(value, dict):
         raise kind(f"{what}: contains no JSON object")
-    return found
+    return value
 
 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:

@@ -61,7 +61,7 @@ def redact_urls(text: str) -> str:
     """Return `text` with user, password, query values and fragment of every URL masked."""
     if "@" not in text and "://" not in text:
         return text
-    return BARE_USER.sub(f"{MASK}@", URL.sub(lambda found: _redact_url(found[0]), text))
+    return BARE_USER.sub(f"{MASK}@", URL.sub(lambda match: _redact_url(match[0]), text))
 
 
 def _redact_url(url: str) -> str:
@@ -71,10 +71,10 @@ def _redact_url(url: str) -> str:
     place = rest
     mark = ""
     query = ""
-    if found := re.search(r"[?#]", rest):
-        place = rest[: found.start()]
-        mark = found[0]
-        query = rest[found.end() :]
+    if match := re.search(r"[?#]", rest):
+        place = rest[: match.start()]
+        mark = match[0]
+        query = rest[match.end() :]
     authority, slash, path = place.partition("/")
     odd = (
         re.search(r":(?!\d*$)", authority) is not None
@@ -90,8 +90,8 @@ def _redact_url(url: str) -> str:
     return f"{scheme}://{place}{mark}{re.sub(r'[^&#]+', _redact_entry, query)}{end}"
 
 
-def _redact_entry(found: re.Match[str]) -> str:
-    name, equals, _ = found[0].partition("=")
+def _redact_entry(match: re.Match[str]) -> str:
+    name, equals, _ = match[0].partition("=")
     return f"{name}={MASK}" if equals else MASK
 
 
@@ -103,14 +103,14 @@ def redact(text: str) -> str:
     if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
         return text
     text = redact_urls(text)
-    text = ASSIGNED.sub(lambda found: f"{found[1]}={_hide_value(found[1], found[2])}", text)
+    text = ASSIGNED.sub(lambda match: f"{match[1]}={_hide_value(match[1], match[2])}", text)
     text = IN_MAPPING.sub(
-        lambda found: (
-            f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}{_hide_value(found[3], found[5])}"
+        lambda match: (
+            f"{match[1]}{match[2]}{match[3]}{match[2]}{match[4]}{_hide_value(match[3], match[5])}"
         ),
         text,
     )
-    return HEADER.sub(lambda found: f"{found[1]}{MASK}", text)
+    return HEADER.sub(lambda match: f"{match[1]}{MASK}", text)
 
 
 def _hide_value(name: str, value: str) -> str:
@@ -124,12 +124,12 @@ def mask_words(words: Sequence[str]) -> list[str]:
 
     Covers `name=value`, `--name value` and mappings. `${oc.env:NAME}` reveals nothing and is kept.
     """
-    found: list[str] = []
+    masked_words: list[str] = []
     hide = False
     for word in words:
-        found.append(MASK if hide and not word.startswith("-") else _mask_word(word))
+        masked_words.append(MASK if hide and not word.startswith("-") else _mask_word(word))
         hide = word.startswith("--") and "=" not in word and is_secret(word.lstrip("-"))
-    return found
+    return masked_words
 
 
 def _mask_word(word: str) -> str:
@@ -141,25 +141,25 @@ def _mask_word(word: str) -> str:
 
 
 def _mask_text(text: str) -> str:
-    kept: list[str] = []
+    references: list[str] = []
 
-    def keep(found: re.Match[str]) -> str:
-        kept.append(found[0])
-        return f"\0{len(kept) - 1}\0"
+    def keep(match: re.Match[str]) -> str:
+        references.append(match[0])
+        return f"\0{len(references) - 1}\0"
 
     text = re.sub(r"\$\{oc\.env:[^}]*\}", keep, text)
     text = IN_MAPPING.sub(
-        lambda found: (
-            f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}"
+        lambda match: (
+            f"{match[1]}{match[2]}{match[3]}{match[2]}{match[4]}"
             + (
-                found[5]
-                if re.fullmatch(r"['\"]?\0\d+\0['\"]?\s*", found[5])
-                else _hide_value(found[3], found[5])
+                match[5]
+                if re.fullmatch(r"['\"]?\0\d+\0['\"]?\s*", match[5])
+                else _hide_value(match[3], match[5])
             )
         ),
         redact_urls(text),
     )
-    return re.sub(r"\0(\d+)\0", lambda found: kept[int(found[1])], text)
+    return re.sub(r"\0(\d+)\0", lambda match: references[int(match[1])], text)
 
 
 def mask_values(value: Any, name: str = "") -> Any:

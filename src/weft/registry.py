@@ -94,9 +94,9 @@ class Registry:
         if not self._package:
             return []
         folder = ROOT.joinpath(*self._package.split("."))
-        found = (module.name for module in pkgutil.iter_modules([str(folder)]))
+        module_names = (module.name for module in pkgutil.iter_modules([str(folder)]))
         return sorted(
-            name for name in found if not name.startswith("_") and name not in SHARED_MODULES
+            name for name in module_names if not name.startswith("_") and name not in SHARED_MODULES
         )
 
     def list_names(self) -> list[str]:

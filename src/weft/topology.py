@@ -189,14 +189,14 @@ class Mesh:
         They are in the order of the mesh.
         """
         own = self.get_coordinates(rank)
-        kept = []
+        fixed_axes = []
         for field in fields(MeshCoordinates):
             if field.name not in axes:
-                kept.append(field.name)
+                fixed_axes.append(field.name)
         return tuple(
             r
             for r in self.ranks
-            if all(getattr(self.get_coordinates(r), k) == getattr(own, k) for k in kept)
+            if all(getattr(self.get_coordinates(r), k) == getattr(own, k) for k in fixed_axes)
         )
 
 
@@ -209,12 +209,12 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         return Mesh.on_first_devices(layout)
     ranks: list[int] = []
     for part in str(text).split(","):
-        found = re.fullmatch(r"\s*([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*", part)
-        if found is None:
+        match = re.fullmatch(r"\s*([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*", part)
+        if match is None:
             rule = "write device numbers such as 4-7 or 0,2, below 1,000,000"
             raise ConfigError(f"device_mesh={text!r} cannot be read; {rule}")
-        first = int(found[1])
-        last = int(found[2] or found[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         ranks += range(first, last + 1) if first <= last else range(first, last - 1, -1)
     if ranks != sorted(ranks):  # process groups number their ranks in ascending order
         raise ConfigError(
@@ -285,10 +285,10 @@ def compute_tensor_slice(
     `ConfigError` if heads or the MLP width do not split evenly.
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
-    found = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
-    if found is None or t == 1 or _is_head_norm(own, shape, config):
+    split = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
+    if split is None or t == 1 or _is_head_norm(own, shape, config):
         return build_whole_slice(shape)
-    what, dim = found
+    what, dim = split
     cut = list(build_whole_slice(shape))
     match what:
         case "heads":
@@ -428,21 +428,21 @@ def compute_holdings(
     """
     # Tensor and expert slices of the parameters of this rank's stages.
     own = set(layout.placement.list_stages(at.pipeline))
-    found = {}
+    slices = {}
     for name, shape in shapes.items():
         if not own.isdisjoint(find_stages(name, sizes, layout.placement.num_stages, tied=tied)):
-            found[name] = compute_expert_slice(
+            slices[name] = compute_expert_slice(
                 name,
                 compute_tensor_slice(name, shape, sizes, layout.tensor, at.tensor),
                 layout.expert,
                 at.data % layout.expert,
             )
     if layout.fsdp == 1:
-        return found
+        return slices
     # Shard the rows of each stored parameter; fused parameters are one.
     sharded: dict[str, Slice] = {}
-    for names in _group_by_storage(found):
-        total = sum(_count_elements(found[name][0]) for name in names)
+    for names in _group_by_storage(slices):
+        total = sum(_count_elements(slices[name][0]) for name in names)
         parts = layout.fsdp
         index = at.data % layout.fsdp
         if is_expert_weight(names[0]):
@@ -453,7 +453,7 @@ def compute_holdings(
         stop = min(start + chunk, total)
         offset = 0
         for name in names:
-            rows, *rest = found[name]
+            rows, *rest = slices[name]
             low = max(start - offset, 0)
             high = min(stop - offset, _count_elements(rows))
             if low < high:

@@ -31,18 +31,18 @@ def resolve_destination(path: Path) -> Path:
     """
     refuse_url(path, str(path))
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
-        found = None
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        status = None
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise UserError(
             f"{path}: is {kind}, and weft writes files; name a file, or one that does not exist yet"
         )
     if not os.path.islink(path):
         return Path(path)
     real = Path(os.path.realpath(path))
-    if found is not None and not (real.exists() and os.path.samestat(found, real.stat())):
+    if status is not None and not (real.exists() and os.path.samestat(status, real.stat())):
         raise UserError(
             f"{path}: leads to an open file without a name; name a file, or one that does not "
             f"exist yet"

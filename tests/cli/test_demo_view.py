@@ -23,7 +23,7 @@ def test_a_stage_is_one_line_of_a_terminal_and_nothing_stays() -> None:
     with console.capture() as capture:
         console.print(stage)
     assert "starting" in capture.get()
-    assert stage.record_step({"step": 120.0, "train/loss": 0.5}, shown=True)[0].startswith(
+    assert stage.record_step({"step": 120.0, "train/loss": 0.5}, is_shown=True)[0].startswith(
         "step 120/400"
     ), "for the log"
     stage.print_note("writing to runs")
@@ -43,6 +43,6 @@ def test_without_a_terminal_a_stage_is_silent() -> None:
     console = Console(file=io.StringIO())
     stage = view(console)
     stage.start()
-    stage.record_step({"step": 1.0}, shown=True)
+    stage.record_step({"step": 1.0}, is_shown=True)
     stage.close("finished")
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]

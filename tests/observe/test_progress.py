@@ -64,8 +64,8 @@ def test_plain_lines_are_one_a_step_without_escapes_or_wraps() -> None:
     console = Console(file=io.StringIO(), width=40)
     view = PlainView(console)
     view.expect(10, 2)
-    lines = view.record_step(LINE | CALLS | {"eval/reward": 0.2}, shown=True)
-    assert view.record_step({"step": 4}, shown=False) == []
+    lines = view.record_step(LINE | CALLS | {"eval/reward": 0.2}, is_shown=True)
+    assert view.record_step({"step": 4}, is_shown=False) == []
     view.print_note("saved [bold]checkpoints/actor/step4")
     lines += view.close("finished")
     assert (
@@ -81,7 +81,7 @@ def test_the_live_view_shows_what_was_asked_for() -> None:
     assert "starting" in drawn(view, console)
     view.expect(10, 2)
     assert "step  2/10" in drawn(view, console)
-    view.record_step(LINE | CALLS | {"peak_memory_gb": 1.5}, shown=True)
+    view.record_step(LINE | CALLS | {"peak_memory_gb": 1.5}, is_shown=True)
     view.show_sample(
         3, {"prompt": "How are you?", "completion": "[bold]Well,\n thank you", "reward": 0.5}
     )
@@ -116,7 +116,7 @@ def test_the_live_view_fits_its_terminal(width: int, height: int) -> None:
         "actor_train/kl": 0.1,
         "eval/reward": 1.0,
     }
-    view.record_step(LINE | long | {f"time/call{i}": 1.0 + i for i in range(12)}, shown=True)
+    view.record_step(LINE | long | {f"time/call{i}": 1.0 + i for i in range(12)}, is_shown=True)
     view.show_stop_request("finishing step 4, then stopping; Ctrl-C again stops now")
     view.show_sample(3, {"prompt": "a long prompt " * 80, "completion": "a long completion " * 80})
     lines = drawn(view, console).splitlines()
@@ -130,7 +130,7 @@ def test_bars_use_the_room_that_there_is() -> None:
         console = terminal(width)
         view = LiveView("e/t", console)
         view.expect(10, 2)
-        view.record_step(LINE | CALLS, shown=True)
+        view.record_step(LINE | CALLS, is_shown=True)
         lines = drawn(view, console).splitlines()
         assert sum("elapsed" in line for line in lines) == 1, (
             "the times stand on a line of their own, or beside the bar"
@@ -188,7 +188,7 @@ def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
 def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
     view = PlainView(terminal())
     view.expect(3, 2, [{"step": 1.0, "loss": 1.0}, {"step": 2.0, "loss": 0.25}])
-    view.record_step({"step": 3.0, "loss": 0.5}, shown=True)
+    view.record_step({"step": 3.0, "loss": 0.5}, is_shown=True)
     (line,) = view.close("finished")
     assert (
         line.startswith("finished after step 3 of 3 in")
@@ -196,7 +196,7 @@ def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
     )
     elsewhere = PlainView(terminal())
     elsewhere.expect(3, 2)
-    elsewhere.record_step({"step": 3.0, "loss": 0.5}, shown=True)
+    elsewhere.record_step({"step": 3.0, "loss": 0.5}, is_shown=True)
     assert elsewhere.close("finished")[0].endswith("loss 0.5 since step 2")
 
 
@@ -204,7 +204,7 @@ def test_closing_leaves_one_line_and_notes_scroll_by() -> None:
     console = terminal()
     view = LiveView("e/t", console)
     view.start()
-    view.record_step(LINE, shown=True)
+    view.record_step(LINE, is_shown=True)
     view.print_note("a note [/bold]")
     (line,) = view.close("stopped")
     last = told(console).rstrip("\n").splitlines()[-1]
@@ -216,6 +216,6 @@ def test_a_run_in_which_something_is_out_of_range_gets_no_tick() -> None:
     for flagged, sign in ((False, "✓ e/t"), (True, "! e/t")):
         console = terminal()
         view = LiveView("e/t", console)
-        view.record_step(LINE, shown=True)
+        view.record_step(LINE, is_shown=True)
         view.close("finished", flagged=flagged)
         assert told(console).startswith(f"{sign} finished after step 3")

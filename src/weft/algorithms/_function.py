@@ -101,11 +101,11 @@ class FunctionLoss(Loss):
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        made = self.function(
+        result = self.function(
             **{name: self._find_argument(name, out, batch) for name in self.input_names},
             **self.options,
         )
-        losses, named = made if isinstance(made, tuple) else (made, {})
+        losses, named = result if isinstance(result, tuple) else (result, {})
         if self.per == "token":
             weights = batch.mask
         else:

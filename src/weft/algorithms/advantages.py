@@ -338,14 +338,18 @@ def compute_step_advantages(
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))
-    found = rewards[steps]
+    step_rewards = rewards[steps]
     of = group[owner[steps]]
-    mean, size = compute_group_means(found, of) if len(found) else (found, np.zeros(0, np.int64))
-    centred = found - mean
-    if scale == "group" and len(found):
-        centred = centred / (compute_group_stds(found, of) + eps)
-    elif scale == "batch" and len(found) > 1:
-        centred = centred / (found.std(ddof=1) + eps)
+    mean, size = (
+        compute_group_means(step_rewards, of)
+        if len(step_rewards)
+        else (step_rewards, np.zeros(0, np.int64))
+    )
+    centred = step_rewards - mean
+    if scale == "group" and len(step_rewards):
+        centred = centred / (compute_group_stds(step_rewards, of) + eps)
+    elif scale == "batch" and len(step_rewards) > 1:
+        centred = centred / (step_rewards.std(ddof=1) + eps)
     rows = np.zeros(len(rewards))
     rows[steps] = np.where(size > 1, centred, 0.0)
     return compute_discounted_sums(rows, lengths, 1.0)

@@ -68,15 +68,15 @@ class PairwiseLoss(Loss):
         sums, logps = compute_completion_scores(
             logprobs, None if kind.score == "free" else batch["ref_logprobs"], batch
         )
-        shown = divide_by_tokens(sums, batch) if kind.score == "free" else sums
+        metric_scores = divide_by_tokens(sums, batch) if kind.score == "free" else sums
         scores = compute_divergence_score(sums, self.f_divergence, self.f_alpha)
         scores = scores if kind.score == "sum" else divide_by_tokens(scores, batch)
         better, worse = batch.pairs()
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
         # Metrics: implicit rewards and summed log-probs.
         rewards = (
-            self.beta * fixed(xp.take(shown, better)),
-            self.beta * fixed(xp.take(shown, worse)),
+            self.beta * fixed(xp.take(metric_scores, better)),
+            self.beta * fixed(xp.take(metric_scores, worse)),
         )
         both = xp.take(logps, better), xp.take(logps, worse)
         if kind.score == "free":

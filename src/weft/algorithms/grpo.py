@@ -107,8 +107,8 @@ def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) ->
     GSPO (Zheng et al. 2025, eq. 7).
     """
     xp = array_api_compat.array_namespace(log_ratio)
-    kept = xp.where(batch.mask != 0, log_ratio, xp.zeros_like(log_ratio)) * batch.mask
-    return batch.spread(batch.sum(kept) / xp.clip(batch.lengths, 1.0, None))
+    masked_log_ratio = xp.where(batch.mask != 0, log_ratio, xp.zeros_like(log_ratio)) * batch.mask
+    return batch.spread(batch.sum(masked_log_ratio) / xp.clip(batch.lengths, 1.0, None))
 
 
 @register_loss("grpo")

@@ -116,10 +116,10 @@ class LabelledLoss(Loss):
 
         Omitted unless the batch has completions of both kinds.
         """
-        made = dict(stats)
-        if "rewards/chosen" in made and "rewards/rejected" in made:
-            made["rewards/margins"] = made["rewards/chosen"] - made["rewards/rejected"]
-        return made
+        metrics = dict(stats)
+        if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
 
 
 def _compute_label_stats(

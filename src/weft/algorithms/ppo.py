@@ -112,10 +112,10 @@ def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
     the batch; or `logprobs`, as sampled, if the batch has no `old_logprobs`.
     """
     if "old_logprobs" in batch:
-        found: Array = batch["old_logprobs"]
+        old_logprobs: Array = batch["old_logprobs"]
     else:
-        found = batch["logprobs"]
-    return found
+        old_logprobs = batch["logprobs"]
+    return old_logprobs
 
 
 def weight_policy_loss(
@@ -329,12 +329,12 @@ class PPOCriticLoss(Loss):
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Replace the moments by `explained_variance`, omitted if all returns are equal."""
-        made = dict(stats)
-        square = made.pop("return_square", None)
-        error = made.pop("error_square", None)
+        metrics = dict(stats)
+        square = metrics.pop("return_square", None)
+        error = metrics.pop("error_square", None)
         if square is not None and error is not None:
-            variance = square - made["return"] ** 2
-            bias = made["return"] - made["value"]
+            variance = square - metrics["return"] ** 2
+            bias = metrics["return"] - metrics["value"]
             if variance > 1e-12:
-                made["explained_variance"] = 1.0 - (error - bias**2) / variance
-        return made
+                metrics["explained_variance"] = 1.0 - (error - bias**2) / variance
+        return metrics

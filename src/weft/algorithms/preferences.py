@@ -77,9 +77,9 @@ def compute_robust_loss(
     [-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al.
     2024, eq. 12. An unbiased estimate of the loss on clean labels; can be negative.
     """
-    kept = log_sigmoid(beta * delta)
+    unflipped = log_sigmoid(beta * delta)
     flipped = log_sigmoid(-beta * delta)
-    return (-(1.0 - smoothing) * kept + smoothing * flipped) / (1.0 - 2.0 * smoothing)
+    return (-(1.0 - smoothing) * unflipped + smoothing * flipped) / (1.0 - 2.0 * smoothing)
 
 
 def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:

@@ -93,10 +93,10 @@ class SFTLoss(Loss):
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Add `perplexity` = exp(mean nll over tokens), at most e^20."""
-        made = dict(stats)
-        if "nll" in made:
-            made["perplexity"] = math.exp(min(made["nll"], 20.0))
-        return made
+        metrics = dict(stats)
+        if "nll" in metrics:
+            metrics["perplexity"] = math.exp(min(metrics["nll"], 20.0))
+        return metrics
 
 
 def compute_row_weights(

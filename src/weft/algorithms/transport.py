@@ -33,9 +33,9 @@ def find_sorted_partners(
 
     Ties are ranked in their original order.
     """
-    made = np.empty_like(one)
-    made[np.argsort(one, kind="stable")] = np.sort(other, kind="stable")
-    return made
+    partners = np.empty_like(one)
+    partners[np.argsort(one, kind="stable")] = np.sort(other, kind="stable")
+    return partners
 
 
 @dataclass(frozen=True)

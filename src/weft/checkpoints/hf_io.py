@@ -67,25 +67,25 @@ def resolve(path: str | Path) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        found = Path(
+        snapshot = Path(
             snapshot_download(
                 str(path), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
             )
         )
-        if not any(found.glob("*.safetensors")):
+        if not any(snapshot.glob("*.safetensors")):
             snapshot_download(
                 str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"]
             )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
         raise CheckpointError(_explain_failed_download(path, failed)) from failed
-    return found
+    return snapshot
 
 
 def find_weights(path: str | Path) -> Path:
     """Return the directory with a model's weights; a prefix has those of its base model."""
     directory = resolve(path)
-    found = read_prefix(directory)
-    return directory if found is None else resolve(found.base)
+    prefix = read_prefix(directory)
+    return directory if prefix is None else resolve(prefix.base)
 
 
 def find_config_file(path: str | Path) -> Path:
@@ -140,18 +140,18 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 def _format_config_path(path: str | Path) -> str:
     """A model's config.json as messages name it: as its path is typed, and of a prefix its model's."""
-    found = read_prefix(path)
-    return str(Path(path if found is None else found.base) / CONFIG)
+    prefix = read_prefix(path)
+    return str(Path(path if prefix is None else prefix.base) / CONFIG)
 
 
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
     """(family, configuration) of a model directory or hub name."""
     raw = read_raw(path)
-    found = read_prefix(path)
+    prefix = read_prefix(path)
     with prefix_errors(_format_config_path(path)):
         family = find_family(raw, type)
         config = family.config(raw)
-    return family, replace(config, prefix_tokens=0 if found is None else found.num_tokens)
+    return family, replace(config, prefix_tokens=0 if prefix is None else prefix.num_tokens)
 
 
 def check_vocabulary(
@@ -242,22 +242,22 @@ class ParameterReader:
         key = self.keymap.keys[name]
         shape = self.shapes[name]
         where = build_whole_slice(shape) if where is None else where
-        found: Tensor | None = None
+        parameter: Tensor | None = None
         for piece in list_rectangles(key, shape, where):
             part = self.files.read(self.to_stored_name(piece.hf), piece.source)
             part = part.T if key.transpose and part.dim() == 2 else part
             part = part[None] if piece.expert is not None else part
             if part.shape == tuple(s.stop - s.start for s in where):
                 return part
-            if found is None:
-                found = torch.empty([s.stop - s.start for s in where], dtype=part.dtype)
+            if parameter is None:
+                parameter = torch.empty([s.stop - s.start for s in where], dtype=part.dtype)
             target = tuple(
                 slice(t.start - w.start, t.stop - w.start)
                 for t, w in zip(piece.target, where, strict=True)
             )
-            found[target] = part
-        assert found is not None, "a parameter has at least one piece"
-        return found
+            parameter[target] = part
+        assert parameter is not None, "a parameter has at least one piece"
+        return parameter
 
 
 def _check_names(reader: ParameterReader) -> None:

@@ -23,7 +23,7 @@ def hide_library_output() -> Iterator[None]:
 
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
-    shown = bars.is_progress_bar_enabled()
+    was_enabled = bars.is_progress_bar_enabled()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     bars.disable_progress_bar()
@@ -34,5 +34,5 @@ def hide_library_output() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        if shown:
+        if was_enabled:
             bars.enable_progress_bar()

@@ -164,21 +164,21 @@ def _build_config(header: Llama2cHeader) -> TransformerConfig:
 
 
 def _build_parameters(header: Llama2cHeader, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {"embed.weight": stored["embedding"], "norm.weight": stored["norm"]}
+    parameters = {"embed.weight": stored["embedding"], "norm.weight": stored["norm"]}
     if not header.shared:
-        found["head.weight"] = stored["classifier"]
+        parameters["head.weight"] = stored["classifier"]
     for layer in range(header.layers):
         block = f"blocks.{layer}"
-        found[f"{block}.norm1.weight"] = stored["attention_norm"][layer]
-        found[f"{block}.norm2.weight"] = stored["mlp_norm"][layer]
+        parameters[f"{block}.norm1.weight"] = stored["attention_norm"][layer]
+        parameters[f"{block}.norm2.weight"] = stored["mlp_norm"][layer]
         for ours, theirs in MATRICES.items():
             matrix = stored[theirs][layer]
             if theirs in ("wq", "wk"):
                 matrix = _permute_rotary(
                     matrix, header.heads if theirs == "wq" else header.kv_heads
                 )
-            found[f"{block}.{ours}.weight"] = matrix
-    return found
+            parameters[f"{block}.{ours}.weight"] = matrix
+    return parameters
 
 
 def _permute_rotary(matrix: Tensor, heads: int) -> Tensor:

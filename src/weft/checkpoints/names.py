@@ -90,24 +90,24 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
         return LocatedModel(given)
     if folder.is_dir():
         return _find_in_run(given, folder, None, None, wanted)
-    asked = NAME_PATTERN.fullmatch(given)
-    assert asked is not None, "every text has this form"
-    place = Path(asked["place"]).expanduser()
-    step = asked["step"]
-    role = asked["role"]
-    if asked["place"] == LATEST:
+    match = NAME_PATTERN.fullmatch(given)
+    assert match is not None, "every text has this form"
+    place = Path(match["place"]).expanduser()
+    step = match["step"]
+    role = match["role"]
+    if match["place"] == LATEST:
         return _find_in_newest_run(given, step, role, wanted)
     if place.name == LATEST and step is None:
         place = place.parent
         step = LATEST
-    if asked["place"] and place.is_dir() and not is_model(place):
+    if match["place"] and place.is_dir() and not is_model(place):
         return _find_in_run(given, place, step, role, wanted)
     short = _find_short_run(str(place), wanted)
     if short is not None and not _is_cached(given):
-        found = _find_in_run(given, short, step, role, wanted)
+        model = _find_in_run(given, short, step, role, wanted)
         return LocatedModel(
-            found.path,
-            f"{wanted.format_option(given)}: taken as a run, {found.path} (no model of this name is cached)",
+            model.path,
+            f"{wanted.format_option(given)}: taken as a run, {model.path} (no model of this name is cached)",
         )
     if HUB_NAME.fullmatch(given):
         return LocatedModel(given)
@@ -122,12 +122,12 @@ def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
 
     Raises `CheckpointError`.
     """
-    found = locate_model(given, wanted)
-    if not Path(found.path).expanduser().exists():
+    model = locate_model(given, wanted)
+    if not Path(model.path).expanduser().exists():
         from weft.data import hub  # the hub's library takes a moment to import
 
-        hub.check_model(wanted.option, found.path, suggest_path(found.path, wanted.fileroot))
-    return found
+        hub.check_model(wanted.option, model.path, suggest_path(model.path, wanted.fileroot))
+    return model
 
 
 def find_newest_run(path: str) -> str:
@@ -135,9 +135,9 @@ def find_newest_run(path: str) -> str:
     folder = Path(path).expanduser()
     if is_model(folder) or (folder / CHECKPOINTS).is_dir():
         return path
-    runs = [found for found in folder.glob(f"*/*/{CHECKPOINTS}") if found.is_dir()]
+    runs = [directory for directory in folder.glob(f"*/*/{CHECKPOINTS}") if directory.is_dir()]
     if runs:
-        return str(max(runs, key=lambda found: found.stat().st_mtime).parent)
+        return str(max(runs, key=lambda directory: directory.stat().st_mtime).parent)
     return path
 
 
@@ -195,8 +195,8 @@ def _find_in_newest_run(
     root = Path(wanted.fileroot).expanduser()
     own = None if wanted.own_run is None else wanted.own_run.absolute()
     for run in list_newest_first(root):
-        found = _find_checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
-        if any(name in found for name in ([role] if role is not None else wanted.roles)):
+        checkpoints = _find_checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
+        if any(name in checkpoints for name in ([role] if role is not None else wanted.roles)):
             return _find_in_run(given, run, LATEST if step is None else step, role, wanted)
     roles = role or " or ".join(wanted.roles)
     raise CheckpointError(
@@ -213,11 +213,11 @@ def _find_in_run(
     `place` is the run, its folder of checkpoints, or the folder of one role.
     """
     inside = (place / CHECKPOINTS).is_dir() or (place / RUN_CONFIG).is_file()
-    found = _find_checkpoints(place / CHECKPOINTS if inside else place)
-    if not found:
+    checkpoints = _find_checkpoints(place / CHECKPOINTS if inside else place)
+    if not checkpoints:
         raise _build_missing_error(given, place, wanted)
-    name = _choose_role(given, str(place), found, role, wanted)
-    steps = found[name]
+    name = _choose_role(given, str(place), checkpoints, role, wanted)
+    steps = checkpoints[name]
     if step is None or step == LATEST:
         return _choose_newest(given, steps, name, wanted)
     number = step.removeprefix("step")
@@ -271,33 +271,33 @@ def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> L
 def _choose_role(
     given: str,
     place: str,
-    found: Mapping[str, CheckpointSteps],
-    asked: str | None,
+    checkpoints: Mapping[str, CheckpointSteps],
+    requested_role: str | None,
     wanted: ModelQuery,
 ) -> str:
     """Return the role whose checkpoint is used.
 
     Raises `CheckpointError` if the choice is ambiguous, or if the requested role has none.
     """
-    if asked is not None:
-        if asked in found:
-            return asked
+    if requested_role is not None:
+        if requested_role in checkpoints:
+            return requested_role
         raise CheckpointError(
-            f"{wanted.format_option(given)}: {place} has no checkpoints of {asked!r}; it has those of "
-            f"{_format_roles(found)}"
+            f"{wanted.format_option(given)}: {place} has no checkpoints of {requested_role!r}; it has those of "
+            f"{_format_roles(checkpoints)}"
         )
-    fitting = [role for role in wanted.roles if role in found]
-    if fitting or len(found) == 1:
-        return fitting[0] if fitting else next(iter(found))
+    fitting = [role for role in wanted.roles if role in checkpoints]
+    if fitting or len(checkpoints) == 1:
+        return fitting[0] if fitting else next(iter(checkpoints))
     raise CheckpointError(
-        f"{wanted.format_option(given)}: {place} has checkpoints of {_format_roles(found)}, and none of "
+        f"{wanted.format_option(given)}: {place} has checkpoints of {_format_roles(checkpoints)}, and none of "
         f"{' or '.join(wanted.roles)}, which "
-        f"would serve here; say which one: {place}@{LATEST}:{sorted(found)[0]}"
+        f"would serve here; say which one: {place}@{LATEST}:{sorted(checkpoints)[0]}"
     )
 
 
-def _format_roles(found: Mapping[str, CheckpointSteps]) -> str:
-    return " and ".join(sorted(found))
+def _format_roles(checkpoints: Mapping[str, CheckpointSteps]) -> str:
+    return " and ".join(sorted(checkpoints))
 
 
 def _find_checkpoints(root: Path) -> dict[str, CheckpointSteps]:

@@ -197,14 +197,14 @@ def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
     others = {
         hf.removesuffix(".weight") for hf in keymap.group_by_hf_name() if hf.endswith(".weight")
     } - set(modules)
-    found = set()
+    targets = set()
     for module in modules:
         words = module.split(".")
         endings = (".".join(words[-n:]) for n in range(1, len(words) + 1))
-        found.add(
+        targets.add(
             next(e for e in endings if not any(o == e or o.endswith(f".{e}") for o in others))
         )
-    return sorted(found)
+    return sorted(targets)
 
 
 # -- reading
@@ -373,7 +373,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     files = weight_files.WeightFiles(folder, single=WEIGHTS)
     family: Family = families.get(network.config.family)
     keymap = family.keymap(network.config, network.kind)
-    found: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
+    parts_by_layer: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
     used = set()
     for hf, keys in keymap.group_by_hf_name().items():
         module = hf.removesuffix(".weight")
@@ -390,7 +390,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
         scale = _compute_scale(settings, module, a.shape[0])
         for key in keys:
             layer = key.name.removesuffix(".weight")
-            found.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
+            parts_by_layer.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
     saved = find_replaced_parameters(folder, network)
     unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
@@ -402,12 +402,12 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     _check_tied(folder / WEIGHTS, files, network)
     attach_ranks(
         network,
-        {n: _find_rank(n, parts) for n, parts in found.items()},
+        {n: _find_rank(n, parts) for n, parts in parts_by_layer.items()},
         settings.get("lora_dropout") or 0.0,
     )
     attached = find_adapters(network)
     with torch.no_grad():
-        for layer, parts in found.items():
+        for layer, parts in parts_by_layer.items():
             adapter = attached[layer]
             if exact:
                 adapter.to(next(iter(parts.values()))[0].dtype)

@@ -82,11 +82,11 @@ def write(
     (folder / "1").mkdir(parents=True)
     traced.save(str(folder / "1" / "model.pt"))
     if mode == "rm":
-        made = {"rewards": "[ 1 ]"}
+        output_dims = {"rewards": "[ 1 ]"}
     else:
-        made = {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
+        output_dims = {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
     lines = []
-    for key, dims in made.items():
+    for key, dims in output_dims.items():
         lines.append(f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}')
     writing.write(
         folder / "config.pbtxt",
@@ -117,8 +117,8 @@ class TracedRewardModel(nn.Module):
             if self.padding is not None:
                 places = torch.ones_like(input_ids, dtype=torch.int64).cumsum(dim=1) - 1
                 text = (input_ids != self.padding) & (attention_mask > 0)
-                found = torch.where(text, places, -torch.ones_like(places)).amax(dim=1)
-                last = torch.where(found >= 0, found, last)
+                last_text = torch.where(text, places, -torch.ones_like(places)).amax(dim=1)
+                last = torch.where(last_text >= 0, last_text, last)
             last = last.reshape(-1, 1, 1)
             pooled = states.gather(1, last.expand(-1, 1, states.shape[2])).squeeze(1)
         return self.score(pooled).float()
@@ -217,10 +217,10 @@ def _trace(module: nn.Module, vocab: int, model: str) -> Any:
 
 def _measure_difference(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
     """Return the largest absolute difference between the outputs of two modules."""
-    made = one(*inputs)
+    outputs = one(*inputs)
     again = other(*inputs)
-    if isinstance(made, Tensor):
-        pairs = [(made, again)]
+    if isinstance(outputs, Tensor):
+        pairs = [(outputs, again)]
     else:
-        pairs = list(zip(made, again, strict=True))
+        pairs = list(zip(outputs, again, strict=True))
     return max(float((a - b).abs().max()) for a, b in pairs)

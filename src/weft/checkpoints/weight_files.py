@@ -206,19 +206,19 @@ def _read_index(index: Path) -> dict[str, list[str]]:
 
 
 def _select_tensors(
-    found: dict[str, StoredTensor], names: list[str], index: Path
+    tensors: dict[str, StoredTensor], names: list[str], index: Path
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a file that the index assigns to it.
 
     Raises `CheckpointError` if one is missing; further tensors are ignored.
     """
     for name in names:
-        if name not in found:
+        if name not in tensors:
             raise CheckpointError(
                 f"{index}: says that {name} lies in a file that does not hold it; copy the files "
                 f"again"
             )
-    return {name: found[name] for name in names}
+    return {name: tensors[name] for name in names}
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -254,10 +254,10 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             f"{file} is truncated: its header promises {8 + length + max(ends)} bytes, the file "
             f"has {size}; copy it again"
         )
-    found = {name: _parse_entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _parse_entry(file, name, entry, 8 + length) for name, entry in header.items()}
     by_place = sorted(
         (stored.start, stored.end, name)
-        for name, stored in found.items()
+        for name, stored in tensors.items()
         if stored.end > stored.start
     )
     before = "the header"
@@ -279,18 +279,18 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             f"{file}: {size - at:,} bytes behind the last tensor belong to none; the file is "
             f"damaged, copy it again"
         )
-    return found
+    return tensors
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises `ValueError` if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         twice = next(
             name for name, count in Counter(name for name, _ in pairs).items() if count > 1
         )
         raise ValueError(f"{twice!r} stands there twice")
-    return found
+    return entries
 
 
 def _end(entry: Any) -> int | None:
@@ -351,7 +351,9 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             mapped = _is_zip(directory / file)  # torch cannot map files from before version 1.6
-            found = torch.load(directory / file, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(
+                directory / file, map_location="cpu", weights_only=True, mmap=mapped
+            )
         except FileNotFoundError:
             raise CheckpointError(
                 f"{directory / file} is missing, though the index names it"
@@ -364,14 +366,14 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{directory / file} holds more than tensors and is not loaded: {describe_cause(refused)}"
             ) from refused
-        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
             raise CheckpointError(
-                f"{directory / file} holds a {type(found).__name__}, and no tensors by name"
+                f"{directory / file} holds a {type(content).__name__}, and no tensors by name"
             )
-        for name, tensor in found.items():
+        for name, tensor in content.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 raise CheckpointError(f"{directory / file}: {name} is no plain tensor")
-        tensors |= found
+        tensors |= content
     return tensors
 
 

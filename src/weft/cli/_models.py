@@ -70,12 +70,12 @@ def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") 
 def _build_spec(
     name: str, given: argparse.Namespace, wanted: ModelQuery, template: str | None
 ) -> ModelSpec:
-    found = find_model(name, wanted)
-    if found.note:
-        print_note(found.note)
+    model = find_model(name, wanted)
+    if model.note:
+        print_note(model.note)
     tokenizer = TokenizerSpec(chat_template=template)
     return ModelSpec(
-        path=found.path,
+        path=model.path,
         backend=given.backend,
         device=given.device,
         dtype=given.dtype,

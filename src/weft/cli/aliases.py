@@ -133,8 +133,10 @@ class OverrideTranslation:
         """Assign `value` to each option in `targets`, and add a note with their names."""
         for target in targets:
             self.add_assignment(target, override, value)
-        shown = [target if value is override.value else f"{target}={value}" for target in targets]
-        self.notes.append(f"{override.name} is read as {' and '.join(shown)}")
+        assignments = [
+            target if value is override.value else f"{target}={value}" for target in targets
+        ]
+        self.notes.append(f"{override.name} is read as {' and '.join(assignments)}")
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
@@ -189,18 +191,18 @@ def map_spellings(config: RunConfig) -> dict[str, list[str]]:
     Spellings that equal the last part of the option's name are not included.
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
-    found: dict[str, list[str]] = {}
+    spellings_by_option: dict[str, list[str]] = {}
     for spelling in (*RENAMED, *config.spellings):
         for target in _find_targets(spelling, done):
-            found.setdefault(target, []).append(spelling)
+            spellings_by_option.setdefault(target, []).append(spelling)
     for spelling, option in VALUE_DEPENDENT_SPELLINGS.items():
         for role in done.trained_roles:
             target = option.replace("{model}", role)
-            if target in done.known_options and spelling not in found.get(target, []):
-                found.setdefault(target, []).append(spelling)
+            if target in done.known_options and spelling not in spellings_by_option.get(target, []):
+                spellings_by_option.setdefault(target, []).append(spelling)
     return {
         target: [name for name in names if name != target.rsplit(".", 1)[-1]][:MAX_SHOWN_SPELLINGS]
-        for target, names in found.items()
+        for target, names in spellings_by_option.items()
         if any(name != target.rsplit(".", 1)[-1] for name in names)
     }
 

@@ -56,13 +56,13 @@ def main(argv: Sequence[str]) -> int:
         given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference"
     )
     with _models.show_progress("rows") as bar:
-        made = augment.write(
+        counts = augment.write(
             rows, plan, _open_weak_model(given), given.out, _collect_settings(given, len(rows)), bar
         )
-    print(f"{given.out}: {made.augmented:,} rows with bad replies, {made.plain:,} without")
-    if made.left_out:
+    print(f"{given.out}: {counts.augmented:,} rows with bad replies, {counts.plain:,} without")
+    if counts.left_out:
         print(
-            f"{made.left_out:,} rows are left out: each has a single reply, and no bad reply was "
+            f"{counts.left_out:,} rows are left out: each has a single reply, and no bad reply was "
             f"made for it"
         )
     print(f"train on it with dataset.train_path={given.out} dataset.type={given.form}")

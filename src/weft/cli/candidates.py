@@ -181,18 +181,18 @@ def list_next_parts(options: Sequence[OptionDescription], current: str) -> Itera
     If a group is the only match, its options are returned instead.
     """
     start = current.rfind(".") + 1
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for leaf in options:
         part, dot, _ = leaf.name[start:].partition(".")
         word = leaf.name[:start] + part + (dot or "=")
-        found.setdefault(
+        descriptions.setdefault(
             word, f"options of {leaf.name[:start]}{part}" if dot else shorten_to_clause(leaf.help)
         )
-    alone = next(iter(found), "")
-    if len(found) == 1 and alone.endswith(".") and alone != current:
+    alone = next(iter(descriptions), "")
+    if len(descriptions) == 1 and alone.endswith(".") and alone != current:
         yield from list_next_parts(options, alone)
     else:
-        yield from found.items()
+        yield from descriptions.items()
 
 
 def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
@@ -294,9 +294,9 @@ def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str
         contextlib.suppress(SystemExit),
     ):
         run_command([name, *subcommand, "--help"])
-    shown = text.getvalue()
-    subcommands = [] if subcommand else _parse_subcommands(shown)
-    return subcommands, sorted({"--help", *LONG_FLAG.findall(shown.split("\nexamples:")[0])})
+    help_text = text.getvalue()
+    subcommands = [] if subcommand else _parse_subcommands(help_text)
+    return subcommands, sorted({"--help", *LONG_FLAG.findall(help_text.split("\nexamples:")[0])})
 
 
 def _parse_subcommands(text: str) -> list[str]:

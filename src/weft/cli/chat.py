@@ -27,43 +27,43 @@ FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "templa
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="weft chat", description=__doc__)
-    made.add_argument(
+    parser = CommandParser(prog="weft chat", description=__doc__)
+    parser.add_argument(
         "models",
         nargs="*",
         metavar="MODEL_DIR",
         help="a model: directory, adapter, run (runs/E/T, runs/E/T@step40) or hub name; two models answer side by side",
     )
-    made.add_argument("--model-path", metavar="MODEL_DIR", help="the same as MODEL_DIR")
-    made.add_argument("--system", metavar="TEXT", help="system prompt")
-    made.add_argument(
+    parser.add_argument("--model-path", metavar="MODEL_DIR", help="the same as MODEL_DIR")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument(
         "--temperature",
         type=float,
         default=1.0,
         help="logits are divided by it (default 1); 0 is greedy",
     )
-    made.add_argument(
+    parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         help="sample from the likeliest tokens that sum to this probability (default 1: all)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--top-k",
         type=int,
         default=0,
         help="sample from this many of the likeliest tokens (default 0: all)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-new-tokens",
         type=int,
         default=512,
         help="maximum number of tokens per answer (default 512)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--seed", type=int, help="seed of sampling (default: a different one each time)"
     )
-    forms = made.add_mutually_exclusive_group()
+    forms = parser.add_mutually_exclusive_group()
     forms.add_argument(
         "--chat-template",
         metavar="NAME",
@@ -74,35 +74,35 @@ def build_parser() -> argparse.ArgumentParser:
         choices=FORMATS,
         help="Open-Assistant's formats v2 and v2.5, or the model's own template (the default)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--plain", action="store_true", help="continue the text without the chat template"
     )
-    made.add_argument(
+    parser.add_argument(
         "--no-history", action="store_true", help="answer each message without the earlier ones"
     )
-    made.add_argument(
+    parser.add_argument(
         "--backend",
         default=AUTO,
         help="torch or hf (default: hf if weft does not implement the model's family)",
     )
-    made.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
-    made.add_argument(
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
+    parser.add_argument(
         "--dtype",
         help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--quantize",
         choices=QUANTIZE,
         help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
-    made.add_argument(
+    parser.add_argument(
         "--8bit",
         dest="quantize",
         action="store_const",
         const="8bit",
         help="the same as --quantize 8bit",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,14 +118,14 @@ def main(argv: Sequence[str]) -> int:
             "or two: weft chat A B"
         )
     spec = _build_generation_spec(given)
-    found = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
-    models = [_build_model_spec(each.path, given) for each in found]
+    located_models = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
+    models = [_build_model_spec(each.path, given) for each in located_models]
 
     from weft.cli.chat_view import ChatView
 
     view = ChatView()
     chats = []
-    for label, each, model in zip(LABELS, found, models, strict=False):
+    for label, each, model in zip(LABELS, located_models, models, strict=False):
         if each.note:
             view.show_note(each.note)
         chats.append(

@@ -142,15 +142,15 @@ def list_sections(given: argparse.Namespace) -> Iterator[str]:
         for wrong in contents.problems:
             broken.append(wrong)
     recipes = {
-        section.name: told
+        section.name: purpose
         for section in sections
-        if (told := _describe_recipe(section)) is not None
+        if (purpose := _describe_recipe(section)) is not None
     }
     rest = [section for section in sections if section.name not in recipes]
     if recipes:
         yield "recipes: complete runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
         width = max(map(len, recipes))
-        yield from (f"  {name:{width}}  {told}" for name, told in sorted(recipes.items()))
+        yield from (f"  {name:{width}}  {purpose}" for name, purpose in sorted(recipes.items()))
     if recipes and rest:
         yield ""
         yield "sections: named groups of settings (weft quickstart ALGORITHM --configs NAME NAME)"
@@ -244,8 +244,8 @@ def _read_section_text(section: ConfigSection) -> str:
 
 def _find_top_keys(rows: Sequence[str]) -> set[str]:
     """Return the top-level keys of a file."""
-    found = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
-    return {match[2].strip() for match in found if match}
+    matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
+    return {match[2].strip() for match in matches if match}
 
 
 def validate_words(given: argparse.Namespace) -> Iterator[str]:

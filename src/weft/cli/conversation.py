@@ -211,8 +211,8 @@ class Conversation:
         rows = pairs if self.plain else [self._build_messages()]
         with open_file(Path(name).expanduser(), "a", encoding="utf-8") as file:
             for row in rows:
-                told = {"model": self.name} if self.name else {}
-                file.write(json.dumps({"messages": row, **told}, ensure_ascii=False) + "\n")
+                model_field = {"model": self.name} if self.name else {}
+                file.write(json.dumps({"messages": row, **model_field}, ensure_ascii=False) + "\n")
         self.view.show_note(f"{len(self.messages)} messages appended to {name}")
 
     # -- answers
@@ -257,7 +257,7 @@ class Conversation:
             )
         self._stream_answer(prompt, [])
 
-    def _stream_answer(self, prompt: list[int], said: list[int]) -> None:
+    def _stream_answer(self, prompt: list[int], answer_ids: list[int]) -> None:
         """Show and store the answer to `prompt_ids`, which begins with `answer_ids`, as it is sampled.
 
         Ctrl-C keeps the tokens sampled so far.
@@ -270,13 +270,13 @@ class Conversation:
         if self.plain:
             decoder.feed(prompt)  # some tokenizers drop the blank before a text's first word
         new = list[int]()
-        text = decoder.feed(said)
+        text = decoder.feed(answer_ids)
         finish: str | None = None
         started = time.perf_counter()
         if self.context is None:
             room = None
         else:
-            room = max(1, self.context - len(prompt) - len(said))
+            room = max(1, self.context - len(prompt) - len(answer_ids))
         # Sample, and show each token's text.
         with self.view.open_answer() as answer:
             if self.plain:
@@ -284,10 +284,14 @@ class Conversation:
             answer.write(text, style="dim")
             try:
                 with self.engine.generating(self.spec) as generator:
-                    asked = Request(
-                        "chat", 0, [*prompt, *said], step=self.num_requests, max_new_tokens=room
+                    request = Request(
+                        "chat",
+                        0,
+                        [*prompt, *answer_ids],
+                        step=self.num_requests,
+                        max_new_tokens=room,
                     )
-                    generator.submit([asked])
+                    generator.submit([request])
                     while not generator.idle:
                         for event in generator.step():
                             new.append(event.token)
@@ -301,7 +305,7 @@ class Conversation:
         # Store the answer.
         self.num_requests += 1
         self.prompt_ids = prompt
-        self.answer_ids = [*said, *new]
+        self.answer_ids = [*answer_ids, *new]
         self.is_answer_complete = finish == "stop"
         self.messages.append({"role": "assistant", "content": text if self.plain else text.strip()})
         self._show_answer_end(finish, len(new), time.perf_counter() - started)

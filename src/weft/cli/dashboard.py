@@ -41,8 +41,8 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
-    made.add_argument(
+    parser = CommandParser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
         "folder",
         metavar="DIR",
         nargs="?",
@@ -50,14 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path("runs"),
         help="folder of runs (./runs)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--port",
         type=int,
         default=None,
         help=f"port to listen on (default {PORT}, or a free one if it is taken; 0: a free one)",
     )
-    made.add_argument("--open", action="store_true", help="open a browser")
-    return made
+    parser.add_argument("--open", action="store_true", help="open a browser")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -208,8 +208,8 @@ def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> 
             f"{place}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect --datasets oasst_export "
             f"data_path=FILE"
         )
-    found = None if isinstance(row, UnreadableRow) else guess_type(row)
-    if found is None:
+    type_name = None if isinstance(row, UnreadableRow) else guess_type(row)
+    if type_name is None:
         if isinstance(row, UnreadableRow):
             has = "it is not a JSON object"
         else:
@@ -218,7 +218,7 @@ def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> 
             f"{place}: this row fits no dataset type ({has}); set --type to one of "
             f"{', '.join(datasets.list_names())}"
         )
-    return found
+    return type_name
 
 
 def _load_tokenizer(config: DataConfig) -> Tokenizer:
@@ -322,8 +322,10 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 
     if config.tokenizer.path is None:
         spec = _build_spec(config, paths)
-        asked = named_data.CountRequest(resolve_sources(spec), arguments.mode, spec, arguments.yes)
-        return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
+        request = named_data.CountRequest(
+            resolve_sources(spec), arguments.mode, spec, arguments.yes
+        )
+        return named_data.run(request, output=arguments.output, detect=arguments.detect_language)
     console = _build_console(arguments)
     spec = _build_spec(config, paths)
     data = load_data(
@@ -437,10 +439,10 @@ def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespa
             for each in read_rows(file):
                 read.append(each)
         rows = [(str(place), row) for place, row in read]
-        found = look(rows, phrases)
+        findings = look(rows, phrases)
         where = "" if title == path else f" of {path}"
-        console.print(f"{title}: {found.rows:,} rows{where}", style="bold", markup=False)
-        hits = sorted(found.phrases.items(), key=lambda item: -len(item[1]))
+        console.print(f"{title}: {findings.rows:,} rows{where}", style="bold", markup=False)
+        hits = sorted(findings.phrases.items(), key=lambda item: -len(item[1]))
         _print_finding(console, "phrases", sum(len(places) for _, places in hits), [])
         for phrase, places in hits:
             _print_finding(
@@ -452,11 +454,11 @@ def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespa
         _print_finding(
             console,
             "repeated rows",
-            sum(len(p) - 1 for p in found.duplicates),
-            [" = ".join(p[:4]) for p in found.duplicates],
+            sum(len(p) - 1 for p in findings.duplicates),
+            [" = ".join(p[:4]) for p in findings.duplicates],
         )
-        _print_finding(console, "rows with an empty answer", len(found.empty), found.empty)
-        _print_finding(console, "unreadable rows", len(found.unreadable), found.unreadable)
+        _print_finding(console, "rows with an empty answer", len(findings.empty), findings.empty)
+        _print_finding(console, "unreadable rows", len(findings.unreadable), findings.unreadable)
         if config.tokenizer.path is not None:
             _scan_tokens(console, replace(config, dataset=replace(spec, named=None)), path, rows)
 
@@ -467,8 +469,8 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
 
     spec = config.dataset
     type_name = _choose_type(spec, [path])
-    made = datasets.get(type_name)
-    if not isinstance(made, TokenizedDataset) and "form" not in vars(made):
+    dataset_type = datasets.get(type_name)
+    if not isinstance(dataset_type, TokenizedDataset) and "form" not in vars(dataset_type):
         raise ConfigError(
             f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others"
         )
@@ -478,7 +480,7 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
         "overlong": "truncate",
         "truncate_side": spec.truncate_side,
     }
-    form, lengths = split_options(made.form, {**limits, **spec.args})
+    form, lengths = split_options(dataset_type.form, {**limits, **spec.args})
     tokenizer = _load_tokenizer(config)
     form.check(tokenizer)
     _, report, problems = encode_rows(EncodingJob(form, lengths, tokenizer), rows)

@@ -189,10 +189,10 @@ def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
     The tokenizer is that of the role that reads the data.
     """
-    kept = {}
+    options = {}
     for name in ("dataset", "tokenizer", "seed"):
         if name in values:
-            kept[name] = values[name]
+            options[name] = values[name]
     role: Mapping[str, Any] = next(
         (values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {}
     )
@@ -200,6 +200,6 @@ def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (role.get("tokenizer") or {}).items():
         if value is not None:
             own[name] = value
-    if role and "tokenizer" not in kept:
-        kept["tokenizer"] = {"path": role.get("path"), **own}
-    return kept
+    if role and "tokenizer" not in options:
+        options["tokenizer"] = {"path": role.get("path"), **own}
+    return options

@@ -104,8 +104,10 @@ class DeepSpeedOverrides:
                 for name in AUTO_OPTIONS[key]
                 for option in self.mapped_config.list_names(name)
             ]
-        found = [f"{key} is {_format_values(names, values)}" for key, names in options.items()]
-        return [f"{self.flag}: what is auto: {'; '.join(found)}"] if found else []
+        descriptions = [
+            f"{key} is {_format_values(names, values)}" for key, names in options.items()
+        ]
+        return [f"{self.flag}: what is auto: {'; '.join(descriptions)}"] if descriptions else []
 
 
 def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
@@ -183,11 +185,11 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
     if total == product or (len(parts) == 1 and total % product == 0):
         return None
     many = f"{ranks} data-parallel rank{'' if ranks == 1 else 's'}"
-    shown = " x ".join([*(f"{key}={value}" for key, value in parts.items()), many])
+    formula = " x ".join([*(f"{key}={value}" for key, value in parts.items()), many])
     if len(parts) > 1:
-        says = f"is not {shown} = {product}"
+        says = f"is not {formula} = {product}"
     else:
-        says = f"is not a multiple of {shown} = {product}"
+        says = f"is not a multiple of {formula} = {product}"
     return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH_OPTION}=N"
 
 
@@ -195,11 +197,11 @@ def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
     """Format the values of options that are set or that weft chooses itself."""
     if not names:
         return "0"
-    found = {}
+    option_values = {}
     for name in names:
         if values.get(name) is not None:
-            found[name] = values[name]
-    return _format_options(found) if found else f"{names[0]}, which weft chooses"
+            option_values[name] = values[name]
+    return _format_options(option_values) if option_values else f"{names[0]}, which weft chooses"
 
 
 def _format_options(options: Mapping[str, object]) -> str:

@@ -30,8 +30,8 @@ class StageView:
         self._console = console
         self._doing = doing
         self._pace = RunPace()
-        shown = console.is_terminal and not console.is_dumb_terminal
-        self._live = Live(self, console=console, transient=True) if shown else None
+        is_interactive = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(self, console=console, transient=True) if is_interactive else None
 
     @property
     def width(self) -> int | None:
@@ -46,9 +46,9 @@ class StageView:
     ) -> None:
         self._pace.expect(total, done, earlier)
 
-    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+    def record_step(self, numbers: Mapping[str, float], *, is_shown: bool) -> list[str]:
         self._pace.record_step(numbers)
-        return [self._pace.format_line()] if shown else []
+        return [self._pace.format_line()] if is_shown else []
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         """Ignore sampled completions; the report shows them."""
@@ -72,17 +72,17 @@ class StageView:
         grid = Table.grid(padding=(0, 1))
         for _ in range(3):
             grid.add_column(no_wrap=True, overflow="ellipsis")
-        told = [self._doing]
+        parts = [self._doing]
         if pace.done:
-            told = [pace.format_step()]
-            told += (
+            parts = [pace.format_step()]
+            parts += (
                 [f"{find_title(pace.name)} {format_number(pace.values[-1])}"]
                 if pace.name is not None and pace.values
                 else []
             )
-        told.append(format_duration(pace.elapsed))
+        parts.append(format_duration(pace.elapsed))
         bar = ProgressBar(
             pace.total or 1, pace.done if pace.total else 0, width=BAR_WIDTH, complete_style="cyan"
         )
-        grid.add_row("  ", bar, "  ".join(told))
+        grid.add_row("  ", bar, "  ".join(parts))
         yield grid

@@ -27,8 +27,8 @@ EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
-    commands = made.add_subparsers(dest="command", metavar="{rm}", required=True)
+    parser = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
+    commands = parser.add_subparsers(dest="command", metavar="{rm}", required=True)
     rm = commands.add_parser(
         "rm",
         help="evaluate a reward model on pairs and rankings",
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     _models.add_options(rm)
-    return made
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
         rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
         with _models.show_progress(each.name) as bar:
             groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
-        found = summarize_by_category(groups)
+        summaries = summarize_by_category(groups)
         everything = summarize_by_category([replace(group, category="") for group in groups])[""]
-        categories = {name: asdict(summary) for name, summary in found.items()}
+        categories = {name: asdict(summary) for name, summary in summaries.items()}
         figures[each.name] = {"type": each.kind, "all": asdict(everything)}
         figures[each.name] |= {"categories": categories} if given.category else {}
-        _print_table(each.name, {**(found if given.category else {}), "all": everything})
+        _print_table(each.name, {**(summaries if given.category else {}), "all": everything})
     if given.out is not None:
         from weft.evaluation.sampling_report import write
 
@@ -153,11 +153,15 @@ def _prepare_named_data(
         named_data.resolve_sources(given.datasets or [], "rm", spec, settings), spec, given.yes
     ):
         own = replace(source, args={**args, **source.args})
-        made = prepare(own, "rm", find_cache_root(None), ValidationSplit()).source
-        for split, path in (("train", made.path), ("valid", made.valid_path)):
+        prepared_source = prepare(own, "rm", find_cache_root(None), ValidationSplit()).source
+        for split, path in (("train", prepared_source.path), ("valid", prepared_source.valid_path)):
             if path and given.split in (None, split):
                 name = str(source.named) if split == "train" else f"{source.named} (valid)"
-                tried.append(_EvaluationData(name, path, str(made.type), None, made.args))
+                tried.append(
+                    _EvaluationData(
+                        name, path, str(prepared_source.type), None, prepared_source.args
+                    )
+                )
     return tried
 
 
@@ -180,20 +184,20 @@ def _guess_form(path: str, split: str | None) -> str:
 
     place, row = next(read_rows(find_files(path, split)[0]))
     if isinstance(row, UnreadableRow):
-        found = None
+        form = None
     elif is_tree(row):
-        found = "ranking"
+        form = "ranking"
     else:
-        found = guess_type(row)
-    if found is None:
+        form = guess_type(row)
+    if form is None:
         raise ConfigError(
             f"{place}: this row fits no form; set --type to preference, paired_comparison or "
             f"ranking"
         )
-    return found
+    return form
 
 
-def _print_table(path: str, found: dict[str, Any]) -> None:
+def _print_table(path: str, summaries: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -201,7 +205,7 @@ def _print_table(path: str, found: dict[str, Any]) -> None:
     table.add_column("")
     for name in ("rows", "pairs", "accuracy", "best over worst", "kendalltau", "margin"):
         table.add_column(name, justify="right")
-    for name, each in found.items():
+    for name, each in summaries.items():
         shares = (
             f"{each.accuracy:.3f} \u00b1 {each.error:.3f}",
             f"{each.best_accuracy:.3f}",

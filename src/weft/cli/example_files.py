@@ -91,8 +91,8 @@ def build_files() -> dict[str, bytes]:
     models = {"model": _build_sums_model(), "text-model": _build_text_model()}
     return {name: _encode_lines(each) for name, each in rows.items()} | {
         f"{folder}/{name}": content
-        for folder, made in models.items()
-        for name, content in made.items()
+        for folder, model_files in models.items()
+        for name, content in model_files.items()
     }
 
 

@@ -39,13 +39,13 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     from weft.cli.example_files import build_files
 
-    made = build_files()
+    file_contents = build_files()
     if given.command == "write":
-        write_files(given.folder, made)
+        write_files(given.folder, file_contents)
         print(f"written to {given.folder}:")
     for name, what in DESCRIPTIONS.items():
         parts = []
-        for path, content in made.items():
+        for path, content in file_contents.items():
             if path.split("/")[0] == name:
                 parts.append(content)
         print(f"  {name:15}{format_size(sum(map(len, parts))):>8}  {what}")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def write_files(folder: Path, made: dict[str, bytes]) -> None:
+def write_files(folder: Path, file_contents: dict[str, bytes]) -> None:
     """Write the files that do not exist yet.
 
     Raises `ConfigError`, before anything is written, if a file exists with other content.
@@ -71,7 +71,7 @@ def write_files(folder: Path, made: dict[str, bytes]) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder")
     other = []
-    for name, content in made.items():
+    for name, content in file_contents.items():
         if not _can_write(folder / name, content):
             other.append(name)
     if other:
@@ -80,7 +80,7 @@ def write_files(folder: Path, made: dict[str, bytes]) -> None:
             f"another folder, or remove them"
         )
     try:
-        for name, content in made.items():
+        for name, content in file_contents.items():
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 writing.write(folder / name, content)

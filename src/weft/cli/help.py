@@ -217,14 +217,14 @@ def _format_all_options(sheet: OptionSheet) -> Iterator[str]:
 
 def _format_group(sheet: OptionSheet, group: str) -> Iterator[str]:
     options = sheet.list_options()
-    found = []
+    group_options = []
     for leaf in options:
         if leaf.name == group or leaf.name.startswith(f"{group}."):
-            found.append(leaf)
-    if not found:
+            group_options.append(leaf)
+    if not group_options:
         raise _build_group_error(sheet, group, options)
     yield from sheet.format_title()
-    yield from sheet.format_section(group, found)
+    yield from sheet.format_section(group, group_options)
 
 
 def _build_group_error(

@@ -59,11 +59,11 @@ def _print_logs(run: Path, files: Sequence[LogFile], lines: int) -> None:
 
     print(format_status(run))
     # Earlier failures were resolved by a restart.
-    found = [] if read_run_status(run) == "finished" else find_failures(files)
-    if found:
-        print(f"\nfirst failure: {_format_location(found[0])}")
-        print("\n".join(f"    {line}" for line in found[0].text))
-        for each in found[1:]:
+    failures = [] if read_run_status(run) == "finished" else find_failures(files)
+    if failures:
+        print(f"\nfirst failure: {_format_location(failures[0])}")
+        print("\n".join(f"    {line}" for line in failures[0].text))
+        for each in failures[1:]:
             print(f"then: {_format_location(each)}: {each.summary.strip()}")
     for file in files:
         last = file.read_lines()[-lines:] if lines > 0 else []
@@ -71,8 +71,8 @@ def _print_logs(run: Path, files: Sequence[LogFile], lines: int) -> None:
         print("\n".join(last))
 
 
-def _format_location(found: LoggedFailure) -> str:
-    return f"{found.file.name}, line {found.line}"
+def _format_location(failure: LoggedFailure) -> str:
+    return f"{failure.file.name}, line {failure.line}"
 
 
 def _print_new_lines(

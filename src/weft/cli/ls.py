@@ -103,8 +103,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(run) | {"path": str(run.path)} for run in runs], indent=1))
     elif runs:
         terminal = sys.stdout.isatty()
-        told = os.environ.get("COLUMNS", "")
-        piped = int(told) if told.isdecimal() and int(told) else PIPED_WIDTH
+        columns = os.environ.get("COLUMNS", "")
+        piped = int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
         console = Console(width=None if terminal else piped, highlight=False)
         console.print(build_table(runs, console.width))
         for demo in (run.path for run in runs if not run.trial):
@@ -147,7 +147,7 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 
     Skipped if the demo's folder is `root` itself.
     """
-    found: dict[Path, list[RunSummary]] = {}
+    demo_runs: dict[Path, list[RunSummary]] = {}
     for run in runs:
         folder = run.path.parent
         if (
@@ -155,18 +155,18 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
             and (folder / MATERIAL).is_dir()
             and folder.resolve() != root.resolve()
         ):
-            found.setdefault(folder, []).append(run)
+            demo_runs.setdefault(folder, []).append(run)
     alone = []
     for run in runs:
-        if not any(run in each for each in found.values()):
+        if not any(run in each for each in demo_runs.values()):
             alone.append(run)
-    return alone + [_summarize_demo(folder, each) for folder, each in found.items()]
+    return alone + [_summarize_demo(folder, each) for folder, each in demo_runs.items()]
 
 
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Summarize a demo: status of its least finished run, newest metric, total size."""
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
-    told = next((run for run in newest if run.metric is not None), newest[0])
+    metric_run = next((run for run in newest if run.metric is not None), newest[0])
     return RunSummary(
         path=folder,
         experiment=f"{folder.name} ({len(runs)} run{'s' if len(runs) > 1 else ''})",
@@ -175,8 +175,8 @@ def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
         status=min((run.status for run in runs), key=_rank_status),
         step=None,
         total_steps=None,
-        metric=told.metric,
-        value=told.value,
+        metric=metric_run.metric,
+        value=metric_run.value,
         num_bytes=count_tree_bytes(folder),
         changed=newest[0].changed,
     )
@@ -211,20 +211,20 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
     for lesser in DROPPABLE_COLUMNS:
         if sum(needed[name] + GAP for name in names) - GAP > width and lesser in names:
             names.remove(lesser)
-    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for name in names:
         if name == "run":
-            made.add_column(name, overflow="fold", min_width=needed[name])
+            table.add_column(name, overflow="fold", min_width=needed[name])
         else:
             right = name in ("steps", "size", "age")
-            made.add_column(
+            table.add_column(
                 name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left"
             )
     for run, row in zip(runs, rows, strict=True):
         colour = "yellow" if run.is_flagged else COLORS.get(run.status, "")
         texts = (Text(row[name], style=colour if name == "status" else "") for name in names)
-        made.add_row(*texts)
-    return made
+        table.add_row(*texts)
+    return table
 
 
 def _format_cells(run: RunSummary) -> dict[str, str]:

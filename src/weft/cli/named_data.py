@@ -72,25 +72,25 @@ def resolve_sources(
     A word is `all` (of a mode), a name (also `a,b`), or a section of settings that lists datasets;
     sources of the options are included.
     """
-    asked = []
+    names = []
     for word in words:
         for name in word.split(","):
             if name:
-                asked.append(name)
-    if asked == ["all"]:
-        asked = []
+                names.append(name)
+    if names == ["all"]:
+        names = []
         for name in list_names(mode, spec.named_file):
             if "{" not in name:
-                asked.append(name)
-    elif "all" in asked:
+                names.append(name)
+    elif "all" in names:
         raise ConfigError(
             f"--datasets {' '.join(words)}: `all` cannot be combined with other names"
         )
-    found = []
-    for word in asked:
+    sources = []
+    for word in names:
         for source in _resolve_word(word, mode, spec, settings):
-            found.append(source)
-    return settings.apply_to([*found, *list_source_specs(spec)], spec.named_file)
+            sources.append(source)
+    return settings.apply_to([*sources, *list_source_specs(spec)], spec.named_file)
 
 
 def _resolve_word(
@@ -147,13 +147,13 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
 
 
 def count_source(
-    source: SourceSpec, name: str, asked: CountRequest, detect: Callable[[str], str] | None
+    source: SourceSpec, name: str, request: CountRequest, detect: Callable[[str], str] | None
 ) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
     Raises `DataError` if the source cannot be read.
     """
-    spec = asked.spec
+    spec = request.spec
     if source.valid_split is None:
         share = spec.valid_split
     else:
@@ -164,7 +164,7 @@ def count_source(
             0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0
         )
         source = prepare(
-            source, asked.mode, find_cache_root(spec.cache_dir), split, spec.named_file
+            source, request.mode, find_cache_root(spec.cache_dir), split, spec.named_file
         ).source
         share = 0.0
     read = _LanguageCounter(
@@ -177,8 +177,8 @@ def count_source(
     elif source.valid_split is not None or not elsewhere:
         evaluation = int(hold_out([str(index) for index in range(train)], share).sum())
         train -= evaluation
-    kept = min(evaluation, source.max_valid or evaluation)
-    return DatasetCounts(name, train, kept, read.languages, unreadable=read.unreadable)
+    evaluation_count = min(evaluation, source.max_valid or evaluation)
+    return DatasetCounts(name, train, evaluation_count, read.languages, unreadable=read.unreadable)
 
 
 class _LanguageCounter:
@@ -328,17 +328,17 @@ def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
         yield f"{label}: {sizes.max()} (p99 {int(np.percentile(sizes, 99, method='higher'))}, >{limit}: {above})"
 
 
-def run(asked: CountRequest, *, output: Path | None, detect: bool) -> int:
+def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
     """Print the table; return 2 if a dataset could not be read, after printing the reason."""
     # Count every source.
     tell = load_language_detector() if detect else None
     counted = []
     shares = []
     wrong = []
-    allowed = allow(asked.sources, asked.spec, asked.yes)
+    allowed = allow(request.sources, request.spec, request.yes)
     for source, name in assign_unique_names(allowed):
         try:
-            counted.append(count_source(source, name, asked, tell))
+            counted.append(count_source(source, name, request, tell))
         except DataError as error:
             wrong.append(str(error))
         else:
@@ -352,15 +352,15 @@ def run(asked: CountRequest, *, output: Path | None, detect: bool) -> int:
     counted = [
         replace(each, per_epoch=n) for each, n in zip(counted, count_per_epoch(shares), strict=True)
     ]
-    if counted and asked.spec.valid_path is not None:
-        elsewhere = SourceSpec(asked.spec.valid_path)
-        found = count_source(
+    if counted and request.spec.valid_path is not None:
+        elsewhere = SourceSpec(request.spec.valid_path)
+        valid_counts = count_source(
             elsewhere,
             f"{assign_unique_names([elsewhere])[0][1]} (valid)",
-            replace(asked, spec=DatasetSpec()),
+            replace(request, spec=DatasetSpec()),
             tell,
         )
-        counted.append(replace(found, train=0, evaluation=found.train))
+        counted.append(replace(valid_counts, train=0, evaluation=valid_counts.train))
     # Print and write the table, then the problems.
     if counted:
         print(format_counts_table(counted, drawn))
@@ -379,23 +379,26 @@ def run(asked: CountRequest, *, output: Path | None, detect: bool) -> int:
 
 def list_named_files(spec: DatasetSpec, mode: str) -> dict[str, str]:
     """Return file of rows -> displayed name, for each named dataset in the options."""
-    found: dict[str, str] = {}
+    names_by_file: dict[str, str] = {}
     for source in (each for each in list_source_specs(spec) if each.named is not None):
-        made = prepare(
+        prepared = prepare(
             source, mode, find_cache_root(spec.cache_dir), ValidationSplit(0.0), spec.named_file
         )
-        found |= dict(
-            zip(_list_files(made), (str(source.named), f"{source.named} (valid)"), strict=False)
+        names_by_file |= dict(
+            zip(_list_files(prepared), (str(source.named), f"{source.named} (valid)"), strict=False)
         )
-    return found
+    return names_by_file
 
 
 def _find_entry(source: SourceSpec, spec: DatasetSpec) -> CatalogueEntry:
     return find_entry(str(source.named), spec.named_file)
 
 
-def _list_files(made: PreparedSource) -> list[str]:
-    return [made.source.path, *([made.source.valid_path] if made.source.valid_path else [])]
+def _list_files(prepared: PreparedSource) -> list[str]:
+    return [
+        prepared.source.path,
+        *([prepared.source.valid_path] if prepared.source.valid_path else []),
+    ]
 
 
 def _get_messages(row: Row) -> list[Mapping[str, Any]]:
@@ -417,9 +420,9 @@ def _iterate_texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
     """Iterate over the texts of a row: its messages, replies and the given columns."""
     spoken = (message.get("content") or message.get("value") for message in _get_messages(row))
     replies = row.get("replies")
-    found = [
+    candidates = [
         *spoken,
         *(row.get(column) for column in columns),
         *(replies if isinstance(replies, list) else []),
     ]
-    return (text for text in found if text and isinstance(text, str))
+    return (text for text in candidates if text and isinstance(text, str))

@@ -90,9 +90,9 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
     following = replace(config, trial_name=str(max(numbers, default=0) + 1))
     if config.recover_mode == "disabled" or config.resume_from is not None:
         return following, f"this run is {folder / following.trial_name}"
-    asked = build_experiment(following)
+    following_experiment = build_experiment(following)
     for number in numbers:
-        if _is_resumable(RunDirectory(folder / str(number)), asked):
+        if _is_resumable(RunDirectory(folder / str(number)), following_experiment):
             return replace(
                 config, trial_name=str(number)
             ), f"continuing {folder / str(number)}, an unfinished run of this configuration"
@@ -169,11 +169,11 @@ def _find_similar_runs(given: Path, root: Path) -> list[str]:
 
     EXPERIMENT/TRIAL is compared part by part; a single word is compared to TRIAL.
     """
-    asked = (given.relative_to(root) if given.is_relative_to(root) else given).parts
+    given_parts = (given.relative_to(root) if given.is_relative_to(root) else given).parts
 
     def compute_similarity(run: Path) -> float:
-        name = run.relative_to(root).parts[-len(asked) :] if asked else ()
-        pairs = zip(asked, name, strict=True) if len(asked) == len(name) else ()
+        name = run.relative_to(root).parts[-len(given_parts) :] if given_parts else ()
+        pairs = zip(given_parts, name, strict=True) if len(given_parts) == len(name) else ()
         return min((SequenceMatcher(None, one, other).ratio() for one, other in pairs), default=0.0)
 
     alike = {str(run): compute_similarity(run) for run in find_runs(root)}

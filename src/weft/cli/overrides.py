@@ -47,7 +47,7 @@ def parse(words: Sequence[str]) -> list[Override]:
     overrides = []
     for word in words:
         try:
-            found = parser.parse_override(word)
+            parsed = parser.parse_override(word)
         except HydraException as error:
             overrides.append(_parse_literally(word, _build_syntax_error(word, error)))
             continue
@@ -56,15 +56,17 @@ def parse(words: Sequence[str]) -> list[Override]:
             RecursionError,
         ) as error:  # for example a number with 5,000 digits, or deeply nested brackets
             raise ConfigError(f"{shorten(word)!r}: {describe_cause(error)}") from error
-        if found.is_sweep_override():
+        if parsed.is_sweep_override():
             overrides.append(
-                _parse_literally(word, _build_sweep_error(word, found.key_or_group), sweep=True)
+                _parse_literally(word, _build_sweep_error(word, parsed.key_or_group), sweep=True)
             )
             continue
-        value: Any = found.value()
+        value: Any = parsed.value()
         if isinstance(value, (bool, int, float)) or (value is None and "=" in word):
             value = CommandLineValue(value, word.split("=", 1)[1].strip())
-        overrides.append(Override(found.key_or_group, value, removed=found.is_delete(), typed=word))
+        overrides.append(
+            Override(parsed.key_or_group, value, removed=parsed.is_delete(), typed=word)
+        )
     return overrides
 
 
@@ -99,10 +101,10 @@ def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> O
     Raises `error` if the word shows signs of another grammar: quotes, interpolations, brackets that
     do not form a list, functions of sweeps.
     """
-    found = WORD.fullmatch(word)
-    if found is None or any(sign in found["text"] for sign in ("'", '"', "${")):
+    match = WORD.fullmatch(word)
+    if match is None or any(sign in match["text"] for sign in ("'", '"', "${")):
         raise error
-    text = found["text"].strip()
+    text = match["text"].strip()
     if text.startswith("[") and text.endswith("]"):
         items = _split_items(text[1:-1])
     else:
@@ -111,7 +113,7 @@ def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> O
         raise error
     whole = None if items is not None else text
     return Override(
-        found["name"],
+        match["name"],
         CommandLineValue(whole or text, text, UnparsedValue(whole, items, sweep, error)),
         typed=word,
     )
@@ -224,10 +226,10 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `resolved` that are in `wanted`, with the spellings of `wanted`."""
-    kept: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for key, value in wanted.items():
         if isinstance(value, Mapping):
-            kept[key] = _select_entries(resolved[key], value)
+            selected[key] = _select_entries(resolved[key], value)
         else:
-            kept[key] = value if isinstance(value, CommandLineValue) else resolved[key]
-    return kept
+            selected[key] = value if isinstance(value, CommandLineValue) else resolved[key]
+    return selected

@@ -45,9 +45,9 @@ class CommandParser(argparse.ArgumentParser):
         if not name.startswith("--") or name in self._option_string_actions:
             return word
         plain = name[2:]
-        found = (f"--{each}" for each in (plain.replace("_", "-"), plain.replace("-", "_")))
+        flags = (f"--{each}" for each in (plain.replace("_", "-"), plain.replace("-", "_")))
         return next(
-            (f"{flag}{equals}{value}" for flag in found if flag in self._option_string_actions),
+            (f"{flag}{equals}{value}" for flag in flags if flag in self._option_string_actions),
             word,
         )
 

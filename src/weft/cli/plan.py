@@ -95,62 +95,66 @@ def main(argv: Sequence[str]) -> int:
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
-    told = "the placement that allocation_mode=search finds for an experiment"
+    summary = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search",
-        help=told,
-        description=f"Print {told}.",
+        help=summary,
+        description=f"Print {summary}.",
         epilog=SEARCH_EPILOG,
     )
     looked.add_argument(
         "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
     )
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    told = "the transfers that move a role's parameters from one layout to another"
-    made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG)
-    made.add_argument(
+    summary = "the transfers that move a role's parameters from one layout to another"
+    realloc_parser = commands.add_parser(
+        "realloc", help=summary, description=f"Print {summary}.", epilog=EPILOG
+    )
+    realloc_parser.add_argument(
         "source", metavar="FROM", help="layout of the parameters before, such as d4f4t2"
     )
-    made.add_argument("target", metavar="TO", help="layout after, such as t4p2")
-    made.add_argument(
+    realloc_parser.add_argument("target", metavar="TO", help="layout after, such as t4p2")
+    realloc_parser.add_argument(
         "--model",
         metavar="DIR",
         help="model directory, run or hub name; only its config.json is read",
     )
-    made.add_argument(
+    realloc_parser.add_argument(
         "--dtype",
         choices=sorted(BYTES),
         default="bfloat16",
         help="dtype of the parameters sent (%(default)s)",
     )
-    made.add_argument(
+    realloc_parser.add_argument(
         "--source-mesh",
         metavar="LIST",
         help="devices of FROM, such as 0-7 or 0,2 (default: the first ones)",
     )
-    made.add_argument(
+    realloc_parser.add_argument(
         "--target-mesh", metavar="LIST", help="devices of TO (default: the first ones)"
     )
     for side, name in SIDES.items():
-        made.add_argument(
+        realloc_parser.add_argument(
             f"--{side}-schedule",
             default="1f1b",
             metavar="KIND",
             help=f"pipeline_schedule of {name}; determines each rank's stages (%(default)s)",
         )
-        made.add_argument(
+        realloc_parser.add_argument(
             f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}"
         )
-    made.add_argument(
+    realloc_parser.add_argument(
         "--devices-per-node",
         type=int,
         default=8,
         metavar="N",
         help="number of devices per node (%(default)s)",
     )
-    made.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    realloc_parser.add_argument(
+        "--json", action="store_true", help="print everything as one JSON object"
+    )
     plan_memory.add(commands)
-    return parser, made
+    return parser, realloc_parser
 
 
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
@@ -221,7 +225,7 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
     itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])
     transfers = plan(source, target, node_of=get_node)
     cost = count_traffic(transfers, source, target, itemsize=itemsize, node_of=get_node)
-    found = {
+    report = {
         "model": arguments.model or "a Llama of 1.2 billion parameters",
         "dtype": arguments.dtype,
         "source": _describe_mesh(meshes[0]),
@@ -239,7 +243,7 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
             for name, size in cost.names.most_common(MAX_LISTED_PARAMETERS)
         ],
     }
-    print(json.dumps(found, indent=2) if arguments.json else _format_page(found))
+    print(json.dumps(report, indent=2) if arguments.json else _format_page(report))
 
 
 def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
@@ -297,34 +301,34 @@ def _describe_traffic(rank: int, cost: ReallocationTraffic, node: int) -> dict[s
     }
 
 
-def _format_page(found: dict[str, Any]) -> str:
+def _format_page(report: dict[str, Any]) -> str:
     columns = ("sent", "received", "kept", "copied")
     lines = [
-        f"{found['model']}, sent as {found['dtype']}",
-        f"from {_format_mesh(found['source'])}",
-        f"to   {_format_mesh(found['target'])}",
+        f"{report['model']}, sent as {report['dtype']}",
+        f"from {_format_mesh(report['source'])}",
+        f"to   {_format_mesh(report['target'])}",
         "",
         f"{'rank':>5} {'node':>5} " + " ".join(f"{name:>11}" for name in columns),
     ]
-    for row in found["ranks"]:
+    for row in report["ranks"]:
         lines.append(
             f"{row['rank']:>5} {row['node']:>5} "
             + " ".join(f"{_format_size(row[name]):>11}" for name in columns)
         )
     totals = []
     for name in columns:
-        totals.append(sum(row[name] for row in found["ranks"]))
+        totals.append(sum(row[name] for row in report["ranks"]))
     lines.append(f"{'total':>11} " + " ".join(f"{_format_size(total):>11}" for total in totals))
     lines += [
         "",
-        f"inside nodes   {_format_size(found['sent_inside_nodes']):>11}",
-        f"between nodes  {_format_size(found['sent_between_nodes']):>11}",
-        f"least possible {_format_size(found['least']):>11}    bytes of new shards that ranks lack",
+        f"inside nodes   {_format_size(report['sent_inside_nodes']):>11}",
+        f"between nodes  {_format_size(report['sent_between_nodes']):>11}",
+        f"least possible {_format_size(report['least']):>11}    bytes of new shards that ranks lack",
         "",
-        f"{found['transfers']:,} transfers; the largest parameters sent:",
-        *(f"  {_format_size(each['sent']):>11}  {each['name']}" for each in found["largest"]),
+        f"{report['transfers']:,} transfers; the largest parameters sent:",
+        *(f"  {_format_size(each['sent']):>11}  {each['name']}" for each in report["largest"]),
     ]
-    return "\n".join(lines if found["largest"] else [*lines[:-1], "nothing is sent"])
+    return "\n".join(lines if report["largest"] else [*lines[:-1], "nothing is sent"])
 
 
 def _format_mesh(mesh: dict[str, Any]) -> str:

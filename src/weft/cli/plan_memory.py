@@ -24,28 +24,28 @@ EPILOG = """examples:
 
 def add(commands: Any) -> None:
     """Add the subcommand and its arguments."""
-    made = commands.add_parser(
+    parser = commands.add_parser(
         "memory",
         help=SUMMARY,
         description=f"Print {SUMMARY}. Only its config.json is read.",
         epilog=EPILOG,
     )
-    made.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
-    made.add_argument(
+    parser.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
+    parser.add_argument(
         "options",
         nargs="*",
         metavar="key=value",
         help="options of the model, as below model. in quickstarts: lora.r, "
         "gradient_checkpointing, layout, ...",
     )
-    made.add_argument(
+    parser.add_argument(
         "--tokens",
         type=int,
         default=16384,
         metavar="N",
         help="tokens per micro-batch, all trained (%(default)s)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
@@ -129,5 +129,10 @@ def build_training_case(
             f"backend={spec.backend}: its memory cannot be estimated before it runs; leave it out"
         )
     work = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
-    shown = "d1" if layout.num_devices == 1 else str(layout)
-    return case(spec, facts, [work], gpu), facts["num_parameters"], facts["num_trainable"], shown
+    layout_name = "d1" if layout.num_devices == 1 else str(layout)
+    return (
+        case(spec, facts, [work], gpu),
+        facts["num_parameters"],
+        facts["num_trainable"],
+        layout_name,
+    )

@@ -70,8 +70,8 @@ class _ReaLTranslation:
 
     def add_renamed(self, override: Override, name: str, value: Any) -> None:
         """Store an assignment under another name, and add a note."""
-        shown = name if value is override.value else f"{name}={value}"
-        self.notes.append(f"{override.name} is read as {shown}")
+        assignment = name if value is override.value else f"{name}={value}"
+        self.notes.append(f"{override.name} is read as {assignment}")
         self.translated.append(replace(override, name=name, value=value))
 
     def note_ignored(self, override: Override, reason: str) -> None:
@@ -114,16 +114,16 @@ def _translate_option(done: _ReaLTranslation, override: Override) -> None:
     last = name.rpartition(".")[2]
     if name in done.known:
         _change_value(done, override, last)
-    elif found := TYPE_PATTERN.fullmatch(name):
-        _read_type(done, override, found["role"], found["what"])
-    elif found := DEGREE_PATTERN.fullmatch(name):
-        _collect_degree(done, override, found["call"], DEGREES[found["degree"]])
+    elif match := TYPE_PATTERN.fullmatch(name):
+        _read_type(done, override, match["role"], match["what"])
+    elif match := DEGREE_PATTERN.fullmatch(name):
+        _collect_degree(done, override, match["call"], DEGREES[match["degree"]])
     elif (
-        found := SEQUENCE_PARALLEL_PATTERN.fullmatch(name)
-    ) and f"{found['call']}.layout" in done.known:
-        _read_sequence_parallel(done, override, found["call"])
-    elif found := HALF_PRECISION_PATTERN.fullmatch(name):
-        _read_half(done, override, found["role"], found["kind"])
+        match := SEQUENCE_PARALLEL_PATTERN.fullmatch(name)
+    ) and f"{match['call']}.layout" in done.known:
+        _read_sequence_parallel(done, override, match["call"])
+    elif match := HALF_PRECISION_PATTERN.fullmatch(name):
+        _read_half(done, override, match["role"], match["kind"])
     elif name == "nodelist":
         _read_nodes(done, override)
     elif any(name.startswith(f"{option}.") for option in done.known):
@@ -235,14 +235,14 @@ def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
     if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check
         size = GPUS_PER_NODE
     devices: list[int] = []
-    found = NODE_PATTERN.fullmatch(text)
-    if found is None:
+    match = NODE_PATTERN.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]"
         )
     for node in _expand_node_names(text.partition(":")[0]):
         number = _find_node_index(done, name, node)
-        inside = _expand_ranges(found["devices"]) if found["devices"] else range(size)
+        inside = _expand_ranges(match["devices"]) if match["devices"] else range(size)
         wrong = [device for device in inside if device >= size]
         if wrong:
             raise ConfigError(
@@ -273,26 +273,26 @@ def _expand_node_names(text: str) -> list[str]:
     """Expand Slurm's notation: `n[01-03],m1` becomes n01, n02, n03 and m1."""
     names = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
-        found = NODE_PATTERN.fullmatch(part.strip())
-        if found is None:
+        match = NODE_PATTERN.fullmatch(part.strip())
+        if match is None:
             raise ConfigError(
                 f"nodelist={text!r}: must be names of nodes such as NODE01 or NODE[01-02]"
             )
-        if found["numbers"] is None:
-            names.append(found["name"])
+        if match["numbers"] is None:
+            names.append(match["name"])
             continue
-        for span in found["numbers"].split(","):
+        for span in match["numbers"].split(","):
             first, _, last = span.partition("-")
             numbers: Sequence[int] = range(int(first), int(last or first) + 1)
             for number in numbers:
-                names.append(f"{found['name']}{number:0{len(first)}}")
+                names.append(f"{match['name']}{number:0{len(first)}}")
     return names
 
 
 def _expand_ranges(text: str) -> list[int]:
     """Expand a list of ranges: `0,2-3` becomes 0, 2 and 3."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -121,17 +121,19 @@ def _list_calls(config: Any) -> list[str]:
 def _describe_differing_defaults(configs: dict[str, Any]) -> str:
     """Return the defaults of roles that differ from those in the table of model options."""
     usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
-    found: dict[str, list[str]] = {}
+    names_by_default: dict[str, list[str]] = {}
     for name, config in configs.items():
         for spec in fields(config):
             value = getattr(config, spec.name)
             for leaf in iterate_options(value) if isinstance(value, ModelSpec) else ():
                 if leaf.name in usual and leaf.default != usual[leaf.name]:
-                    found.setdefault(
+                    names_by_default.setdefault(
                         f"`{spec.name}.{leaf.name}` is {format_value(leaf.default)}", []
                     ).append(name)
-    said = "; ".join(f"{what} for {' and '.join(names)}" for what, names in found.items())
-    return f"Other defaults: {said}." if said else ""
+    description = "; ".join(
+        f"{what} for {' and '.join(names)}" for what, names in names_by_default.items()
+    )
+    return f"Other defaults: {description}." if description else ""
 
 
 def _format_table(options: Iterable[OptionDescription]) -> list[str]:

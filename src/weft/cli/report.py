@@ -25,16 +25,16 @@ EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="weft report", description=__doc__, epilog=EPILOG)
-    made.add_argument(
+    parser = CommandParser(prog="weft report", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
-    made.add_argument(
+    parser.add_argument(
         "--fileroot",
         default="./runs",
         help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
     )
-    made.add_argument(
+    parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
@@ -42,8 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"file or folder of the page (default: {NAME} in the run's folder, ./{compare.NAME} "
         f"for several runs)",
     )
-    made.add_argument("--open", action="store_true", help="open the page in a browser")
-    return made
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,21 +51,21 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for a folder without a run, and for a file that cannot be written.
     """
-    asked = build_parser()
-    if print_help_if_empty(asked, argv):
+    parser = build_parser()
+    if print_help_if_empty(parser, argv):
         return 2
-    given = asked.parse_args(list(argv))
+    given = parser.parse_args(list(argv))
     root = Path(given.fileroot).expanduser()
     runs = [_find(word, root) for word in given.runs]
     try:
-        made = _build(runs, given.output)
+        page_path = _build(runs, given.output)
     except OSError as error:
         place = given.output or error.filename
         raise ConfigError(
             f"{place}: the page cannot be written: {error.strerror}; choose another file with -o"
         ) from error
-    print(made)
-    if given.open and not webbrowser.open(made.resolve().as_uri()):
+    print(page_path)
+    if given.open and not webbrowser.open(page_path.resolve().as_uri()):
         print("no browser was found; open the file yourself")
     return 0
 

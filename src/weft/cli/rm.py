@@ -63,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     given = parser.parse_args(list(argv))
     parts = []
-    for name, asked in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)):
-        if asked:
+    for name, is_requested in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)):
+        if is_requested:
             parts.append(name)
     root = Path(given.fileroot).expanduser()
     runs = {}

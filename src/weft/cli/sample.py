@@ -31,8 +31,8 @@ EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="weft sample", description=__doc__, epilog=EPILOG)
-    commands = made.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
+    parser = CommandParser(prog="weft sample", description=__doc__, epilog=EPILOG)
+    commands = parser.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
     parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
         (
             "report",
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one per line",
     )
     choosing.add_argument("--prompts", required=True, metavar="FILE", help="prompts, as for report")
-    return made
+    return parser
 
 
 def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
@@ -176,18 +176,18 @@ def write_report(given: argparse.Namespace) -> None:
     from weft.evaluation.prompts import read_prompts
 
     # Read existing reports, and check the models before any is loaded.
-    made = [name for name in given.models if name.endswith(".json")]
-    asked = [name for name in given.models if name not in made]
-    reports = {name: sampling_report.read(Path(name)) for name in made}
-    if asked and given.prompts is None:
+    report_files = [name for name in given.models if name.endswith(".json")]
+    model_names = [name for name in given.models if name not in report_files]
+    reports = {name: sampling_report.read(Path(name)) for name in report_files}
+    if model_names and given.prompts is None:
         raise ConfigError(
             "--prompts is missing: name a file of prompts (existing reports need none)"
         )
     settings = _read_settings(given)
-    _models.check_policies(asked)
-    prompts = read_prompts(given.prompts, given.n) if asked else []
+    _models.check_policies(model_names)
+    prompts = read_prompts(given.prompts, given.n) if model_names else []
     # Sample with each model, and write its report.
-    for name in asked:
+    for name in model_names:
         opened = _models.load_policy(name, given)
         with _models.show_progress(sampling_report.shorten_name(opened.name)) as bar:
             answers = sample_answers(
@@ -252,12 +252,12 @@ def score_reports(given: argparse.Namespace) -> None:
         sampling_report.add_scores(read, rewards.score_replies(opened, prompts, outputs))
         read["reward_model"] = opened.name
         sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
-        for name, found in sampling_report.compute_means(read).items():
-            rows.append((str(read["model_name"]), name, *found))
+        for name, statistics in sampling_report.compute_means(read).items():
+            rows.append((str(read["model_name"]), name, *statistics))
     rows.sort(key=lambda row: -row[2])
-    shown = []
+    table_rows = []
     for model, setting, mean, error, count in rows:
-        shown.append(
+        table_rows.append(
             (
                 sampling_report.shorten_name(model),
                 setting,
@@ -265,7 +265,7 @@ def score_reports(given: argparse.Namespace) -> None:
                 str(count),
             )
         )
-    _print_table(("model", "setting", "mean reward", "answers"), shown)
+    _print_table(("model", "setting", "mean reward", "answers"), table_rows)
     again = " ".join(str(path) for path, _ in reports)
     print(f"the scores are in the reports; weft sample report {again} rebuilds the page")
 
@@ -307,14 +307,16 @@ def write_best_answers(given: argparse.Namespace) -> None:
         )
     answers: list[list[SampledAnswer]] = []
     for of_prompt in sampled:
-        answers.append([answer for said in of_prompt for answer in said])
+        answers.append([answer for group in of_prompt for answer in group])
     scores = rewards.score_replies(
-        reward, prompts, [[answer.text for answer in said] for said in answers]
+        reward, prompts, [[answer.text for answer in group] for group in answers]
     )
     choices = best_of.choose(prompts, answers, scores, finished_only=not given.keep_cut)
     for name, count in best_of.save(choices, given.out, least=given.least).items():
         print(f"{given.out / name}  {count} rows")
     if choices:
         top = sum(choice.scores[0] for choice in choices) / len(choices)
-        mean = sum(sum(found) / len(found) for found in scores) / len(scores)
+        mean = sum(sum(prompt_scores) / len(prompt_scores) for prompt_scores in scores) / len(
+            scores
+        )
         print(f"mean reward {mean:.4f}, of the best of each prompt {top:.4f}")

@@ -78,15 +78,15 @@ class SectionLibrary:
         Raises `ConfigError` for a missing folder, and for invalid YAML unless `broken` is given, to
         which the problems are appended.
         """
-        found: list[tuple[str, SectionFile]] = []
+        entries: list[tuple[str, SectionFile]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: there is no such folder")
             inside = list_yaml_files(Path(folder), f"--config-dir {folder}")
             for path in inside:
                 for contents in _read_contents(path, broken):
-                    found.append((folder, contents))
-        return cls((*found, *((SHIPPED, contents) for contents in _read_shipped())))
+                    entries.append((folder, contents))
+        return cls((*entries, *((SHIPPED, contents) for contents in _read_shipped())))
 
     def iterate_sections(self) -> Iterator[ConfigSection]:
         """Iterate over every section that a name can refer to, in search order."""
@@ -161,31 +161,35 @@ def _read_contents(path: Path, broken: list[str] | None) -> Iterator[SectionFile
         broken.append(str(error))
 
 
-def read_file(path: Path, shown: str = "") -> SectionFile:
+def read_file(path: Path, display_path: str = "") -> SectionFile:
     """Return the sections of a YAML file.
 
     A file with options at its top level is a single section, named after the file. Raises
     `ConfigError` with file and line for invalid YAML.
     """
-    shown = shown or str(path)
-    values, node = parse_yaml(read_text(path, shown, ConfigError, MOST_YAML), shown, ConfigError)
+    display_path = display_path or str(path)
+    values, node = parse_yaml(
+        read_text(path, display_path, ConfigError, MOST_YAML), display_path, ConfigError
+    )
     if values is None or node is None:
         return SectionFile(())
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{shown}:1: contains {type(values).__name__}; write sections as NAME: with key: value "
+            f"{display_path}:1: contains {type(values).__name__}; write sections as NAME: with key: value "
             f"below"
         )
     lines = dict(_iterate_key_lines(node, ()))
-    return _build_contents({str(key): value for key, value in values.items()}, lines, path, shown)
+    return _build_contents(
+        {str(key): value for key, value in values.items()}, lines, path, display_path
+    )
 
 
 def _build_contents(
-    values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, shown: str
+    values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, display_path: str
 ) -> SectionFile:
     from weft.cli.open_assistant.keys import KEYS  # keys allowed at the top level of a file
 
-    shipped = shown.startswith(f"{SHIPPED}:")
+    shipped = display_path.startswith(f"{SHIPPED}:")
     groups = set()
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -196,11 +200,13 @@ def _build_contents(
             plain.append(name)
     trlx = set(values) <= set(TRLX_GROUPS) and "method" in values
     if trlx or (plain and groups <= {*KEYS, *_load_option_groups()}):
-        return SectionFile((ConfigSection(path.stem, shown, 1, values, lines, shipped, trlx),))
+        return SectionFile(
+            (ConfigSection(path.stem, display_path, 1, values, lines, shipped, trlx),)
+        )
     sections = tuple(
         ConfigSection(
             name,
-            shown,
+            display_path,
             lines.get((name,), 1),
             {str(key): each for key, each in (values[name] or {}).items()},
             {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1},
@@ -209,7 +215,9 @@ def _build_contents(
         for name in values
         if name not in plain
     )
-    return SectionFile(sections, tuple((name, lines.get((name,), 1)) for name in plain), shown)
+    return SectionFile(
+        sections, tuple((name, lines.get((name,), 1)) for name in plain), display_path
+    )
 
 
 @cache
@@ -240,9 +248,9 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
             yield from _iterate_key_lines(value, (*path, index))
 
 
-def find_shipped_file(shown: str = "") -> Path:
+def find_shipped_file(display_path: str = "") -> Path:
     """Return the path of a shipped section by its name in messages; the folder for ""."""
-    return Path(str(files("weft") / "recipes" / shown.removeprefix(f"{SHIPPED}:")))
+    return Path(str(files("weft") / "recipes" / display_path.removeprefix(f"{SHIPPED}:")))
 
 
 def find_recipe_file(path: str) -> str:

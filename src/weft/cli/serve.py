@@ -39,24 +39,26 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = CommandParser(prog="weft serve", description=__doc__)
-    made.add_argument(
+    parser = CommandParser(prog="weft serve", description=__doc__)
+    parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         help="policy: model, adapter or run directory, or hub name",
     )
-    made.add_argument("--reward", metavar="MODEL", help="reward model: directory, run or hub name")
-    made.add_argument(
+    parser.add_argument(
+        "--reward", metavar="MODEL", help="reward model: directory, run or hub name"
+    )
+    parser.add_argument(
         "--name", help="the policy's name for clients (default: that of its directory)"
     )
-    made.add_argument("--reward-name", help="the reward model's name for clients")
-    made.add_argument(
+    parser.add_argument("--reward-name", help="the reward model's name for clients")
+    parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="address to listen on (default 127.0.0.1: only this machine can connect)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--port",
         "--http-port",
         dest="http_port",
@@ -65,82 +67,82 @@ def build_parser() -> argparse.ArgumentParser:
         default=8000,
         help="port for HTTP (default 8000; 0: a free one)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--grpc-port", type=int, help="port for the inference protocol over gRPC (default: none)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--metrics-port", type=int, help="port for Prometheus metrics at /metrics (default: none)"
     )
-    made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best available)")
-    made.add_argument(
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best available)")
+    parser.add_argument(
         "--dtype",
         help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--quantize",
         choices=QUANTIZE,
         help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
-    made.add_argument(
+    parser.add_argument(
         "--backend",
         default=AUTO,
         help="torch or hf (default: hf if weft does not implement the model's family)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--token-file", type=Path, help="file with the token that requests must carry"
     )
-    made.add_argument(
+    parser.add_argument(
         "--token-env",
         metavar="NAME",
         help=f"environment variable with the token (default {TOKEN_VARIABLE}, if it is set)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--no-token",
         action="store_true",
         help="let any process on this machine send requests (loopback addresses only)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-new-tokens",
         type=int,
         default=1024,
         help="maximum tokens of a completion (default 1024)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-prompt-tokens",
         type=int,
         default=16384,
         help="maximum tokens of a prompt (default 16384)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-prompt-kb",
         type=float,
         default=512.0,
         help="maximum KiB of a request's text, before it is tokenized (default 512)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-tokens-per-pass",
         type=int,
         default=16384,
         help="maximum tokens scored per pass (default 16384)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-load",
         type=int,
         default=1024,
         help="maximum completions or rows, waiting and in progress (default 1024)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--max-body-mb", type=float, default=16.0, help="maximum MiB of a request (default 16)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--timeout", type=float, default=600.0, help="maximum seconds of a request (default 600)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--kv-cache-gb",
         type=float,
         help="GiB of the KV cache (default: a quarter of the memory)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,13 +190,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _describe_server(urls: dict[str, str], models: Sequence[ServedModel], source: str) -> list[str]:
-    told = []
+    lines = []
     for model in models:
-        told.append(f"{model.name}: {'policy' if model.spec is not None else 'reward model'}")
+        lines.append(f"{model.name}: {'policy' if model.spec is not None else 'reward model'}")
     pages = {"http": "/v1 and /v2", "grpc": "", "metrics": "/metrics"}
     for name, url in urls.items():
-        told.append(f"{name} at {url} {pages[name]}".rstrip())
-    return [*told, source, "Ctrl-C ends it"]
+        lines.append(f"{name} at {url} {pages[name]}".rstrip())
+    return [*lines, source, "Ctrl-C ends it"]
 
 
 def _check_arguments(given: argparse.Namespace) -> None:
@@ -271,7 +273,7 @@ def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
 
 def load_models(given: argparse.Namespace) -> list[ServedModel]:
     """Load the requested policy and reward model. Raises `UserError`."""
-    asked: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
+    model_requests: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
     if given.model is not None:
         path = _find_path(given.model, ModelQuery("MODEL"))
         scores = is_scorer(path)
@@ -280,7 +282,7 @@ def load_models(given: argparse.Namespace) -> list[ServedModel]:
                 f"{path} is also a reward model; name a policy, or leave out --reward"
             )
         name = (given.name or given.reward_name) if scores else given.name
-        asked.append((path, name or build_served_name(path), "score" if scores else "lm"))
+        model_requests.append((path, name or build_served_name(path), "score" if scores else "lm"))
     if given.reward is not None:
         path = _find_path(given.reward, ModelQuery("--reward", SCORERS))
         if not is_scorer(path):
@@ -288,19 +290,19 @@ def load_models(given: argparse.Namespace) -> list[ServedModel]:
                 f"--reward={given.reward} has no score head; train one with weft quickstart rw"
             )
         name = given.reward_name or build_served_name(path)
-        if [name] == [policy for _, policy, _ in asked]:
+        if [name] == [policy for _, policy, _ in model_requests]:
             if given.reward_name is not None:
                 raise ConfigError(f"both models are called {name}; set --name or --reward-name")
             name = f"{name}-reward"
-        asked.append((path, name, "score"))
-    return [_load(given, *each) for each in asked]
+        model_requests.append((path, name, "score"))
+    return [_load(given, *each) for each in model_requests]
 
 
 def _find_path(name: str, wanted: ModelQuery) -> str:
-    found = find_model(name, wanted)
-    if found.note:
-        print(found.note, file=sys.stderr)
-    return found.path
+    model = find_model(name, wanted)
+    if model.note:
+        print(model.note, file=sys.stderr)
+    return model.path
 
 
 def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:

@@ -95,16 +95,16 @@ def format_page(
         yield f"check: {summary.diagnosis}"
     yield ""
     yield from _format_start_commands(run, record)
-    changed, said = _find_changed_options(config, summary.algorithm)
-    yield said
+    changed, heading = _find_changed_options(config, summary.algorithm)
+    yield heading
     by_weft = [name for name in changed if name in record.chosen]
-    told = {}
+    option_notes = {}
     for name, (_, default) in changed.items():
         if name not in by_weft:
-            told[name] = f"default {_format_value(default)}"
-    told |= dict.fromkeys(by_weft, CHOSEN)
+            option_notes[name] = f"default {_format_value(default)}"
+    option_notes |= dict.fromkeys(by_weft, CHOSEN)
     yield from _align_columns(
-        [(f"{name}={_format_value(changed[name][0])}", note) for name, note in told.items()]
+        [(f"{name}={_format_value(changed[name][0])}", note) for name, note in option_notes.items()]
     )
     yield ""
     yield from _format_checkpoints(run)
@@ -164,11 +164,11 @@ def _find_changed_options(
         return {
             name: (value, None) for name, value in values.items()
         }, f"configuration ({algorithm or 'its kind'} has no known defaults)"
-    found = {}
+    changes = {}
     for name, value in values.items():
         if name not in NAMES and value != defaults.get(name):
-            found[name] = (value, defaults.get(name))
-    return found, f"options that differ from the defaults of {algorithm} (--config shows all)"
+            changes[name] = (value, defaults.get(name))
+    return changes, f"options that differ from the defaults of {algorithm} (--config shows all)"
 
 
 def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
@@ -196,14 +196,14 @@ def _format_checkpoints(run: Path) -> Iterator[str]:
     folders = sorted(p.name for p in directory.checkpoints_folder.glob("*") if p.is_dir())
     rows = []
     for role in folders:
-        found = directory.list_saved_steps(role)
-        if found:
-            if len(found) > CHECKPOINTS_SHOWN:
-                more = f"{len(found) - CHECKPOINTS_SHOWN} older, "
+        steps = directory.list_saved_steps(role)
+        if steps:
+            if len(steps) > CHECKPOINTS_SHOWN:
+                more = f"{len(steps) - CHECKPOINTS_SHOWN} older, "
             else:
                 more = ""
-            newest = directory.checkpoints_folder / role / f"step{found[-1]}"
-            listed = ", ".join(f"step{step}" for step in found[-CHECKPOINTS_SHOWN:])
+            newest = directory.checkpoints_folder / role / f"step{steps[-1]}"
+            listed = ", ".join(f"step{step}" for step in steps[-CHECKPOINTS_SHOWN:])
             rows.append(
                 (role, f"{more}{listed} ({format_size(count_tree_bytes(newest))} each)  {newest}")
             )

@@ -35,10 +35,10 @@ class AnswerColumn:
     def write(self, text: str, style: str = "") -> str:
         from weft.cli.chat_view import is_printable
 
-        kept = "".join(
+        printable_text = "".join(
             each for each in text.replace("\t", "    ") if each == "\n" or is_printable(each)
         )
-        self._side.answer_text.append(kept, style=style or None)
+        self._side.answer_text.append(printable_text, style=style or None)
         self._side.both.refresh()
         return text
 
@@ -117,17 +117,17 @@ class SideBySide:
         self.columns = self.view.interactive and self.view.width >= MIN_TERMINAL_WIDTH
         for side in self._sides:
             side.reset()
-        asked, line = self._parse_address(line)
+        indices, line = self._parse_address(line)
         if line.strip() == "/help":
             self.view.show_note(f"{HELP_OF_ONE}\n{HELP}")
             return True
         if not self.columns:
-            stays = self._answer_line(asked, line)
+            stays = self._answer_line(indices, line)
             self._show_remaining_notes()
             return stays
         self._live = self.view.open_live_display(Text())
         with self._live:
-            stays = self._answer_line(asked, line)
+            stays = self._answer_line(indices, line)
         if any(side.answered for side in self._sides):
             self.view.show(self._build_table())
         else:
@@ -147,9 +147,9 @@ class SideBySide:
                 return [index], rest.strip()
         return [0, 1], line
 
-    def _answer_line(self, asked: Sequence[int], line: str) -> bool:
+    def _answer_line(self, indices: Sequence[int], line: str) -> bool:
         stays = True
-        for index in asked:
+        for index in indices:
             chat = self._chats[index]
             side = self._sides[index]
             try:

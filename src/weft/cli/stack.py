@@ -75,11 +75,14 @@ class SectionStack:
         for override in self.overrides:
             key, where = self.origins[override.name]
             if key in (override.name, IMPLIED):
-                said = ""
+                key_note = ""
             else:
-                said = f", {key.removeprefix(TRLX_PREFIX)}"
+                key_note = f", {key.removeprefix(TRLX_PREFIX)}"
             rows.append(
-                (f"  {override.name} = {format_value(to_plain(override.value))}", f"{where}{said}")
+                (
+                    f"  {override.name} = {format_value(to_plain(override.value))}",
+                    f"{where}{key_note}",
+                )
             )
         width = min(max((len(left) for left, _ in rows), default=0), 72)
         return [
@@ -199,11 +202,11 @@ class _StackReader:
         where = StackedValue(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
         if override.removed:  # `~key` removes it and all keys below it
-            gone = []
+            removed_keys = []
             for key in (*self.open_assistant_values, *self.weft_values):
                 if key == name or key.startswith(f"{name}."):
-                    gone.append(key)
-            for key in gone:
+                    removed_keys.append(key)
+            for key in removed_keys:
                 self.open_assistant_values.pop(key, None)
                 self.weft_values.pop(key, None)
             if name not in KEYS and name not in TRLX:
@@ -272,11 +275,11 @@ class _StackReader:
 
         A key in a group was set with the group, unless the command line set it individually.
         """
-        found = self.open_assistant_values.get(key) or self.group_values.get(key)
+        origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
-        if found is None and group is not None and group.source is not None:
+        if origin is None and group is not None and group.source is not None:
             return replace(group, place=group.source.find_location(*key.split(".")))
-        return found or group or StackedValue(None, IMPLIED, "", -2)
+        return origin or group or StackedValue(None, IMPLIED, "", -2)
 
     def _resolve_trlx_key(self, name: str) -> str:
         """Return the trlX key that a word means, or the word itself.
@@ -295,12 +298,12 @@ class _StackReader:
             return f"{TRLX_PREFIX}{name}"
         if not any(key.startswith(TRLX_PREFIX) for key in self.open_assistant_values):
             return name
-        found = [key for key in TRLX if key.endswith(f".{name}")]
-        if len(found) > 1 and not is_spelling(name, self.base):
+        matching_keys = [key for key in TRLX if key.endswith(f".{name}")]
+        if len(matching_keys) > 1 and not is_spelling(name, self.base):
             raise ConfigError(
-                f"{name}: write {' or '.join(key.removeprefix(TRLX_PREFIX) for key in found)}"
+                f"{name}: write {' or '.join(key.removeprefix(TRLX_PREFIX) for key in matching_keys)}"
             )
-        return found[0] if len(found) == 1 else name
+        return matching_keys[0] if len(matching_keys) == 1 else name
 
     def _is_open_assistant_key(self, name: str) -> bool:
         key = KEYS.get(name) or TRLX.get(name)
@@ -351,8 +354,11 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 
     Of the mutually exclusive parameters for the amount of data, the last is kept.
     """
-    gone = SHARES if name in SHARES else ()
-    return {**{key: each for key, each in parameters.items() if key not in gone}, name: value}
+    excluded_names = SHARES if name in SHARES else ()
+    return {
+        **{key: each for key, each in parameters.items() if key not in excluded_names},
+        name: value,
+    }
 
 
 def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
@@ -373,13 +379,13 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
     mapped = _map_open_assistant_keys(reader)
     for name, option in mapped.options.items():
         where = reader.find_origin(option.key)
-        found = StackedValue(option.value, where.place, where.section, where.rank)
+        candidate = StackedValue(option.value, where.place, where.section, where.rank)
         older = sets.get(name)
-        if older is None or older.rank < found.rank:
-            sets[name], keys[name] = found, option.key
-        elif older.rank == found.rank:
+        if older is None or older.rank < candidate.rank:
+            sets[name], keys[name] = candidate, option.key
+        elif older.rank == candidate.rank:
             raise ConfigError(
-                f"{older.place}: {name} and {option.key} ({found.place}) are the same option; set "
+                f"{older.place}: {name} and {option.key} ({candidate.place}) are the same option; set "
                 f"one of them"
             )
     batch = max((sets[name].rank for name in BATCH_SPELLINGS if name in sets), default=0)
@@ -453,7 +459,7 @@ def _strip_trlx_prefixes(notes: Mapping[str, list[str]]) -> dict[str, list[str]]
 
 def _find_excluded_options(stack: SectionStack) -> set[str]:
     """Return the options that are excluded by an option set later in the stack."""
-    gone: set[str] = set()
+    excluded_options: set[str] = set()
     for ends in EXCLUSIVE:
         groups: dict[str, list[str]] = {}
         for name in stack.origins:
@@ -464,8 +470,8 @@ def _find_excluded_options(stack: SectionStack) -> set[str]:
             last = max(stack.origins[name][1].rank for name in names)
             for name in names:
                 if stack.origins[name][1].rank < last:
-                    gone.add(name)
-    return gone
+                    excluded_options.add(name)
+    return excluded_options
 
 
 def _name_run(stack: SectionStack, base: RunConfig) -> None:

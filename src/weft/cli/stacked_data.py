@@ -52,25 +52,25 @@ class NamedDataSettings:
 
         Raises `ConfigError`.
         """
-        kept = {}
+        data_values = {}
         for key, value in section.values.items():
             if key in KEYS or key.split(".")[0] == "dataset":
-                kept[key] = value
-        alone = SectionLibrary((("", SectionFile((replace(section, values=kept),))),))
+                data_values[key] = value
+        alone = SectionLibrary((("", SectionFile((replace(section, values=data_values),))),))
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
         values = _collect_values(read_stack([section.name], alone, base, self.options))
         spec = read(DatasetSpec(), values.get("dataset", {}))
-        found = []
+        sources = []
         for source in resolve_sources(spec):
             if source.path or source.named:
-                found.append(source)
-        if not found:
+                sources.append(source)
+        if not sources:
             raise ConfigError(
                 f"{section.find_location()}: section {section.name!r} lists no datasets"
             )
         share = spec.valid_split or None
         result: list[SourceSpec] = []
-        for source in found:
+        for source in sources:
             result.append(
                 source
                 if source.valid_split is not None or source.valid_path
@@ -84,8 +84,10 @@ class NamedDataSettings:
         Raises `ConfigError` for names that are not among them.
         """
         names = [source.named for source in sources if source.named]
-        said = {_resolve_alias(name, files): each for name, each in self.parameters.items()}
-        for name in said.keys() - set(names):
+        parameters_by_name = {
+            _resolve_alias(name, files): each for name, each in self.parameters.items()
+        }
+        for name in parameters_by_name.keys() - set(names):
             close = find_nearest(name, names)
             raise ConfigError(
                 f"datasets.{name}: is not among the named datasets; "
@@ -95,14 +97,18 @@ class NamedDataSettings:
                     else f"they are {', '.join(names)}"
                 )
             )
-        made = []
+        updated_sources = []
         for source in sources:
-            made.append(
-                _replace_parameters(source, said[source.named]) if source.named in said else source
+            updated_sources.append(
+                _replace_parameters(source, parameters_by_name[source.named])
+                if source.named in parameters_by_name
+                else source
             )
         if self.data_path is None:
-            return made
-        return _with_copies(made, self.data_path, _find_datasets_with_files(said))
+            return updated_sources
+        return _with_copies(
+            updated_sources, self.data_path, _find_datasets_with_files(parameters_by_name)
+        )
 
 
 NO_SETTINGS = NamedDataSettings()
@@ -134,7 +140,7 @@ def group_by_dataset(
 
     Raises `ConfigError` for other words beginning with `datasets.`.
     """
-    found: dict[str, dict[str, Any]] = {}
+    parameters_by_name: dict[str, dict[str, Any]] = {}
     others = []
     for each in given:
         if not each.name.startswith(DATASET_PREFIX):
@@ -146,8 +152,8 @@ def group_by_dataset(
                 f"{each.name}: write datasets.NAME.PARAMETER=value, such as "
                 f"datasets.webgpt.fraction=0.5"
             )
-        found.setdefault(name, {})[parameter] = to_plain(each.value)
-    return found, others
+        parameters_by_name.setdefault(name, {})[parameter] = to_plain(each.value)
+    return parameters_by_name, others
 
 
 def _collect_values(stack: SectionStack) -> dict[str, Any]:
@@ -172,22 +178,22 @@ def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> So
     """
     where = f"datasets.{source.named}"
     try:
-        (said,) = datasets.convert_entries([{source.named: parameters}])
+        (entry,) = datasets.convert_entries([{source.named: parameters}])
     except datasets.InvalidDatasetEntry as bad:
         raise ConfigError(f"{where}: {bad}") from bad
     own = {spec.name: getattr(source, spec.name) for spec in fields(source)}
-    if any(name in said for name in datasets.SHARES):
+    if any(name in entry for name in datasets.SHARES):
         own |= dict.fromkeys(datasets.SHARES)
-    made = {**own, **said, "args": {**source.args, **said.get("args", {})}}
+    merged_values = {**own, **entry, "args": {**source.args, **entry.get("args", {})}}
     return SourceSpec.parse(
-        {name: value for name, value in made.items() if value not in (None, "", {})}, where
+        {name: value for name, value in merged_values.items() if value not in (None, "", {})}, where
     )
 
 
-def _find_datasets_with_files(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _find_datasets_with_files(parameters_by_name: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return the datasets whose own files the command line names."""
     result: set[str] = set()
-    for name, parameters in said.items():
+    for name, parameters in parameters_by_name.items():
         if any(datasets.PARAMETERS.get(key) == "path" for key in parameters):
             result.add(name)
     return result
@@ -212,9 +218,9 @@ def _with_copies(
             _find_file(folder, each) or _find_folder(folder, each) if each.named else None
         )
     if not any(copies):
-        asked = ", ".join(str(source.named) for source in named)
+        dataset_names = ", ".join(str(source.named) for source in named)
         if named:
-            why = f"has no folder named {asked}; write datasets.NAME.data_path=FILE for one copy"
+            why = f"has no folder named {dataset_names}; write datasets.NAME.data_path=FILE for one copy"
         else:
             why = "is a copy of a named dataset; add --datasets NAME"
         raise ConfigError(f"data_path={data_path}: {why}")

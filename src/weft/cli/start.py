@@ -96,13 +96,17 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script prints the script of a Slurm job; add --mode slurm")
     reads = given.dry_run != "config"
-    asked = build_scheduling(given.experiment)
+    scheduling = build_scheduling(given.experiment)
     if given.mode == "slurm" and given.dry_run is not None:
-        print("\n".join(slurm.plan_job(experiment, asked, data=reads, width=find_terminal_width())))
+        print(
+            "\n".join(
+                slurm.plan_job(experiment, scheduling, data=reads, width=find_terminal_width())
+            )
+        )
         return 0
     if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
-        print(slurm.start_job(experiment, command, asked, print_only=given.print_script))
+        print(slurm.start_job(experiment, command, scheduling, print_only=given.print_script))
         return 0
     print_notes(check_machines(given.experiment, given.mode))
     if given.dry_run is not None:
@@ -120,10 +124,10 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Experiment:
     """Return the experiment with settings replaced by those of the command line."""
-    told = {}
+    settings = {}
     for name in ("fileroot", "recover_mode"):
         if getattr(given, name) is not None:
-            told[name] = getattr(given, name)
+            settings[name] = getattr(given, name)
     named = []
     for name in given.imports:
         if name not in experiment.control.imports:
@@ -134,11 +138,14 @@ def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Exper
     elif given.wandb_mode is not None:
         loggers["wandb"] = {**loggers.get("wandb", {}), "mode": given.wandb_mode}
     control = replace(
-        experiment.control, **told, imports=[*experiment.control.imports, *named], loggers=loggers
+        experiment.control,
+        **settings,
+        imports=[*experiment.control.imports, *named],
+        loggers=loggers,
     )
     config = {
         **experiment.config,
-        **{name: value for name, value in told.items() if name in experiment.config},
+        **{name: value for name, value in settings.items() if name in experiment.config},
     }
     if given.partition is not None:
         config["slurm"] = {**config.get("slurm", {}), "partition": given.partition}

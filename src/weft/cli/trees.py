@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command in ("stats", *STATS_ALIASES):
         print("\n".join(format_statistics(trees)))
     elif arguments.command == "filter":
-        kept = (
-            made
+        pruned_trees = (
+            pruned_tree
             for tree in trees
-            if (made := message_trees.prune(tree, _build_selection(arguments))) is not None
+            if (pruned_tree := message_trees.prune(tree, _build_selection(arguments))) is not None
         )
-        count = write_json_lines(arguments.output, kept)
+        count = write_json_lines(arguments.output, pruned_trees)
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
@@ -183,8 +183,8 @@ def format_statistics(trees: Iterable[Tree]) -> list[str]:
         counts["rankings (rm)"] += sum(1 for _ in message_trees.iterate_rankings(tree, every))
         counts["prompts (rl)"] += sum(1 for _ in message_trees.iterate_prompts(tree, every))
     tables = {"roles": roles, "languages": langs, "states": states}
-    said = [f"{count:>9,}  {name}" for name, count in counts.items()]
-    return said + [
+    count_lines = [f"{count:>9,}  {name}" for name, count in counts.items()]
+    return count_lines + [
         f"{name}: {', '.join(f'{k} {n:,}' for k, n in table.most_common())}"
         for name, table in tables.items()
     ]
@@ -219,13 +219,13 @@ def _build_selection(arguments: argparse.Namespace) -> TreeFilter:
 
 
 def _parse_bounds(flag: str, words: Sequence[str]) -> dict[str, float]:
-    found = {}
+    bounds = {}
     for word in words:
         name, _, value = word.partition("=")
         try:
-            found[name] = float(value)
+            bounds[name] = float(value)
         except ValueError as error:
             raise ConfigError(
                 f"{flag} {word}: must be LABEL=NUMBER, such as quality=0.5"
             ) from error
-    return found
+    return bounds

@@ -106,12 +106,12 @@ def tokenize_in_background(
     ):
         return tokenize(form, lengths, tokenizer, source)
     form.check(tokenizer)
-    kept = find_cache_file(form, lengths, tokenizer, source, files)
+    cache_file = find_cache_file(form, lengths, tokenizer, source, files)
     job = make_job(form, lengths, tokenizer)
-    rows = None if kept.is_file() else _read_all_rows(job, source)
+    rows = None if cache_file.is_file() else _read_all_rows(job, source)
     if rows is None:
         return tokenize(form, lengths, tokenizer, source)
-    return _build_background_table(job, rows, source, kept)
+    return _build_background_table(job, rows, source, cache_file)
 
 
 def pack_outcome(outcome: Outcome) -> Packed:
@@ -226,7 +226,7 @@ def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
 
 
 def _build_background_table(
-    job: EncodingJob, rows: _SourceRows, source: RowSource, kept: Path
+    job: EncodingJob, rows: _SourceRows, source: RowSource, cache_file: Path
 ) -> BackgroundTokenTable:
     """Return the table, with the chosen rows tokenized so that its ids are known.
 
@@ -274,7 +274,13 @@ def _build_background_table(
     )
     columns = tuple(dict.fromkeys(name for _, sample in samples for name in sample.metadata))
     table = BackgroundTokenTable(
-        job, rows.places, rows.pickled, tuple(ids), np.asarray(left, dtype=np.int32), columns, kept
+        job,
+        rows.places,
+        rows.pickled,
+        tuple(ids),
+        np.asarray(left, dtype=np.int32),
+        columns,
+        cache_file,
     )
     for chunk, outcome in outcomes:
         table.add_samples(chunk, pack_outcome(outcome))
@@ -291,10 +297,10 @@ def _encode_eagerly(
     workers = min(source.num_workers or cpu_count() or 1, len(chunks))
     what = f"tokenizing {source.name or Path(source.path).name}, rows that may be too long"
     with source.progress(what, len(numbers)) as advance:
-        found = encode_in_processes(
+        outcomes = encode_in_processes(
             job, [rows.build_chunk(chunk) for chunk in chunks], workers, advance
         )
-    return list(zip(chunks, found, strict=True))
+    return list(zip(chunks, outcomes, strict=True))
 
 
 # -- during training
@@ -317,7 +323,7 @@ class BackgroundTokenTable:
         ids: tuple[str, ...],
         rows: npt.NDArray[np.int32],
         columns: tuple[str, ...],
-        kept: Path,
+        cache_file: Path,
     ) -> None:
         self.ids = ids
         self.rows = rows
@@ -327,7 +333,7 @@ class BackgroundTokenTable:
         self._places = places
         self._pickled = pickled
         self._columns = columns
-        self._cache_file = kept
+        self._cache_file = cache_file
         self._bytes = np.asarray([len(pickled[row]) for row in rows.tolist()], dtype=np.int64)
         self._state = np.zeros(len(ids), dtype=np.int8)
         # Chunk of each finished sample, and its index in the chunk.
@@ -373,8 +379,8 @@ class BackgroundTokenTable:
         with self._changed:
             if self._complete_table is not None:
                 return self._complete_table.take(indices)
-            found = self._gather(indices, others, extra)
-        return cast_to_edge_dtypes(replace(found, ids=tuple(self.ids[index] for index in indices)))
+            sample = self._gather(indices, others, extra)
+        return cast_to_edge_dtypes(replace(sample, ids=tuple(self.ids[index] for index in indices)))
 
     def _gather(
         self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
@@ -392,12 +398,12 @@ class BackgroundTokenTable:
             wanted.setdefault(chunk, []).append((at, int(place)))
         parts = []
         order = list[int]()
-        for chunk, found in wanted.items():
+        for chunk, entries in wanted.items():
             sample = self._samples[chunk] if chunk >= 0 else extra
             assert sample is not None, "`extra` has the samples outside the chunks"
-            part = sample.at([place for _, place in found])
-            parts.append(replace(part, ids=tuple(str(at) for at, _ in found)))
-            for at, _ in found:
+            part = sample.at([place for _, place in entries])
+            parts.append(replace(part, ids=tuple(str(at) for at, _ in entries)))
+            for at, _ in entries:
                 order.append(at)
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
@@ -500,11 +506,11 @@ class BackgroundTokenTable:
 
         Returns an empty array at the end, and after `close`.
         """
-        found: list[int] = []
+        samples: list[int] = []
         with self._changed:
             while (
                 self._next < len(self._queue)
-                and len(found) < CHUNK
+                and len(samples) < CHUNK
                 and not self._closed
                 and self._failure is None
             ):
@@ -512,8 +518,8 @@ class BackgroundTokenTable:
                 self._next += 1
                 if self._state[sample] == WAITING:
                     self._state[sample] = UNDER_WAY
-                    found.append(sample)
-        return np.asarray(sorted(found), dtype=np.int64)
+                    samples.append(sample)
+        return np.asarray(sorted(samples), dtype=np.int64)
 
     def _encode_here(self, samples: Sequence[int]) -> None:
         """Encode these samples in this process; no other process encodes them."""
@@ -540,8 +546,8 @@ class BackgroundTokenTable:
         """Add the samples of a chunk of rows."""
         table, problems = packed
         if problems:
-            found = [(rows[index], wrong, long) for index, wrong, long in problems]
-            self._fail(DataError(format_reports(self._places, found)))
+            row_problems = [(rows[index], wrong, long) for index, wrong, long in problems]
+            self._fail(DataError(format_reports(self._places, row_problems)))
             return
         samples = np.searchsorted(self.rows, [rows[index] for index in table.rows.tolist()])
         cut = tuple(replace(cut, row=rows[cut.row]) for cut in table.report.cut)

@@ -123,19 +123,19 @@ def _read_prompt(name: str, row: Row, form: str, replies: Sequence[str]) -> Prom
 
 def _read_pair(name: str, row: Row) -> PromptReplies:
     keys = [key for names in (CHOSEN, REJECTED) if (key := find_first_key(row, names)) is not None]
-    found = [row[key] for key in keys]
-    if len(found) < 2:
+    replies = [row[key] for key in keys]
+    if len(replies) < 2:
         raise BadRow("it has no two replies to compare")
-    if all(isinstance(each, str) for each in found) and not all(
-        dialogue.HUMAN in each for each in found
+    if all(isinstance(each, str) for each in replies) and not all(
+        dialogue.HUMAN in each for each in replies
     ):
         return _read_prompt(
             name,
             row,
             "preference",
             [
-                read_text({"chosen": found[0]}, "chosen"),
-                read_text({"rejected": found[1]}, "rejected"),
+                read_text({"chosen": replies[0]}, "chosen"),
+                read_text({"rejected": replies[1]}, "rejected"),
             ],
         )
     talks = [
@@ -179,15 +179,15 @@ def _read_tree(row: Row) -> Iterator[PromptReplies]:
     ranked = set()
     for path, replies in trees.iterate_rankings(row):
         ranked.add(path[-1]["message_id"])
-        said = tuple(reply["text"] for reply in replies)
+        texts = tuple(reply["text"] for reply in replies)
         yield PromptReplies(
-            path[-1]["message_id"], None, tuple(normalize_messages(trees.to_messages(path))), said
+            path[-1]["message_id"], None, tuple(normalize_messages(trees.to_messages(path))), texts
         )
     for path in trees.iterate_threads(row):
         if len(path) > 1 and path[-2]["message_id"] not in ranked:
             ranked.add(path[-2]["message_id"])
-            asked = tuple(normalize_messages(trees.to_messages(path[:-1])))
-            yield PromptReplies(path[-2]["message_id"], None, asked, (path[-1]["text"],))
+            prompt = tuple(normalize_messages(trees.to_messages(path[:-1])))
+            yield PromptReplies(path[-2]["message_id"], None, prompt, (path[-1]["text"],))
 
 
 # -- Functions that make a reply worse
@@ -231,10 +231,10 @@ def make_worse_reply(
     random = np.random.default_rng([int(low), int(high)])
     if kind == OTHER_PROMPT:
         taken = [each for each in others if each.id != row.id]
-        made = taken[int(random.integers(len(taken)))].replies[0] if taken else ""
+        reply = taken[int(random.integers(len(taken)))].replies[0] if taken else ""
     else:
         if len(row.replies[0].split()) >= LEAST_WORDS:
-            made = DEGRADATIONS[kind](row.replies[0], random)
+            reply = DEGRADATIONS[kind](row.replies[0], random)
         else:
-            made = ""
-    return None if not made.strip() or row.has_reply(made) else row.match_whitespace(made)
+            reply = ""
+    return None if not reply.strip() or row.has_reply(reply) else row.match_whitespace(reply)

@@ -92,12 +92,12 @@ class SourceSubset:
         sample = self.dataset[int(self.indices[index])]
         if not isinstance(sample, SequenceSample) or sample.num_ids != 1:
             if isinstance(sample, SequenceSample):
-                found = f"{sample.num_ids} ids"
+                description = f"{sample.num_ids} ids"
             else:
-                found = type(sample).__name__
+                description = type(sample).__name__
             raise DataError(
                 f"{self.name}[{index}]: a map-style dataset returns a SequenceSample of one id, "
-                f"not {found}"
+                f"not {description}"
             )
         ids = (f"{self.name}/{sample.ids[0]}",) if self.prefix else sample.ids
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
@@ -438,10 +438,10 @@ class StreamLoader:
             self._next_sample = next(self._iterator, None)
         sample = self._next_sample
         if not isinstance(sample, SequenceSample):
-            found = "nothing" if sample is None else type(sample).__name__
+            description = "nothing" if sample is None else type(sample).__name__
             raise DataError(
                 f"{self._name}: an iterable dataset yields SequenceSamples, epoch {epoch} gave "
-                f"{found}"
+                f"{description}"
             )
         at_limit = self._limit is not None and batch + 1 >= self._limit
         self._next_sample = None if at_limit else next(self._iterator, None)

@@ -134,14 +134,14 @@ def mask_spans(
     If `offsets` returns None, a boundary is the longest common token prefix of the text and the
     text before the boundary.
     """
-    found = offsets(text)
-    if found is None:
+    encoding = offsets(text)
+    if encoding is None:
         ids = encode(text)
         ranges = []
         for span in spans:
             ranges.append(tuple(count_common_prefix(encode(text[:at]), ids) for at in span))
         return ids, [any(a <= i < b for a, b in ranges) for i in range(len(ids))]
-    ids, places = found
+    ids, places = encoding
     mask = [False] * len(ids)
     for a, b in spans:
         for i, (start, stop) in enumerate(places):

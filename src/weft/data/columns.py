@@ -90,15 +90,18 @@ def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> 
             yield place, row
             continue
         there.update(dict.fromkeys(_iterate_paths(row)))
-        found = {
+        renamed_values = {
             name: value
             for name, column in columns.items()
             if (value := _read_value(row, column)) is not ABSENT
         }
-        for name in found:
+        for name in renamed_values:
             missing.pop(name, None)
         used = set(columns.values())
-        yield place, {**{key: value for key, value in row.items() if key not in used}, **found}
+        yield (
+            place,
+            {**{key: value for key, value in row.items() if key not in used}, **renamed_values},
+        )
     if missing and there:
         raise ConfigError(_describe_missing(missing, list(there), path))
 

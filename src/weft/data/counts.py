@@ -127,17 +127,17 @@ def render_table(counts: Sequence[SourceCount]) -> str:
 
 def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
     """Merge the training and evaluation counts of each source."""
-    found: dict[str, SourceCount] = {}
+    counts_by_source: dict[str, SourceCount] = {}
     for count in counts:
-        before = found.get(count.name)
+        before = counts_by_source.get(count.name)
         if before is None:
-            found[count.name] = count
+            counts_by_source[count.name] = count
             continue
         reports = []
         for each in (before, count):
             if each.report is not None:
                 reports.append(each.report)
-        found[count.name] = replace(
+        counts_by_source[count.name] = replace(
             before,
             train=before.train + count.train,
             evaluation=before.evaluation + count.evaluation,
@@ -145,4 +145,4 @@ def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
             report=sum(reports, TokenizationReport()) if reports else None,
             ahead=before.ahead or count.ahead,
         )
-    return list(found.values())
+    return list(counts_by_source.values())

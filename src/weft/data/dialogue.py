@@ -54,24 +54,24 @@ def split_messages(text: str) -> list[dict[str, str]]:
         marks, [*marks[1:], (len(text), "", "")], strict=True
     ):
         turns.append((role, text[at + len(mark) : stop]))
-    kept = []
-    for role, said in turns[:-1]:
-        if said.strip():
-            kept.append((role, said.strip()))
-    for role, said in turns[-1:]:
-        if said.strip() or role == "assistant":
-            kept.append((role, said.strip()))
-    return [{"role": role, "content": said} for role, said in kept]
+    messages = []
+    for role, content in turns[:-1]:
+        if content.strip():
+            messages.append((role, content.strip()))
+    for role, content in turns[-1:]:
+        if content.strip() or role == "assistant":
+            messages.append((role, content.strip()))
+    return [{"role": role, "content": content} for role, content in messages]
 
 
 def _find_marks(text: str, mark: str) -> list[int]:
     """Return the position of every occurrence of `mark`."""
-    found = []
+    positions = []
     at = text.find(mark)
     while at >= 0:
-        found.append(at)
+        positions.append(at)
         at = text.find(mark, at + 1)
-    return found
+    return positions
 
 
 def count_shared_words(one: str, other: str) -> int:

@@ -58,15 +58,15 @@ class EpochSamples:
         encoded = self._encode_sample(row, id, self.job.tokenizer.with_draw(draw))
         if self.window is not None:
             encoded = self.window.apply(encoded, draw)
-        kept, _ = fit_to_limits(encoded, self.job.lengths, self.job.tokenizer.bos_id)
-        return self.table.get_encoded(index) if kept is None else kept
+        sample, _ = fit_to_limits(encoded, self.job.lengths, self.job.tokenizer.bos_id)
+        return self.table.get_encoded(index) if sample is None else sample
 
     def _encode_sample(self, row: Row, id: str, tokenizer: Tokenizer) -> EncodedSample:
         form = self.job.form
         if isinstance(form, PartEncoder):
             return form.encode_part(row, tokenizer, id)
-        found: list[EncodedSample] = form.encode(row, tokenizer)
-        return next(one for one in found if not one.part or id.endswith(f"/{one.part}"))
+        samples: list[EncodedSample] = form.encode(row, tokenizer)
+        return next(one for one in samples if not one.part or id.endswith(f"/{one.part}"))
 
     @cached_property
     def _source_rows(self) -> list[Row]:

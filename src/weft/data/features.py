@@ -36,16 +36,18 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
         spec.system_tag_dropout,
         spec.label_masking,
     )
-    asked = {"role": "user", "content": "Hi"}
-    said = [{"role": "system", "content": MARK}]
-    if dress.prefix is not None and not _is_system_rendered(tokenizer, [*said, asked]):
+    user_message = {"role": "user", "content": "Hi"}
+    system_messages = [{"role": "system", "content": MARK}]
+    if dress.prefix is not None and not _is_system_rendered(
+        tokenizer, [*system_messages, user_message]
+    ):
         raise ConfigError(
             f"dataset.system_prefix: the chat template of {tokenizer.name} does not write a "
             f"system message; name one that does "
             f"with {tokenizer.option}.chat_template=chatml"
         )
     if dress.tags and not _is_system_rendered(
-        tokenizer, [asked, *said, {"role": "assistant", "content": "Hello"}]
+        tokenizer, [user_message, *system_messages, {"role": "assistant", "content": "Hello"}]
     ):
         raise ConfigError(
             f"dataset.system_tags=true: the chat template of {tokenizer.name} does not write a "

@@ -100,10 +100,10 @@ def join_groups(
     A shared key is taken from the first part; keys added since the split have one sequence per
     completion. Raises `DataError` if a part is missing or duplicated.
     """
-    found: dict[str, list[int]] = {}
+    rows_by_id: dict[str, list[int]] = {}
     for row, part in enumerate(parts):
-        found.setdefault(part["id"], []).append(row)
-    rows = [sorted(group, key=lambda row: parts[row]["first"]) for group in found.values()]
+        rows_by_id.setdefault(part["id"], []).append(row)
+    rows = [sorted(group, key=lambda row: parts[row]["first"]) for group in rows_by_id.values()]
     chosen: dict[str, list[Index]] = {key: [] for key in offsets}
     for group in rows:
         _check_complete([parts[row] for row in group])
@@ -113,7 +113,7 @@ def join_groups(
             chosen[key].append(
                 np.concatenate([np.arange(offset[r], offset[r + 1], dtype=np.int64) for r in taken])
             )
-    return _build_rearrangement(tuple(found), [group[0] for group in rows], chosen, {})
+    return _build_rearrangement(tuple(rows_by_id), [group[0] for group in rows], chosen, {})
 
 
 def _check_complete(parts: Sequence[Mapping[str, Any]]) -> None:

@@ -68,10 +68,10 @@ class LoadedData:
     def take_new_notes(self) -> list[str]:
         """Return notes on the sources whose tokenization has finished since the last call."""
         lines: list[str] = []
-        for told in list(self.pending_notes):
-            count, limits = told
+        for pending_note in list(self.pending_notes):
+            count, limits = pending_note
             if count.ahead is not None and (report := count.ahead.build_report()) is not None:
-                self.pending_notes.remove(told)
+                self.pending_notes.remove(pending_note)
                 lines.append(f"{count.label}: all {len(count.ahead):,} samples are tokenized")
                 lines += replace(count, report=report, ahead=None).build_notes(limits)
         return lines
@@ -137,7 +137,7 @@ def load_data(
     )
     # Read the sources, with validation samples split off.
     reader = SourceReader(spec, spec.type or dataset_type, util)
-    named, said = reader.prepare_named(assign_unique_names(resolve_sources(spec)))
+    named, named_notes = reader.prepare_named(assign_unique_names(resolve_sources(spec)))
     built = [reader.read_source(source, name, several=len(named) > 1) for source, name in named]
     valid = {one.valid.name: one.valid for one in built if one.valid is not None}
     drawn = count_per_epoch([one.share for one in built])
@@ -155,7 +155,7 @@ def load_data(
         counts.append(count)
     # Collect notes and lengths, build the loader, and start tokenizing in the background.
     notes = [
-        *said,
+        *named_notes,
         *(note for count in counts for note in count.build_notes(reader.describe_limits(count))),
     ]
     parts = tuple(one.train for one in built if isinstance(one.train, SourceSubset))
@@ -185,12 +185,12 @@ def load_data(
     )
 
 
-def _count_processes(asked: int | None, tables: int) -> int:
+def _count_processes(num_workers: int | None, tables: int) -> int:
     """Return the number of tokenizing processes per source during training.
 
-    `asked`: `dataset.num_workers`, or None for all cores but one, which training uses.
+    `num_workers`: `dataset.num_workers`, or None for all cores but one, which training uses.
     """
-    return max(1, ((os.cpu_count() or 1) - 1 if asked is None else asked) // tables)
+    return max(1, ((os.cpu_count() or 1) - 1 if num_workers is None else num_workers) // tables)
 
 
 def _build_loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> BatchLoader:
@@ -277,7 +277,7 @@ class SourceReader:
 
         The notes list the rows that were left out of named datasets.
         """
-        found: list[tuple[SourceSpec, str]] = []
+        sources: list[tuple[SourceSpec, str]] = []
         notes: list[str] = []
         for source, name in named:
             if source.named is not None:
@@ -291,11 +291,11 @@ class SourceReader:
                 )
                 mode = find_mode(self.type)
                 cache = find_cache_root(self.spec.cache_dir)
-                made = prepare(source, mode, cache, split, self.spec.named_file)
-                source = made.source
-                notes = [*notes, *made.notes]
-            found.append((source, name))
-        return found, notes
+                prepared = prepare(source, mode, cache, split, self.spec.named_file)
+                source = prepared.source
+                notes = [*notes, *prepared.notes]
+            sources.append((source, name))
+        return sources, notes
 
     def read_source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off its validation samples."""

@@ -76,8 +76,8 @@ def read_label(node: Node, name: str) -> float | None:
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
         return dict(zip(labels["name"], labels["value"], strict=True)).get(name)
-    found = labels.get(name)
-    value = found.get("value") if isinstance(found, Mapping) else found
+    label = labels.get(name)
+    value = label.get("value") if isinstance(label, Mapping) else label
     return None if value is None else float(value)
 
 
@@ -260,7 +260,7 @@ def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> lis
 
 def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
     """Return the messages of a path as chat messages, with their language and labels."""
-    made = []
+    messages = []
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"
         values = {"lang": node.get("lang"), **{name: read_label(node, name) for name in LABELS}}
@@ -268,5 +268,5 @@ def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
         for name, value in values.items():
             if value is not None:
                 known[name] = value
-        made.append({"role": role, "content": node["text"], **known})
-    return made
+        messages.append({"role": role, "content": node["text"], **known})
+    return messages

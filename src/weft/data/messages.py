@@ -65,10 +65,10 @@ def track_unread_keys() -> Iterator[set[str]]:
 
     The names have the form `messages[].KEY`.
     """
-    found: set[str] = set()
-    token = _unread.set(found)
+    unread_keys: set[str] = set()
+    token = _unread.set(unread_keys)
     try:
-        yield found
+        yield unread_keys
     finally:
         _unread.reset(token)
 
@@ -124,16 +124,18 @@ def _normalize_message(message: Any, number: int) -> Message:
             f"{type(message).__name__}"
         )
     # Role.
-    said = _find_first(message, "role", "from")
-    if said is None:
+    given_role = _find_first(message, "role", "from")
+    if given_role is None:
         raise DataError(
             f"message {number} has no role (keys: {', '.join(map(str, message)) or 'none'})"
         )
-    role = ROLES.get(str(said).lower())
+    role = ROLES.get(str(given_role).lower())
     if role is None:
-        close = find_nearest(str(said).lower(), ROLES)
-        raise DataError(f"message {number} has the unknown role {said!r}; {_build_hint(close)}")
-    found: Message = {"role": role}
+        close = find_nearest(str(given_role).lower(), ROLES)
+        raise DataError(
+            f"message {number} has the unknown role {given_role!r}; {_build_hint(close)}"
+        )
+    normalized: Message = {"role": role}
     # Tool calls, under one of two keys or as the role `function_call`.
     content: Any = _find_first(message, "content", "value")
     calls = list(message.get("tool_calls") or [])
@@ -150,7 +152,7 @@ def _normalize_message(message: Any, number: int) -> Message:
                 f"of them"
             )
         calls = calls or called
-    if said == "function_call":
+    if given_role == "function_call":
         calls = _read_calls(_parse_json(content, f"message {number}: function_call"))
         content = ""
     # Reasoning, and content given as text or in parts.
@@ -167,18 +169,18 @@ def _normalize_message(message: Any, number: int) -> Message:
         raise DataError(f"message {number}: content must be text, not {type(content).__name__}")
     if content is None and not calls:
         raise DataError(f"message {number} has no content")
-    found["content"] = content or ""
+    normalized["content"] = content or ""
     if calls:
-        found["tool_calls"] = [_normalize_call(call, number) for call in calls]
+        normalized["tool_calls"] = [_normalize_call(call, number) for call in calls]
     if thoughts:
-        found[REASONING] = _read_reasoning(thoughts, number)
+        normalized[REASONING] = _read_reasoning(thoughts, number)
     for key in KEPT:
         if message.get(key) is not None:
-            found[key] = message[key]
+            normalized[key] = message[key]
     if not _is_trained(message, role, number):
-        found["train"] = False
+        normalized["train"] = False
     _note_unread(message, READ, "messages[].")
-    return found
+    return normalized
 
 
 def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
@@ -186,12 +188,12 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
     for key, text in thoughts.items():
         if not isinstance(text, str):
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
-    said = set(thoughts.values())
-    if len(said) > 1:
+    texts = set(thoughts.values())
+    if len(texts) > 1:
         raise DataError(
             f"message {number}: {' and '.join(thoughts)} hold different thoughts; keep one of them"
         )
-    return str(said.pop())
+    return str(texts.pop())
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
@@ -204,25 +206,25 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     for key in WEIGHTS:
         if message.get(key) is not None:
             given[key] = message[key]
-    said = {key: SWITCHES.get(str(value).strip().lower()) for key, value in given.items()}
+    switches = {key: SWITCHES.get(str(value).strip().lower()) for key, value in given.items()}
     if role != "assistant":
         unread = _unread.get()
         if unread is not None:
             unread.update(
-                f"messages[].{key} of the {role}" for key, on in said.items() if on is not False
+                f"messages[].{key} of the {role}" for key, on in switches.items() if on is not False
             )
-        return False not in said.values()
-    for key, on in said.items():
+        return False not in switches.values()
+    for key, on in switches.items():
         if on is None:
             raise DataError(
                 f"message {number}: {key}={shorten(repr(given[key]))}: weft trains a turn of "
                 f"the assistant whole or not at "
                 f"all; write 1 (true) or 0 (false)"
             )
-    if len(set(said.values())) > 1:
+    if len(set(switches.values())) > 1:
         listed = " and ".join(f"{key}={given[key]!r}" for key in given)
         raise DataError(f"message {number}: {listed} contradict each other; keep one of them")
-    return False not in said.values()
+    return False not in switches.values()
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:

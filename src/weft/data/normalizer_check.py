@@ -42,9 +42,9 @@ def check_growth(file: Path, what: str) -> None:
 def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
     """Iterate over (part, value) of the normalizer and decoder; the large rest is not parsed."""
     decoder = json.JSONDecoder()
-    for found in PARTS.finditer(text):
+    for match in PARTS.finditer(text):
         try:
-            yield found[1], decoder.raw_decode(text, found.end())[0]
+            yield match[1], decoder.raw_decode(text, match.end())[0]
         except (ValueError, RecursionError):  # the library refuses the file
             continue
 

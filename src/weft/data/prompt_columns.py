@@ -145,15 +145,18 @@ def _read_history(row: Row) -> list[Message]:
         raise BadRow(
             f"{HISTORY!r} must be a list of [message, reply] pairs, not {describe_kind(pairs)}"
         )
-    made: list[Message] = []
+    messages: list[Message] = []
     for number, pair in enumerate(pairs, 1):
         if (
             not isinstance(pair, Sequence)
             or len(pair) != 2
-            or not all(isinstance(said, str) for said in pair)
+            or not all(isinstance(text, str) for text in pair)
         ):
             raise BadRow(
                 f"{HISTORY!r}, entry {number}, must be a pair of texts: a message and its reply"
             )
-        made += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return made
+        messages += [
+            {"role": "user", "content": pair[0]},
+            {"role": "assistant", "content": pair[1]},
+        ]
+    return messages

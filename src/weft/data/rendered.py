@@ -101,7 +101,7 @@ def find_lost_fields(
     else:
         lost = []
     try:
-        shown = render([message for message, _ in marked], tools, prompt)
+        marked_text = render([message for message, _ in marked], tools, prompt)
     except DataError:  # the template refuses marks: search the text for the messages themselves
         return lost + [
             (i, field)
@@ -110,7 +110,7 @@ def find_lost_fields(
         ]
     # Collect the fields whose marks are missing.
     for index, (_, marks) in enumerate(marked):
-        missing = {path for path, mark in marks.items() if mark not in shown}
+        missing = {path for path, mark in marks.items() if mark not in marked_text}
         fields = []
         for path in marks:
             if path in missing and path not in _list_calls(marks):
@@ -120,11 +120,11 @@ def find_lost_fields(
                 *(path for path in fields if not path.startswith("tool_calls[")),
                 "tool_calls",
             ]
-        said = messages[index]["content"]
+        content = messages[index]["content"]
         if (
             messages[index]["role"] != "assistant"
             and "content" not in missing
-            and not has_text(text, said)
+            and not has_text(text, content)
         ):
             fields.append(IN_PART)
         for field in fields:
@@ -157,13 +157,13 @@ def has_content(text: str, content: str) -> bool:
 
 def has_text(text: str, content: str) -> bool:
     """Return whether a rendered text contains a content, ignoring white space and quoting."""
-    said = content.strip()
-    if said in text:
+    stripped_content = content.strip()
+    if stripped_content in text:
         return True
     forms = (
-        said,
-        *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
-        repr(said)[1:-1],
+        stripped_content,
+        *(json.dumps(stripped_content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
+        repr(stripped_content)[1:-1],
     )
     packed = remove_whitespace(text)
     return any(remove_whitespace(form) in packed for form in forms)
@@ -185,22 +185,22 @@ def check_lost_fields(
     Raises `DataError` if the model would not see essential parts: the user's or a tool's text, the
     assistant's tool calls, or everything in an assistant's turn.
     """
-    told = {field for index, field in lost if index < 0}
+    lost_parts = {field for index, field in lost if index < 0}
     for index, message in enumerate(messages):
         fields = {field for number, field in lost if number == index}
         role = message["role"]
         if IN_PART in fields:
-            told.add(f"messages[] of the {role}, a part of content")
+            lost_parts.add(f"messages[] of the {role}, a part of content")
         elif fields and role in SYSTEM:
-            told.add(f"messages[] of the {role}")
+            lost_parts.add(f"messages[] of the {role}")
         elif fields and (role != "assistant" or _is_needed(message, fields)):
             raise build_not_rendered_error(
                 message, index, sorted(fields - {REASONING} or fields), name
             )
         elif index not in trained:
             for field in fields - {REASONING}:
-                told.add(f"messages[].{field}")
-    return frozenset(told)
+                lost_parts.add(f"messages[].{field}")
+    return frozenset(lost_parts)
 
 
 def build_not_rendered_error(
@@ -253,7 +253,7 @@ def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, s
             words.append(key)
     marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
     marked = {**message, **marks}
-    made = []
+    marked_calls = []
     for number, call in enumerate(message.get("tool_calls") or ()):
         path = f"tool_calls[{number}]"
         mark = f"weft{index}call{number}"
@@ -269,8 +269,8 @@ def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, s
             "name": f"{mark}weft",
             "arguments": _replace_leaves(call["function"]["arguments"], values),
         }
-        made.append({**call, "function": function})
-    return ({**marked, "tool_calls": made} if made else marked), marks
+        marked_calls.append({**call, "function": function})
+    return ({**marked, "tool_calls": marked_calls} if marked_calls else marked), marks
 
 
 def iterate_arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:

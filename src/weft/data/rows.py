@@ -103,9 +103,9 @@ def require_key(row: Row, keys: Sequence[str], form: str) -> str:
     `form` is the row's dataset type. Raises `BadRow` naming the missing key, and a dataset type
     that the row fits better.
     """
-    found = find_first_key(row, keys)
-    if found is not None:
-        return found
+    first_key = find_first_key(row, keys)
+    if first_key is not None:
+        return first_key
     if any(key in row for key in keys):
         raise BadRow(f"{next(key for key in keys if key in row)!r} is null")
     if is_tree_message(row):
@@ -129,12 +129,12 @@ def guess_type(row: Row) -> str | None:
         return "chat"
     if is_tree_message(row):
         return None
-    found = next(
+    dataset_type = next(
         (form for form, keys in TYPE_KEYS if all(row.get(key) is not None for key in keys)), None
     )
-    if found == "prompt_answer" and find_answer_messages(row) is not None:
+    if dataset_type == "prompt_answer" and find_answer_messages(row) is not None:
         return "chat"
-    return found
+    return dataset_type
 
 
 def is_tree(row: Row) -> bool:

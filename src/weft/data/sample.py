@@ -326,15 +326,15 @@ class SequenceSample:
                 f"update joins samples of the same ids; these differ in {len(apart)}: {apart[:5]}"
             )
         new = other if other.ids == self.ids else other.select(ids=self.ids)
-        kept = {}
+        unchanged_data = {}
         for key, value in self.data.items():
             if key not in new.lengths:
-                kept[key] = value
+                unchanged_data[key] = value
         return SequenceSample(
             self.ids,
             {**self.lengths, **new.lengths},
             {**self.offsets, **new.offsets},
-            {**kept, **new.data},
+            {**unchanged_data, **new.data},
             {**self.metadata, **new.metadata},
         )
 
@@ -359,14 +359,14 @@ class SequenceSample:
         for key, value in self.offsets.items():
             shapes[f"offsets/{key}"] = torch.from_numpy(value.copy())
         tensors = {f"data/{key}": torch.as_tensor(value) for key, value in self.data.items()}
-        kept = []
+        numpy_keys = []
         for key, value in self.data.items():
             if isinstance(value, np.ndarray):
-                kept.append(key)
+                numpy_keys.append(key)
         values = {
             "ids": self.ids,
             "metadata": dict(self.metadata),
-            **({"numpy": kept} if kept else {}),
+            **({"numpy": numpy_keys} if numpy_keys else {}),
         }
         return codec.encode({**shapes, **tensors}, values, compression)
 

@@ -71,28 +71,28 @@ def scan(
 
     Phrases are searched in answers, ignoring case and the kind of apostrophe.
     """
-    found = ScanFindings()
+    findings = ScanFindings()
     pattern = re.compile(
         "|".join(re.escape(_normalize_text(p)) for p in sorted(phrases, key=len, reverse=True))
     )
     seen: dict[str, list[str]] = {}
     for place, row in rows:
-        found.rows += 1
+        findings.rows += 1
         if isinstance(row, UnreadableRow):
-            found.unreadable.append(f"{place}: {row.reason}")
+            findings.unreadable.append(f"{place}: {row.reason}")
             continue
-        said = list(iterate_answers(row))
-        if any(not text.strip() for text in said):
-            found.empty.append(place)
-        for text in said:
+        answers = list(iterate_answers(row))
+        if any(not text.strip() for text in answers):
+            findings.empty.append(place)
+        for text in answers:
             for hit in pattern.finditer(_normalize_text(text)):
-                found.phrases.setdefault(hit.group(), []).append(
+                findings.phrases.setdefault(hit.group(), []).append(
                     (place, _extract_context(text, hit.start(), hit.end()))
                 )
         content = {key: value for key, value in row.items() if key != "id"}
         seen.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(place)
-    found.duplicates = [places for places in seen.values() if len(places) > 1]
-    return found
+    findings.duplicates = [places for places in seen.values() if len(places) > 1]
+    return findings
 
 
 def iterate_answers(row: Row) -> Iterator[str]:
@@ -148,5 +148,5 @@ def _normalize_text(text: str) -> str:
 def _extract_context(text: str, start: int, stop: int) -> str:
     before = max(0, start - CONTEXT)
     after = stop + CONTEXT
-    shown = " ".join(text[before:after].split())
-    return f"{'...' if before else ''}{shown}{'...' if after < len(text) else ''}"
+    excerpt = " ".join(text[before:after].split())
+    return f"{'...' if before else ''}{excerpt}{'...' if after < len(text) else ''}"

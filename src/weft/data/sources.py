@@ -87,21 +87,21 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     # Select the files of the split.
     if split:
-        kept = []
+        selected = []
         for f in files:
             if _find_split(f.relative_to(place)) == _normalize_split(split):
-                kept.append(f)
+                selected.append(f)
     else:
-        kept = _choose_default_split(place, files)
-    if not kept:
-        found = sorted({name for f in files if (name := _find_split(f.relative_to(place)))})
+        selected = _choose_default_split(place, files)
+    if not selected:
+        split_names = sorted({name for f in files if (name := _find_split(f.relative_to(place)))})
         raise DataError(
             f"{path}: no files of the split {split!r}; it has "
-            f"{', '.join(found) or 'no named splits'}"
+            f"{', '.join(split_names) or 'no named splits'}"
         )
-    for file in kept:
+    for file in selected:
         check_file(file, str(file), DataError)
-    return kept
+    return selected
 
 
 def read_rows(
@@ -166,11 +166,11 @@ def _peek_character(stream: IO[str]) -> str:
 
     A BOM counts as white space.
     """
-    found = " "
-    while found and (found.isspace() or found == "\ufeff"):
-        found = stream.read(1)
+    character = " "
+    while character and (character.isspace() or character == "\ufeff"):
+        character = stream.read(1)
     stream.seek(0)
-    return found
+    return character
 
 
 def _read_line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:

@@ -138,11 +138,13 @@ def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
     core.decoder = decoders.Sequence(undo)
     # Register pieces that are never split.
     for kind in (CONTROL, USER_DEFINED):
-        found = []
+        added_tokens = []
         for p, _, k in model.pieces:
             if k == kind:
-                found.append(tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL))
-        core.add_tokens(found)
+                added_tokens.append(
+                    tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL)
+                )
+        core.add_tokens(added_tokens)
     return core
 
 

@@ -38,10 +38,14 @@ class ConversationAdditions:
 
     def apply(self, messages: Sequence[Message], draw: np.random.Generator | None) -> list[Message]:
         """Return the messages with the additions; without `draw` all tags, in a fixed order."""
-        made = list(messages)
+        conversation = list(messages)
         if self.tags:
-            made = [each for message in made for each in (*self._build_tag(message, draw), message)]
-        return made if self.prefix is None else prepend_prefix(made, self.prefix)
+            conversation = [
+                each
+                for message in conversation
+                for each in (*self._build_tag(message, draw), message)
+            ]
+        return conversation if self.prefix is None else prepend_prefix(conversation, self.prefix)
 
     def _build_tag(self, message: Message, draw: np.random.Generator | None) -> list[Message]:
         if message["role"] != "assistant":

@@ -115,8 +115,8 @@ class TokenTable:
                 return [part.tolist() for part in one.sequences(key)]
             return []
 
-        kept = ("prompt", "completion", "loss_mask")
-        values = {key: one.data[key].tolist() for key in one.keys if key not in kept}
+        token_keys = ("prompt", "completion", "loss_mask")
+        values = {key: one.data[key].tolist() for key in one.keys if key not in token_keys}
         metadata = {name: value[0] for name, value in one.metadata.items()}
         return EncodedSample(
             split_lists("prompt")[0],

@@ -41,9 +41,9 @@ class TimeLimitExceeded(Exception):
 def find_template_problem(template: str) -> str | None:
     """Return the problem with a template, with its line if known, or None if none is found."""
     try:
-        found = _find_oversized(template)
-        if found is not None:
-            return found
+        problem = _find_oversized(template)
+        if problem is not None:
+            return problem
         with limit_time(GREETING_SECONDS):
             written: Any = render_jinja_template(
                 [[{"role": "user", "content": "Hi"}]], chat_template=template
@@ -144,8 +144,10 @@ class TimeLimitThread:
                 for entry, (thread, until) in list(self._entries.items()):
                     if now > until:
                         del self._entries[entry]
-                        told = ctypes.py_object(TimeLimitExceeded)
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), told)
+                        exception = ctypes.py_object(TimeLimitExceeded)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(thread), exception
+                        )
                 idle_since = now if self._entries else idle_since
                 if now - idle_since > IDLE:
                     self._thread = None

@@ -48,12 +48,12 @@ class TemplateOmission:
 
 def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission, ...]:
     """Merge cuts with the same part, advice and template; keep the place of the first turn."""
-    found: dict[tuple[str, str, str], TemplateOmission] = {}
+    omissions: dict[tuple[str, str, str], TemplateOmission] = {}
     for cut in cuts:
         key = cut.part, cut.keep, cut.template
-        first = found.get(key)
-        found[key] = cut if first is None else replace(first, turns=first.turns + cut.turns)
-    return tuple(found.values())
+        first = omissions.get(key)
+        omissions[key] = cut if first is None else replace(first, turns=first.turns + cut.turns)
+    return tuple(omissions.values())
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class TrainedTurn:
 
     def _advise_on_content(self) -> str:
         """Return advice on keeping reasoning at the beginning of the content."""
-        _, _, said = self.message["content"].rpartition(END_OF_THOUGHT)
-        apart = {**self.message, "content": said.strip(), REASONING: MARK}
-        inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{said.strip()}"}
+        _, _, answer = self.message["content"].rpartition(END_OF_THOUGHT)
+        apart = {**self.message, "content": answer.strip(), REASONING: MARK}
+        inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{answer.strip()}"}
         if self._is_written_when_last(inside):
             return "let the row end with that turn"
         if self._is_written(apart):

@@ -132,10 +132,12 @@ class Tokenizer:
         """
         if not self.hf.is_fast:
             return None
-        found = tokenizer_files.encode_text(
+        encoding = tokenizer_files.encode_text(
             self.hf, text, self.most_tokens, return_offsets_mapping=True
         )
-        return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+        return list(encoding["input_ids"]), [
+            (int(a), int(b)) for a, b in encoding["offset_mapping"]
+        ]
 
     def encode_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
@@ -160,8 +162,8 @@ class Tokenizer:
 
         If the tokenizer has several templates, it is the one called "default".
         """
-        found = self.hf.chat_template
-        return found.get("default") if isinstance(found, dict) else found
+        template = self.hf.chat_template
+        return template.get("default") if isinstance(template, dict) else template
 
     def render(
         self,
@@ -258,8 +260,8 @@ class Tokenizer:
 
         The mask is True on the assistant's text and on the token that ends each of its turns.
         """
-        found = self.mask_chat(messages, tools)
-        return found.ids, found.mask
+        conversation = self.mask_chat(messages, tools)
+        return conversation.ids, conversation.mask
 
     def mask_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
@@ -282,13 +284,13 @@ class Tokenizer:
             self.option,
         )
         # Tokenize, then add BOS and EOS if the template does not write them.
-        found = chat.mask_conversation(
+        conversation = chat.mask_conversation(
             template,
             self.additions.apply(normalize_messages(messages), self.draw),
             normalize_tools(tools),
         )
-        ids = found.ids
-        mask = found.mask
+        ids = conversation.ids
+        mask = conversation.mask
         if self.chat_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
             mask = [False, *mask]
@@ -296,12 +298,12 @@ class Tokenizer:
             ids, mask = chat.insert_eos(ids, mask, self.eos_id, self.decode)
         if not self.additions.label_masking:
             return replace(
-                found,
+                conversation,
                 ids=ids,
                 mask=[at > 0 for at in range(len(ids))],
-                unused=found.unused - {chat.UNTRAINED_MESSAGES},
+                unused=conversation.unused - {chat.UNTRAINED_MESSAGES},
             )
-        return replace(found, ids=ids, mask=mask)
+        return replace(conversation, ids=ids, mask=mask)
 
     def _find_marked_spans(
         self, messages: Sequence[dict[str, Any]], tools: Any
@@ -336,12 +338,12 @@ class Tokenizer:
 
         These are EOS, the template's end-of-turn token, and the ids in the model's configuration.
         """
-        found = [
+        candidates = [
             self.eos_id,
             None if self.turn_end is None else self.find_special_id(self.turn_end),
             *self.model_stops,
         ]
-        return list(dict.fromkeys(id for id in found if isinstance(id, int)))
+        return list(dict.fromkeys(id for id in candidates if isinstance(id, int)))
 
     def find_special_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None."""
@@ -355,9 +357,9 @@ class Tokenizer:
 
         Cached properties of the template are copied too.
         """
-        made = copy(self)
-        object.__setattr__(made, "draw", draw)
-        return made
+        tokenizer = copy(self)
+        object.__setattr__(tokenizer, "draw", draw)
+        return tokenizer
 
     def with_padding(self, token: str | None) -> Tokenizer:
         """Return the tokenizer with another padding token of its vocabulary, or without one."""

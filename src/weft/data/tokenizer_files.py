@@ -73,13 +73,13 @@ def read_stop_ids(path: str) -> tuple[int, ...]:
 
     Read from `eos_token_id` (one or several) in config.json and generation_config.json.
     """
-    found: list[int] = []
+    stop_ids: list[int] = []
     for name in STOP_ID_FILES:
         stated = read_model_values(path, name).get("eos_token_id")
         for id in stated if isinstance(stated, list) else [stated]:
             if isinstance(id, int):
-                found.append(id)
-    return tuple(dict.fromkeys(found))
+                stop_ids.append(id)
+    return tuple(dict.fromkeys(stop_ids))
 
 
 def read_model_values(path: str, name: str) -> Mapping[str, Any]:
@@ -114,20 +114,20 @@ def read_tokenizer(
     """
     # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
-    asked = _describe_path(path, option, own=own)
+    path_label = _describe_path(path, option, own=own)
     if place.is_file():
         if place.suffix == ".json":
-            check_growth(place, asked)
-            with explain_read_errors(f"{asked}: is not a tokenizer.json", UserError):
+            check_growth(place, path_label)
+            with explain_read_errors(f"{path_label}: is not a tokenizer.json", UserError):
                 return _check_tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
         raise UserError(
-            f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model"
+            f"{path_label}: a file must be a tokenizer.json or a sentencepiece tokenizer.model"
         )
     # A directory with a sentencepiece model only.
     if place.is_dir():
-        check_folder(place, asked)
+        check_folder(place, path_label)
     if place.is_dir() and not (place / "tokenizer.json").exists():
         model = place / SENTENCEPIECE
         if model.exists() and spm.is_sentencepiece(model):
@@ -136,22 +136,22 @@ def read_tokenizer(
                 model, read_object(config, str(config)) if config.exists() else {}
             )
     # Other directories and hub names, read by `transformers`.
-    refuse_url(path, asked)
+    refuse_url(path, path_label)
     if not place.exists() and (
         place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     ):
-        raise UserError(f"{asked}: no such file or directory")
+        raise UserError(f"{path_label}: no such file or directory")
     if place.is_dir():
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             if (place / name).exists():
-                check_file(place / name, f"{asked}: {place / name}", UserError)
+                check_file(place / name, f"{path_label}: {place / name}", UserError)
     fix = "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
-    with explain_read_errors(f"{asked}: no tokenizer can be read there", UserError, fix):
+    with explain_read_errors(f"{path_label}: no tokenizer can be read there", UserError, fix):
         if not place.is_dir() and not trust_remote_code:
             place = hub.find_model_folder(path)
         source = str(place) if place.is_dir() else path
         if (place / "tokenizer.json").is_file():
-            check_growth(place / "tokenizer.json", f"{asked}: {place / 'tokenizer.json'}")
+            check_growth(place / "tokenizer.json", f"{path_label}: {place / 'tokenizer.json'}")
         try:
             own_config = _read_plain_config(source)
             hf = _check_tokenizer(
@@ -162,7 +162,7 @@ def read_tokenizer(
         except (
             StrictDataclassError
         ) as wrong:  # an invalid value in config.json, read to find the tokenizer's class
-            raise UserError(f"{asked}/config.json: {describe_cause(wrong)}") from wrong
+            raise UserError(f"{path_label}/config.json: {describe_cause(wrong)}") from wrong
         hf.name_or_path = path
         return hf
 
@@ -363,10 +363,10 @@ def encode_text(
     ):
         # Do not build masks: lists as long as the ids, whose construction blocks other threads.
         masks = {"return_attention_mask": False, "return_token_type_ids": False}
-        found: Mapping[str, Any] = hf(
+        encoding: Mapping[str, Any] = hf(
             text, add_special_tokens=False, verbose=False, **masks, **more
         )
-    return found
+    return encoding
 
 
 def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
@@ -452,12 +452,12 @@ def list_added_tokens(
     The word `template` in `given` is replaced by the special tokens of the chat template. Raises
     `ConfigError` if no chat template is given by name then.
     """
-    found: list[str] = []
+    tokens: list[str] = []
     for token in given:
         if token != TEMPLATE:
-            found.append(token)
+            tokens.append(token)
         elif template is not None and template in TEMPLATES:
-            found += TEMPLATES[template].tokens
+            tokens += TEMPLATES[template].tokens
         else:
             raise ConfigError(
                 f"{option}.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template "
@@ -465,7 +465,7 @@ def list_added_tokens(
                 f"{option}.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write "
                 f"the tokens themselves"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tokens))
 
 
 def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None:
@@ -490,21 +490,21 @@ def check_named_template(
     known = hf.get_vocab()
     template = TEMPLATES[name]
     missing = [token for token in template.tokens if token not in known]
-    asked = f"{format_option(option, 'chat_template')}={name}"
+    setting = f"{format_option(option, 'chat_template')}={name}"
     if missing:
         if option == COMMAND:
             fix = "the model never learned them"
         else:
             fix = f"add them with '{option}.add_tokens=[template]'"
         raise ConfigError(
-            f"{asked} writes {', '.join(missing)}, which the vocabulary of {path} lacks; {fix}, "
+            f"{setting} writes {', '.join(missing)}, which the vocabulary of {path} lacks; {fix}, "
             f"or take a template in words "
             "such as zephyr"
         )
     unset = [token for token in template.needs if getattr(hf, token) is None]
     if unset:
         raise ConfigError(
-            f"{asked} writes the {unset[0]}, which {path} does not name; set "
+            f"{setting} writes the {unset[0]}, which {path} does not name; set "
             f"{format_option(option, unset[0])}"
         )
 

@@ -122,11 +122,11 @@ def tokenize(
             ),
             files,
         )
-    kept = find_cache_file(form, lengths, tokenizer, source, files)
-    table = _read_cache(kept)
+    cache_file = find_cache_file(form, lengths, tokenizer, source, files)
+    table = _read_cache(cache_file)
     if table is None:
         table = _tokenize_files(make_job(form, lengths, tokenizer), files, source)
-        write_cache(kept, table)
+        write_cache(cache_file, table)
     if not len(table):
         raise build_no_rows_error(source, table.report.rows)
     return _add_places(table, files)
@@ -190,15 +190,15 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
             held.update(name for name, value in given.items() if value not in (None, "", []))
             own = read_id(row, job.form.id_key)
             with track_unread_keys() as unused:
-                made = job.form.encode(row, job.tokenizer)
+                row_samples = job.form.encode(row, job.tokenizer)
             # Apply the length limits.
-            for encoded in made:
+            for encoded in row_samples:
                 unused |= encoded.unused
                 cuts += [replace(cut, row=index) for cut in encoded.cut]
-                kept, done = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
+                sample, done = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
                 counts.update([*done, "both"] if len(done) > 1 else done)
-                if kept is not None:
-                    samples.append((index, own, kept))
+                if sample is not None:
+                    samples.append((index, own, sample))
             held |= unused
             read |= row.read - unused
         except (BadRow, DataError) as error:
@@ -255,12 +255,12 @@ def _encode_first_samples(
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
     outcomes: list[Outcome] = []
-    found = 0
+    num_samples = 0
     for place, row in rename_columns(read, source.columns, source.path):
         rows.append((str(place), row))
         outcomes.append(encode_rows(job, rows[-1:]))
-        found += len(outcomes[-1][0])
-        if found >= most or outcomes[-1][2]:
+        num_samples += len(outcomes[-1][0])
+        if num_samples >= most or outcomes[-1][2]:
             break
     return _assemble(rows, outcomes)
 
@@ -272,8 +272,8 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     own_ids: list[tuple[int, str | None]] = []
     start = 0
     total = TokenizationReport()
-    for samples, report, found in outcomes:
-        for index, wrong, long in found:
+    for samples, report, chunk_problems in outcomes:
+        for index, wrong, long in chunk_problems:
             problems.append((start + index, wrong, long))
         for index, own, _ in samples:
             own_ids.append((start + index, own))
@@ -345,16 +345,18 @@ def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[s
             f"{_format_first_places(places, problems)}: each of the {len(places)} rows {wrong}{hint}"
         ]
     long = [problem for problem in problems if problem[2] is not None]
-    told = [_format_too_long(places, long)] if long else []
-    return told + [
+    reports = [_format_too_long(places, long)] if long else []
+    return reports + [
         f"{places[row]}: {wrong}" for row, wrong, too_long in problems if too_long is None
     ]
 
 
 def _format_first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
     """Return the first few places of some problems, as text."""
-    found = list(dict.fromkeys(places[row] for row, _, _ in problems))
-    return ", ".join(found[:MAX_PLACES]) + (", ..." if len(found) > MAX_PLACES else "")
+    distinct_places = list(dict.fromkeys(places[row] for row, _, _ in problems))
+    return ", ".join(distinct_places[:MAX_PLACES]) + (
+        ", ..." if len(distinct_places) > MAX_PLACES else ""
+    )
 
 
 def _format_too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:

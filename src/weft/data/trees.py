@@ -54,11 +54,11 @@ def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
 
 def _read_facts(node: Node) -> dict[str, Any]:
     labels = node.get("labels") or {}
-    found = {}
+    label_values = {}
     for name in ("quality", "humor", "creativity"):
         if labels.get(name):
-            found[name] = labels[name]["value"]
-    return {"lang": node["lang"], **found} if node.get("lang") else found
+            label_values[name] = labels[name]["value"]
+    return {"lang": node["lang"], **label_values} if node.get("lang") else label_values
 
 
 def _find_root(row: Row) -> Node:

@@ -91,38 +91,43 @@ class _RenderedConversation:
         # Render the messages before the turn, with and without the generation prompt.
         text = self.text
         content = self.messages[index]["content"].strip()
-        shown = self._render_beginning(index, prompt=True)
+        rendering = self._render_beginning(index, prompt=True)
         plain = self._render_beginning(index, prompt=False)
         # The conversation begins with this rendering.
-        if shown is not None and text.startswith(shown):
-            if shown != plain:
-                return len(shown)
-            return self._skip_header(index, len(shown))
+        if rendering is not None and text.startswith(rendering):
+            if rendering != plain:
+                return len(rendering)
+            return self._skip_header(index, len(rendering))
         # The template has no generation prompt, or refuses these messages: use the texts around.
-        said = self._find_content(index)
+        content_span = self._find_content(index)
         before = self._find_content(index - 1)
-        if shown is None or plain is None or not shown.startswith(plain) or shown == plain:
+        if (
+            rendering is None
+            or plain is None
+            or not rendering.startswith(plain)
+            or rendering == plain
+        ):
             closing = self._find_text_after_content(index - 1, plain)
             if before and closing is not None and text.startswith(closing, before[1]):
                 return self._skip_header(index, before[1] + len(closing))
-            if said is None or not content or said[0] < at:
+            if content_span is None or not content or content_span[0] < at:
                 raise self._build_error(index, "begins")
-            return said[0]
+            return content_span[0]
         if text.startswith(plain):
-            return self._find_header_end(shown[len(plain) :], len(plain))
+            return self._find_header_end(rendering[len(plain) :], len(plain))
         # The messages before the turn are rendered differently in the whole conversation, so the
         # header is searched between their text and the turn's own text.
         low = max(at, before[1] if before else 0)
-        high = said[0] if said else len(text)
-        header = shown[len(plain) :]
+        high = content_span[0] if content_span else len(text)
+        header = rendering[len(plain) :]
         mark = (
             find_leading_token(header.lstrip(), self.template.added)
             or header.strip().split("\n")[0]
         )
-        found = text.rfind(mark, low, high) if said else text.find(mark, low)
-        if found < 0 or not mark:
+        mark_position = text.rfind(mark, low, high) if content_span else text.find(mark, low)
+        if mark_position < 0 or not mark:
             raise self._build_error(index, "begins")
-        return self._find_header_end(header[header.find(mark) :], found)
+        return self._find_header_end(header[header.find(mark) :], mark_position)
 
     def find_stop(self, index: int, start: int) -> int:
         """Return the position after the end token of turn `index`, which begins at `start`.
@@ -132,25 +137,25 @@ class _RenderedConversation:
         # The conversation begins with the rendering up to this turn.
         text = self.text
         end = self.template.turn_end
-        shown = self._render_beginning(index + 1, prompt=False)
-        if shown is not None and text.startswith(shown):
-            found = text.rfind(end, start, len(shown)) if end else -1
-            if end and found >= 0:
-                return found + len(end)
-            return max(start, len(text[: len(shown)].rstrip()))
+        rendering = self._render_beginning(index + 1, prompt=False)
+        if rendering is not None and text.startswith(rendering):
+            end_position = text.rfind(end, start, len(rendering)) if end else -1
+            if end and end_position >= 0:
+                return end_position + len(end)
+            return max(start, len(text[: len(rendering)].rstrip()))
         # Otherwise search after the turn's text, before the text of the next message.
-        said = self._find_content(index)
+        content_span = self._find_content(index)
         following = self._find_content(index + 1)
-        if said is None or said[1] < start:
+        if content_span is None or content_span[1] < start:
             raise self._build_error(index, "ends")
-        if following and following[0] >= said[1]:
+        if following and following[0] >= content_span[1]:
             limit = following[0]
         else:
-            limit = self._find_next_content(index, said[1])
-        rest = text[said[1] : limit]
-        closing = self._find_text_after_content(index, shown)
+            limit = self._find_next_content(index, content_span[1])
+        rest = text[content_span[1] : limit]
+        closing = self._find_text_after_content(index, rendering)
         if closing is not None and rest.startswith(closing.rstrip()):
-            return said[1] + len(closing.rstrip())
+            return content_span[1] + len(closing.rstrip())
         # A turn followed by others can end differently: with the usual token after other text, or
         # with another token directly after the turn's text.
         if end and end in rest:
@@ -159,7 +164,7 @@ class _RenderedConversation:
             token = find_leading_token(rest.lstrip(CLOSING), self.template.added)
         if end is None or token is None:
             raise self._build_error(index, "ends")
-        return said[1] + rest.find(token) + len(token)
+        return content_span[1] + rest.find(token) + len(token)
 
     def _skip_header(self, index: int, at: int) -> int:
         """Return the start of turn `index`, at or after `at`.
@@ -167,11 +172,15 @@ class _RenderedConversation:
         Used if the template has no generation prompt. Skips a header that the template writes
         before the words of a reply, but neither white space nor the beginning of a tool call.
         """
-        said = self._find_content(index)
+        content_span = self._find_content(index)
         content = self.messages[index]["content"]
-        if said is None or not content.strip() or not has_content(self.text[slice(*said)], content):
+        if (
+            content_span is None
+            or not content.strip()
+            or not has_content(self.text[slice(*content_span)], content)
+        ):
             return at
-        return said[0] if self.text[at : said[0]].strip() else at
+        return content_span[0] if self.text[at : content_span[0]].strip() else at
 
     def _render_beginning(self, count: int, *, prompt: bool) -> str | None:
         """Return the first `count` messages rendered without the others.
@@ -188,16 +197,16 @@ class _RenderedConversation:
             )
         return self.words[index]
 
-    def _find_text_after_content(self, index: int, shown: str | None) -> str | None:
-        """Return the text after the content of message `index` in `shown`.
+    def _find_text_after_content(self, index: int, rendering: str | None) -> str | None:
+        """Return the text after the content of message `index` in `rendering`.
 
-        `shown` is the conversation up to that message. Returns None if the template refuses it.
+        `rendering` is the conversation up to that message. Returns None if the template refuses it.
         """
         talk = [*self.messages[:index], _replace_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
-        if shown is None or other is None:
+        if rendering is None or other is None:
             return None
-        return shown[_find_changed_span(shown, other)[1] :]
+        return rendering[_find_changed_span(rendering, other)[1] :]
 
     def _locate_content(self, index: int) -> Span | None:
         talk = [
@@ -216,8 +225,8 @@ class _RenderedConversation:
         Returns the end of the text if it is not found.
         """
         words = (message["content"].strip() for message in self.messages[index + 1 :])
-        found = self.text.find(next(filter(None, words), ""), at)
-        return found if found >= 0 else len(self.text)
+        position = self.text.find(next(filter(None, words), ""), at)
+        return position if position >= 0 else len(self.text)
 
     def _find_header_end(self, header: str, at: int) -> int:
         """Return the end of the generation prompt that begins at `at`.
@@ -269,9 +278,9 @@ def _try_render(
 
 def _count_characters(template: TemplateFunctions, text: str, tokens: int) -> int:
     """Return the number of characters in the first `tokens` tokens of `text`."""
-    found = template.offsets(text)
-    if found is not None:
-        return found[1][tokens][0] if tokens < len(found[1]) else len(text)
+    encoding = template.offsets(text)
+    if encoding is not None:
+        return encoding[1][tokens][0] if tokens < len(encoding[1]) else len(text)
     low = 0
     high = len(text)
     while low < high:

@@ -67,22 +67,22 @@ def check_adapters(spec: AdaptedRoleOptions) -> None:
 
 
 def _check_prefix(spec: AdaptedRoleOptions) -> None:
-    asked = f"prefix.num_tokens={spec.prefix.num_tokens}"
+    setting = f"prefix.num_tokens={spec.prefix.num_tokens}"
     if spec.lora.r > 0:
-        raise ConfigError(f"{asked} and lora.r={spec.lora.r} exclude each other; set one of them")
+        raise ConfigError(f"{setting} and lora.r={spec.lora.r} exclude each other; set one of them")
     if spec.freezes:
         raise ConfigError(
-            f"{asked} excludes freeze_layers and train_last_layers: a prefix leaves every weight "
+            f"{setting} excludes freeze_layers and train_last_layers: a prefix leaves every weight "
             f"frozen; set one of them"
         )
     if spec.backend == "hf":
         raise ConfigError(
-            f"{asked}: backend=hf runs the module as it is, which has no prefix; use "
+            f"{setting}: backend=hf runs the module as it is, which has no prefix; use "
             f"backend=torch, or lora.r in its place"
         )
     if spec.init_from_scratch:
         raise ConfigError(
-            f"{asked}, init_from_scratch=true: a prefix is saved without the weights it belongs "
+            f"{setting}, init_from_scratch=true: a prefix is saved without the weights it belongs "
             f"to, and random ones are saved "
             "nowhere; leave one of them out"
         )
@@ -92,7 +92,7 @@ def _check_prefix(spec: AdaptedRoleOptions) -> None:
     ):
         if value:
             raise ConfigError(
-                f"{asked}, {name}={value!r}: a prefix is saved without the weights it belongs to, "
+                f"{setting}, {name}={value!r}: a prefix is saved without the weights it belongs to, "
                 f"and this changes them; leave "
                 "one of them out, or take lora.r"
             )

@@ -70,7 +70,7 @@ class SavedTensors:
             with _open_tensors(pieces[0][0]) as file:
                 whole = file.get_tensor(name)
                 return whole if where is None or not whole.dim() else whole[where].clone()
-        found: Tensor | None = None
+        tensor: Tensor | None = None
         missing = math.prod(part.stop - part.start for part in where)
         for path, place in pieces:
             assert place is not None
@@ -83,15 +83,15 @@ class SavedTensors:
                 part = file.get_slice(name)[
                     tuple(_from(c, p) for c, p in zip(common, place, strict=True))
                 ]
-            if found is None:
-                found = part.new_empty([part.stop - part.start for part in where])
-            found[tuple(_from(c, w) for c, w in zip(common, where, strict=True))] = part
+            if tensor is None:
+                tensor = part.new_empty([part.stop - part.start for part in where])
+            tensor[tuple(_from(c, w) for c, w in zip(common, where, strict=True))] = part
             missing -= part.numel()
-        if found is None or missing:
+        if tensor is None or missing:
             raise CheckpointError(
                 f"{self._directory}: a slice of {name!r} was not saved; a rank's file is missing"
             )
-        return found
+        return tensor
 
 
 def _from(part: slice, origin: slice) -> slice:

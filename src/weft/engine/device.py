@@ -167,15 +167,15 @@ def keep_sums_wide(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
+def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
     """Select the flash attention named by the option `flash_attention`; return notes for the user.
 
     Raises `ConfigError` if it is not available.
     """
     try:
-        note = flash.choose(device, asked)
+        note = flash.choose(device, version)
     except RuntimeError as refused:
-        raise ConfigError(f"flash_attention={asked}: {refused}; leave it out") from refused
+        raise ConfigError(f"flash_attention={version}: {refused}; leave it out") from refused
     return () if note is None else (note,)
 
 
@@ -223,12 +223,12 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
             "memory": read_memory_bytes(device),
         }
     properties = torch.cuda.get_device_properties(device)
-    found = {"name": properties.name, "memory": properties.total_memory}
+    facts = {"name": properties.name, "memory": properties.total_memory}
     if (driver := _read_driver_version()) is not None:
-        found["driver"] = driver
+        facts["driver"] = driver
     if (peak := find_peak_rates(properties.name)) is not None:
-        found |= {"tflops": peak.tflops, "gb_per_s": peak.gb_per_s}
-    return found
+        facts |= {"tflops": peak.tflops, "gb_per_s": peak.gb_per_s}
+    return facts
 
 
 def format_hardware(facts: Mapping[str, Any], called: str) -> str:
@@ -270,10 +270,10 @@ def _count_cores() -> int:
 def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's kernel module, or None if it is unknown."""
     if version.is_file():
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text())
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text())
     else:
-        found = None
-    return None if found is None else found[0]
+        match = None
+    return None if match is None else match[0]
 
 
 @functools.cache

@@ -211,7 +211,7 @@ def estimate(
     masters = trainable * WIDE * apart * on_device
     state = _count_state_bytes(shape, settings, trainable) * on_device
     cache = max((cache for _, cache, _ in calls), default=0)
-    kept = cache if settings.keeps_cache else 0
+    resident_cache = cache if settings.keeps_cache else 0
     return RoleMemory(
         parameters=parameters,
         masters=masters,
@@ -222,8 +222,8 @@ def estimate(
         call=max((most for _, _, most in calls), default=0)
         + (_count_gathered_bytes(shape, settings, adds_up=adds_up) if calls else 0)
         + (shape.largest_matrix * width if shape.rounded else 0),
-        kept=kept,
-        away=(parameters + masters + kept) * settings.weights_leave
+        kept=resident_cache,
+        away=(parameters + masters + resident_cache) * settings.weights_leave
         + state * settings.optimizer_leaves,
     )
 
@@ -293,12 +293,14 @@ def _estimate_call(
         chunks = alone if settings.in_place else SCORING_CHUNKS
         most = ends + max(working, chunks * head + packed)
         return most, 0, most
-    # Training: `kept` are the activations of all layers; recomputed layers keep their input only.
+    # Training: `saved_activations` are the activations of all layers; recomputed layers keep their input only.
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.count_saved_per_token() * width
-    kept = (shape.layers - again) * layer + again * work.tokens * shape.stream_width * width
+    saved_activations = (
+        shape.layers - again
+    ) * layer + again * work.tokens * shape.stream_width * width
     if not again or shape.layers % settings.recompute:
-        kept += shape.count_saved_in_last_layer(work.tokens, work.rows) * width - layer
+        saved_activations += shape.count_saved_in_last_layer(work.tokens, work.rows) * width - layer
     if settings.in_place:
         chunks = alone
     else:
@@ -308,7 +310,7 @@ def _estimate_call(
         + (layer if again else 0)
         + _count_fp8_copies(shape, settings, work)
     )
-    activations = ends + kept + max(working, chunks * head + packed)
+    activations = ends + saved_activations + max(working, chunks * head + packed)
     gradients = 0 if settings.offload_optimizer else trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations exist, and the gradient of the output matrix, which

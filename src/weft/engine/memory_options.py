@@ -65,9 +65,9 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
     )
     on_host = _change_trained(again, lambda s: replace(s, offload_optimizer=True))
     adapted = {name: _with_adapters(case) for name, case in again.items()}
-    found = [MemoryOption("as set", _estimate_total(cases))]
+    options = [MemoryOption("as set", _estimate_total(cases))]
     if again != cases:
-        found.append(MemoryOption(option, _estimate_total(again)))
+        options.append(MemoryOption(option, _estimate_total(again)))
     before = f"{option} " if again != cases else ""
     for more, changed in (
         ("optimizer.state_dtype=8bit", narrow),
@@ -75,15 +75,15 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
         (f"lora.r={ADAPTER_RANK}", adapted),
     ):
         if changed != again:
-            found.append(
+            options.append(
                 MemoryOption(
                     f"{before}{more}", _estimate_total(changed), lacks=find_install_command(more)
                 )
             )
     for count in () if any(case.shape.shards > 1 for case in cases.values()) else SHARDS:
         shared = {name: _shard_case(case, count) for name, case in again.items()}
-        found.append(MemoryOption(f"{before}layout=d{count}", _estimate_total(shared), count))
-    return found
+        options.append(MemoryOption(f"{before}layout=d{count}", _estimate_total(shared), count))
+    return options
 
 
 def find_install_command(*options: str) -> str:
@@ -127,9 +127,9 @@ def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
     If none fits, one line names the alternative that needs the least memory.
     """
     others = list_memory_options(cases)[1:]
-    found = [way for way in others if way.size <= usable]
-    if found:
-        for way in found:
+    fitting_options = [way for way in others if way.size <= usable]
+    if fitting_options:
+        for way in fitting_options:
             each = " each" if way.devices > 1 else ""
             size = f"{_format_size(way.size)}{each}{_format_install(way)}"
             yield f"with {way.options}: about {size}"
@@ -138,11 +138,11 @@ def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
         yield f"the least is {_format_size(least.size)} ({least.options}); take more or larger GPUs"
 
 
-def format_table(found: Sequence[MemoryOption]) -> list[str]:
+def format_table(options: Sequence[MemoryOption]) -> list[str]:
     """Return a line for each memory option: its settings, size and smallest GPU."""
-    width = max(len(way.options) for way in found)
+    width = max(len(way.options) for way in options)
     table: list[str] = []
-    for way in found:
+    for way in options:
         table.append(
             f"{way.options:<{width}}  {_format_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
             f"{_format_fit(way)}{_format_install(way)}"
@@ -198,8 +198,10 @@ def _with_adapters(case: MemoryCase) -> MemoryCase:
     mlp = (3 if shape.gated else 2) * (shape.hidden + shape.inner)
     attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key)
     count = shape.layers * ADAPTER_RANK * (attention + mlp)
-    kept = ADAPTER_RANK * (ADAPTED_MATRICES + (3 if shape.gated else 2)) + shape.inner
-    adapted = replace(shape, parameters=shape.parameters + count, trainable=count, adapters=kept)
+    saved_elements = ADAPTER_RANK * (ADAPTED_MATRICES + (3 if shape.gated else 2)) + shape.inner
+    adapted = replace(
+        shape, parameters=shape.parameters + count, trainable=count, adapters=saved_elements
+    )
     return replace(case, shape=adapted)
 
 

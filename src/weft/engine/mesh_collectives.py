@@ -241,12 +241,12 @@ class MeshCollectives:
 
         The rank is `first` if it has the slice.
         """
-        found: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
+        slices: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
             if name in self.holdings[rank]:
                 where = self.holdings[rank][name]
-                found.setdefault(tuple((part.start, part.stop) for part in where), (rank, where))
-        return iter(found.values())
+                slices.setdefault(tuple((part.start, part.stop) for part in where), (rank, where))
+        return iter(slices.values())
 
     def _find_first_holder(self, name: str) -> int:
         own = self.holdings[self.mesh.rank][name]

@@ -29,5 +29,7 @@ def describe_planned_engine(
     if spec.backend not in MODULES:
         return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
     backend = import_module(MODULES[spec.backend])
-    found: Mapping[str, Any] = backend.planned(replace(spec, planned=True), mesh, device, tokenizer)
-    return found
+    description: Mapping[str, Any] = backend.planned(
+        replace(spec, planned=True), mesh, device, tokenizer
+    )
+    return description

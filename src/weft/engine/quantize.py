@@ -14,10 +14,10 @@ def check_quantize(spec: ModelSpec, role: str = "") -> None:
     if spec.quantize is None:
         return
     dot = f"{role}." if role else ""
-    asked = f"{dot}quantize={spec.quantize}"
+    setting = f"{dot}quantize={spec.quantize}"
     if spec.trained and spec.lora.r == 0:
         raise ConfigError(
-            f"{asked}: quantized weights cannot be trained; train adapters on top of them "
+            f"{setting}: quantized weights cannot be trained; train adapters on top of them "
             f"({dot}lora.r=16), or leave it out"
         )
     others = {
@@ -29,9 +29,9 @@ def check_quantize(spec: ModelSpec, role: str = "") -> None:
     for name, value in others.items():
         if value:
             raise ConfigError(
-                f"{asked} and {dot}{name}={str(value).lower()} exclude each other; set one of them"
+                f"{setting} and {dot}{name}={str(value).lower()} exclude each other; set one of them"
             )
     if spec.quantize == "4bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
         raise ConfigError(
-            f"{asked}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
+            f"{setting}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
         )

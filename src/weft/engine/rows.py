@@ -161,16 +161,16 @@ class PackLayout:
     def list_joins(self) -> tuple[PrefixContinuation, ...]:
         """Return each shared prefix and its continuations as spans of the pack."""
         ends = self.starts + self.length
-        found = []
+        joins = []
         for first in self.order[self.lead_lengths[self.order] > 0]:
             last = np.flatnonzero(self.first == first)[-1]
             start = int(ends[first] - self.lengths[first] + self.prefix[first])
-            found.append(
+            joins.append(
                 PrefixContinuation(
                     (start - int(self.lead_lengths[first]), start), (start, int(ends[last]))
                 )
             )
-        return tuple(found)
+        return tuple(joins)
 
     @property
     def num_cross_pairs(self) -> float:
@@ -353,9 +353,9 @@ class SampleRows:
             same = (
                 (group == group[first]) & (comparison == comparison[first]) & (rank > rank[first])
             )
-            found = np.flatnonzero(same)
-            better.append(np.full(len(found), first))
-            worse.append(found)
+            worse_indices = np.flatnonzero(same)
+            better.append(np.full(len(worse_indices), first))
+            worse.append(worse_indices)
         return self._on_device(np.concatenate(better)), self._on_device(np.concatenate(worse))
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:

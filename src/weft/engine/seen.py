@@ -43,13 +43,13 @@ def keep_outputs(
         return None
     offsets = part.offsets["completion"]  # [num_ids + 1], in completions
     tokens = part.starts["completion"][offsets]  # [num_ids + 1]
-    kept = []
+    indices = []
     for index, id in enumerate(part.ids):
         if id in chosen and tokens[index + 1] - tokens[index] <= TOKENS:
-            kept.append(index)
-    if not kept:
+            indices.append(index)
+    if not indices:
         return None
-    groups = [part.seqlens["completion"][index] for index in kept]
+    groups = [part.seqlens["completion"][index] for index in indices]
     lengths = {
         "logprobs": [group.tolist() for group in groups],
         "scores": [[1] * len(group) for group in groups],
@@ -60,9 +60,9 @@ def keep_outputs(
         data[name] = torch.cat(
             [
                 out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])]
-                for index in kept
+                for index in indices
             ]
         )
     return SequenceSample.from_groups(
-        [part.ids[index] for index in kept], {name: lengths[name] for name in names}, data
+        [part.ids[index] for index in indices], {name: lengths[name] for name in names}, data
     )

@@ -30,19 +30,19 @@ class ServiceAddress:
         Raises `ConfigError` for a URL that is not a model's, or one to which the token would be
         sent unencrypted; the message does not contain the token.
         """
-        found = http.split_base_url(
+        parsed = http.split_base_url(
             f"{role}.url", url, ("http", "https", "grpc", "grpcs"), EXAMPLE, TOKEN_VARIABLE
         )
-        model = found.path.strip("/").removeprefix("v2/models/")
-        if not model or "/" in model or not found.port:
+        model = parsed.path.strip("/").removeprefix("v2/models/")
+        if not model or "/" in model or not parsed.port:
             raise ConfigError(
                 f"{role}.url={url!r} must name host, port and model, such as {EXAMPLE}"
             )
         token = http.read_api_key(f"{role}.service.token_env", spec.token_env, TOKEN_VARIABLE)
-        loopback = http.is_loopback(found.hostname or "")
+        loopback = http.is_loopback(parsed.hostname or "")
         if (
             token is not None
-            and found.scheme in ("http", "grpc")
+            and parsed.scheme in ("http", "grpc")
             and not loopback
             and not spec.insecure
         ):
@@ -52,4 +52,4 @@ class ServiceAddress:
                 f"{role}.service.token_env=null to send none, or {role}.service.insecure=true "
                 f"where the network is trusted"
             )
-        return cls(url.rstrip("/"), found.scheme, found.netloc, unquote(model), token, loopback)
+        return cls(url.rstrip("/"), parsed.scheme, parsed.netloc, unquote(model), token, loopback)

@@ -87,7 +87,7 @@ class ServiceClient:
             size = self.spec.rows
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         # Send them concurrently, and join the answers in order.
-        made = [
+        answers = [
             values
             for part in self._map_concurrently(
                 lambda part: self._ask(part, name, temperature), parts
@@ -95,10 +95,10 @@ class ServiceClient:
             for values in part
         ]
         if wanted == "scores":
-            return batch.one_per("completion", scores=np.array(made, np.float32)).select(
+            return batch.one_per("completion", scores=np.array(answers, np.float32)).select(
                 keys=["scores"]
             )
-        flat = np.concatenate(made) if made else np.zeros(0, np.float32)
+        flat = np.concatenate(answers) if answers else np.zeros(0, np.float32)
         return batch.like("completion", logprobs=flat.astype(np.float32)).select(keys=["logprobs"])
 
     def _map_concurrently(
@@ -119,24 +119,24 @@ class ServiceClient:
         """Return the model's output to read. Raises `ConfigError` if none is suitable."""
         if self._known is None:
             self._known = self._call_with_retries(self._transport.fetch_metadata)
-        found = []
+        candidates = []
         for name in NAMES[wanted]:
             if name in self._known.outputs:
-                found.append(name)
-        if not found or IDS not in self._known.inputs:
+                candidates.append(name)
+        if not candidates or IDS not in self._known.inputs:
             raise ConfigError(
                 f"{self.role}.url={self.place.url}: this model takes "
                 f"{', '.join(self._known.inputs)} and gives "
                 f"{', '.join(self._known.outputs)}; it must take {IDS} and give "
                 f"{' or '.join(NAMES[wanted])}"
             )
-        if temperature != 1.0 and found[0] == "logprobs" and STARTS not in self._known.inputs:
+        if temperature != 1.0 and candidates[0] == "logprobs" and STARTS not in self._known.inputs:
             raise ConfigError(
                 f"{self.role}.url={self.place.url}: this model gives log-probs at temperature 1, "
                 f"and completions are sampled "
                 f"at {temperature:g}; sample at 1, or use weft serve or a model that gives logits"
             )
-        return found[0]
+        return candidates[0]
 
     def _ask(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
         """Send one request; return a number per row, or the log-probs of each row's completion.
@@ -167,28 +167,28 @@ class ServiceClient:
             )
         if name not in shapes:
             return [float(value) for value in values.ravel()]
-        made = []
+        logprobs = []
         for index, (ids, start) in enumerate(rows):
             if name == "logprobs":
-                made.append(values[index, start : len(ids)].astype(np.float32))
+                logprobs.append(values[index, start : len(ids)].astype(np.float32))
             else:
-                made.append(
+                logprobs.append(
                     _compute_log_softmax(
                         values[index, start - 1 : len(ids) - 1], ids[start:], temperature
                     )
                 )
-        return made
+        return logprobs
 
     def _build_inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the rows, padded at the end, in the types of the model's inputs."""
         longest = max(len(ids) for ids, _ in rows)
-        made = {
+        arrays = {
             IDS: np.array([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows]),
             MASK: np.array([[*[1] * len(ids), *[0] * (longest - len(ids))] for ids, _ in rows]),
             STARTS: np.array([[max(1, start)] for _, start in rows]),
         }
         result: dict[str, Tensor] = {}
-        for name, values in made.items():
+        for name, values in arrays.items():
             if name in types:
                 result[name] = values.astype(DATATYPES[types[name]])
         return result
@@ -206,8 +206,10 @@ class ServiceClient:
             )
             if last:
                 times = f" (asked {attempt + 1} times)" if attempt else ""
-                said = f": {came.response.strip()[:200]!r}" if came.response.strip() else ""
-                raise RunError(f"{self._describe_address()}: {came.cause}{times}{said}; {came.fix}")
+                excerpt = f": {came.response.strip()[:200]!r}" if came.response.strip() else ""
+                raise RunError(
+                    f"{self._describe_address()}: {came.cause}{times}{excerpt}; {came.fix}"
+                )
             time.sleep(http.compute_retry_delay(attempt, came.retry_after_s, jitter))
             attempt += 1
         return came

@@ -103,9 +103,9 @@ class GRPCTransport:
         except grpc.RpcError as error:
             code = error.code()
             if code == grpc.StatusCode.UNAUTHENTICATED:
-                said = ""
+                details = ""
             else:
-                said = http.mask_key(error.details() or "", self._place.token)
+                details = http.mask_key(error.details() or "", self._place.token)
             return RequestFailure(
-                code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, said
+                code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, details
             )

@@ -64,9 +64,9 @@ class HTTPTransport:
         if isinstance(came, RequestFailure):
             return came
         with contextlib.suppress(DataError, KeyError, TypeError, AttributeError):
-            said = read_object(came.content)
-            inputs = {entry["name"]: entry["datatype"] for entry in said["inputs"]}
-            return ServiceMetadata(inputs, tuple(entry["name"] for entry in said["outputs"]))
+            metadata = read_object(came.content)
+            inputs = {entry["name"]: entry["datatype"] for entry in metadata["inputs"]}
+            return ServiceMetadata(inputs, tuple(entry["name"] for entry in metadata["outputs"]))
         return _build_reply_trouble(self._place)
 
     def infer(
@@ -106,9 +106,9 @@ class HTTPTransport:
         if status == 200:
             return response
         if status in (401, 403):
-            said = ""
+            response_text = ""
         else:
-            said = http.mask_key(response.text, self._place.token)
+            response_text = http.mask_key(response.text, self._place.token)
         fix = STATUS_FIXES.get(
             status, "look at the server's log" if status >= 500 else "check url and the model"
         )
@@ -116,7 +116,7 @@ class HTTPTransport:
             f"status {status}",
             fix,
             http.is_retryable_status(status),
-            said,
+            response_text,
             http.parse_retry_after(response.headers.get("Retry-After")),
         )
 

@@ -72,10 +72,10 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
         for longer in one.longer:
             longer.chosen = len(one.shorter) if one.worth[one.chosen] else one.chosen
     places = {number: np.flatnonzero(belongs == number) for number in set(belongs.tolist()) - {-1}}
-    made = []
+    prefixes = []
     for number, of in places.items():
-        made.append(SharedPrefix(tuple(sorted(order[at] for at in of)), tree[number].size))
-    return sorted(made, key=lambda prefix: prefix.sequences)
+        prefixes.append(SharedPrefix(tuple(sorted(order[at] for at in of)), tree[number].size))
+    return sorted(prefixes, key=lambda prefix: prefix.sequences)
 
 
 def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]:
@@ -83,7 +83,7 @@ def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]
 
     Longer prefixes of fewer sequences come before shorter prefixes of more sequences.
     """
-    made: list[_CommonPrefix] = []
+    prefixes: list[_CommonPrefix] = []
     # prefixes that are not yet in a larger one, by their first and by their last sequence
     ends: dict[int, _CommonPrefix] = {}
     for at in sorted(
@@ -97,12 +97,12 @@ def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]
             one = _CommonPrefix(
                 at if left is None else left.start, at, common[at], [] if left is None else [left]
             )
-            made.append(one)
+            prefixes.append(one)
         if right is not None:
             one.longer.append(right)
         one.end = at + 2 if right is None else right.end
         ends[one.start] = ends[one.end - 1] = one
-    return made
+    return prefixes
 
 
 def _count_common_tokens(one: Tokens, other: Tokens) -> int:

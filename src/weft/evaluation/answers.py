@@ -41,7 +41,7 @@ def sample_answers(
     """
     # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
-    asked = [prompt.tokenize(tokenizer, system=system, plain=plain) for prompt in prompts]
+    prompt_ids = [prompt.tokenize(tokenizer, system=system, plain=plain) for prompt in prompts]
     specs = []
     for each in settings:
         specs.append(replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.list_stop_ids()]))
@@ -56,7 +56,7 @@ def sample_answers(
             ),
             sampling=spec,
         )
-        for index, ids in enumerate(asked)
+        for index, ids in enumerate(prompt_ids)
         for kind, spec in enumerate(specs)
         for k in range(1 if spec.greedy else samples)
     ]
@@ -76,17 +76,17 @@ def sample_answers(
                     if progress is not None:
                         progress(len(ends), len(requests))
     # Decode the tokens.
-    made: list[list[list[SampledAnswer]]] = []
+    answers: list[list[list[SampledAnswer]]] = []
     for _ in prompts:
-        made.append([[] for _ in settings])
+        answers.append([[] for _ in settings])
     for request in requests:
         index, kind = map(int, request.id.split("/"))
         ids = tokens[request.id, request.k]
         text = tokenizer.decode_after(list(request.prompt), ids, skip_special=True)
-        made[index][kind].append(
+        answers[index][kind].append(
             SampledAnswer(text.strip(), tuple(ids), ends[request.id, request.k])
         )
-    return made
+    return answers
 
 
 def _compute_max_new_tokens(

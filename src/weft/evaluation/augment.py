@@ -70,7 +70,7 @@ def read(paths: Sequence[str]) -> list[PromptReplies]:
 
     Raises `DataError` that lists the rows without replies, or if there are no rows.
     """
-    found = list[PromptReplies]()
+    rows = list[PromptReplies]()
     wrong = list[str]()
     seen = dict[str, int]()
     for place, row in (
@@ -79,18 +79,22 @@ def read(paths: Sequence[str]) -> list[PromptReplies]:
         try:
             if isinstance(row, UnreadableRow):
                 raise BadRow(row.reason)
-            for made in read_replies(row, len(found)):
-                times = seen[made.id] = seen.get(made.id, 0) + 1
-                found.append(made if times == 1 else replace(made, id=f"{made.id}-{times}"))
+            for prompt_replies in read_replies(row, len(rows)):
+                times = seen[prompt_replies.id] = seen.get(prompt_replies.id, 0) + 1
+                rows.append(
+                    prompt_replies
+                    if times == 1
+                    else replace(prompt_replies, id=f"{prompt_replies.id}-{times}")
+                )
         except (BadRow, DataError) as error:
             wrong.append(f"{place}: {error}")
             if len(wrong) == MAX_REPORTED:
                 break
     if wrong:
         raise DataError("\n".join(["these rows have no replies to rank:", *wrong]))
-    if not found:
+    if not rows:
         raise DataError(f"{', '.join(paths)}: it contains no replies")
-    return found
+    return rows
 
 
 def write(
@@ -98,12 +102,12 @@ def write(
     plan: AugmentationOptions,
     weak: WeakModel | None,
     file: Path,
-    said: Mapping[str, Any],
+    options: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> AugmentationCounts:
     """Write `file`, or resume from the unfinished file of an interrupted command.
 
-    `said` are the command's options, written to the first line of the unfinished file. Raises
+    `options` are the command's options, written to the first line of the unfinished file. Raises
     `ConfigError` if `file` exists, or if the unfinished file has other options.
     """
     if file.exists():
@@ -112,7 +116,7 @@ def write(
         )
     part = file.with_name(f"{file.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
-    first = json.dumps(dict(said), sort_keys=True)
+    first = json.dumps(dict(options), sort_keys=True)
     lines = _read_unfinished(part, first)
     done = AugmentationCounts()
     # Append each missing part to the unfinished file.
@@ -120,12 +124,12 @@ def write(
         chunk = rows[start : start + ROWS_PER_PART]
         number = start // ROWS_PER_PART
         if number < len(lines):
-            made = lines[number]
+            line = lines[number]
         else:
-            made = json.dumps(_augment_part(chunk, rows, plan, weak, number), ensure_ascii=False)
+            line = json.dumps(_augment_part(chunk, rows, plan, weak, number), ensure_ascii=False)
             with open_file(part, "a", encoding="utf-8") as stream:
-                stream.write(made + "\n")
-            lines.append(made)
+                stream.write(line + "\n")
+            lines.append(line)
         if progress is not None:
             progress(min(start + ROWS_PER_PART, len(rows)), len(rows))
     # Write the rows of all parts to the final file.
@@ -175,20 +179,20 @@ def _augment_part(
         if weak is not None and drawn
         else [None] * len(drawn)
     )
-    made = list[dict[str, Any]]()
+    output_rows = list[dict[str, Any]]()
     left_out = 0
     for row, taken in zip(chunk, chosen, strict=True):
         bad = [
-            found
+            reply
             for kind in plan.kinds
-            if taken and (found := make_worse_reply(kind, row, rows, plan.seed)) is not None
+            if taken and (reply := make_worse_reply(kind, row, rows, plan.seed)) is not None
         ]
         answer = next(sampled) if taken else None
         bad += [] if answer is None or row.has_reply(answer) else [row.match_whitespace(answer)]
         written = list(_build_rows(row, bad, plan.pairs))
-        made = made + written
+        output_rows = output_rows + written
         left_out = left_out + (not written)
-    return {"left_out": left_out, "rows": made}
+    return {"left_out": left_out, "rows": output_rows}
 
 
 def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
@@ -241,20 +245,20 @@ def _sample_weak_replies(
         )
     else:
         answers = []
-    said = {
+    replies = {
         place: texts
         for place, of_prompt in zip(prompts, answers, strict=True)
         if (texts := [answer.text for answer in of_prompt[0] if answer.text.strip()])
     }
     if weak.reward is None:
-        return [said[place][0] if place in said else None for place in range(len(rows))]
+        return [replies[place][0] if place in replies else None for place in range(len(rows))]
     # Select the best reply to each row by reward.
     scores = rewards.score_replies(
-        weak.reward, [prompts[place] for place in said], list(said.values())
+        weak.reward, [prompts[place] for place in replies], list(replies.values())
     )
     best = {
-        place: texts[int(found.argmax())]
-        for (place, texts), found in zip(said.items(), scores, strict=True)
+        place: texts[int(row_scores.argmax())]
+        for (place, texts), row_scores in zip(replies.items(), scores, strict=True)
     }
     return [best.get(place) for place in range(len(rows))]
 

@@ -37,23 +37,25 @@ def choose(
     With `finished_only`, answers cut at the length limit are dropped if any other answer is
     complete.
     """
-    made = []
-    for prompt, said, found in zip(prompts, answers, scores, strict=True):
+    rankings = []
+    for prompt, candidates, candidate_scores in zip(prompts, answers, scores, strict=True):
         distinct = {}
-        for answer, value in zip(said, found, strict=True):
+        for answer, value in zip(candidates, candidate_scores, strict=True):
             if answer.text:
                 distinct[answer.text] = (answer, float(value))
-        kept = list(distinct.values())
-        whole = [pair for pair in kept if pair[0].finish_reason == "stop"]
-        kept = whole if finished_only and whole else kept
-        if kept:
-            kept.sort(key=lambda pair: -pair[1])
-            made.append(
+        selected = list(distinct.values())
+        whole = [pair for pair in selected if pair[0].finish_reason == "stop"]
+        selected = whole if finished_only and whole else selected
+        if selected:
+            selected.sort(key=lambda pair: -pair[1])
+            rankings.append(
                 RankedAnswers(
-                    prompt, tuple(answer for answer, _ in kept), tuple(value for _, value in kept)
+                    prompt,
+                    tuple(answer for answer, _ in selected),
+                    tuple(value for _, value in selected),
                 )
             )
-    return made
+    return rankings
 
 
 def save(

@@ -111,11 +111,11 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
 
 def find_context_length(values: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions in a config.json, by any of its names, or None."""
-    found = (
+    lengths = (
         values.get(name)
         for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     )
-    return next((value for value in found if isinstance(value, int)), None)
+    return next((value for value in lengths if isinstance(value, int)), None)
 
 
 def is_scorer(path: str) -> bool:

@@ -72,9 +72,9 @@ def _parse_prompt(row: Any, number: str) -> EvaluationPrompt:
     if not isinstance(row, Mapping):
         raise BadRow("it is not a JSON object")
     key = require_prompt_key(row, None, "prompt")
-    asked = tuple(read_conversation(row, key))
+    messages = tuple(read_conversation(row, key))
     if isinstance(row[key], str):
         text = read_prompt_text(row, key)
     else:
-        text = str(asked[-1]["content"])
-    return EvaluationPrompt(str(row.get("id", number)), text, asked)
+        text = str(messages[-1]["content"])
+    return EvaluationPrompt(str(row.get("id", number)), text, messages)

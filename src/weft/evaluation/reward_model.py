@@ -96,9 +96,9 @@ def evaluate(
             f"{', '.join(ORDERED)}"
         )
     # Read and tokenize the rows.
-    made: type[TableDataset] = datasets.get(kind)
+    dataset_class: type[TableDataset] = datasets.get(kind)
     limits = {} if opened.context is None else {"max_seqlen": opened.context}
-    table = made(
+    table = dataset_class(
         DatasetUtility(opened.tokenizer, name=name),
         path=path,
         split=split,

@@ -33,8 +33,8 @@ def score_replies(
     """
     lengths = LengthLimits(max_seqlen=opened.context)
     encoded = list[EncodedSample]()
-    for prompt, said in zip(prompts, replies, strict=True):
-        whole = _encode(opened.tokenizer, prompt, said)
+    for prompt, texts in zip(prompts, replies, strict=True):
+        whole = _encode(opened.tokenizer, prompt, texts)
         short, _ = fit_to_limits(whole, lengths, opened.tokenizer.bos_id)
         if short is None:
             raise DataError(
@@ -50,12 +50,12 @@ def score_replies(
     )
     scores = list[npt.NDArray[np.float64]]()
     for start in range(0, len(table), IDS_AT_ONCE):
-        made = opened.engine.forward(
+        output = opened.engine.forward(
             table.take(range(start, min(start + IDS_AT_ONCE, len(table)))), frozenset({"scores"})
         )
-        flat = to_host_array(made.data["scores"]).astype(np.float64)
-        owners = made.group_of("scores")
-        for index in range(made.num_ids):
+        flat = to_host_array(output.data["scores"]).astype(np.float64)
+        owners = output.group_of("scores")
+        for index in range(output.num_ids):
             scores.append(flat[owners == index])
     return scores
 

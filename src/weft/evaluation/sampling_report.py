@@ -41,13 +41,13 @@ def build(
     rows = []
     for prompt, of_prompt in zip(prompts, answers, strict=True):
         results = []
-        for chosen, said in zip(settings, of_prompt, strict=True):
+        for chosen, samples in zip(settings, of_prompt, strict=True):
             results.append(
                 {
                     "sampling_config": chosen.name,
                     "sampling_params": _read_sampling_parameters(chosen),
-                    "outputs": [answer.text for answer in said],
-                    "finish": [answer.finish_reason for answer in said],
+                    "outputs": [answer.text for answer in samples],
+                    "finish": [answer.finish_reason for answer in samples],
                 }
             )
         rows.append(
@@ -118,11 +118,11 @@ def _find_problem(report: Any) -> str | None:
 
 def extract_prompts(report: Report) -> list[EvaluationPrompt]:
     """Return the prompts of a report; Open-Assistant's reports have texts but no messages."""
-    found = []
+    prompts = []
     for number, row in enumerate(report["prompts"]):
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        found.append(EvaluationPrompt(str(row.get("id", number)), row["prompt"], tuple(messages)))
-    return found
+        prompts.append(EvaluationPrompt(str(row.get("id", number)), row["prompt"], tuple(messages)))
+    return prompts
 
 
 def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> None:
@@ -130,11 +130,11 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
 
     There is one array per prompt, with the scores of all outputs of its results in order.
     """
-    for row, found in zip(report["prompts"], scores, strict=True):
+    for row, row_scores in zip(report["prompts"], scores, strict=True):
         at = 0
         for result in row["results"]:
             count = len(result["outputs"])
-            result["scores"] = [float(value) for value in found[at : at + count]]
+            result["scores"] = [float(value) for value in row_scores[at : at + count]]
             at += count
 
 
@@ -145,15 +145,15 @@ def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
         for result in row["results"]:
             if result.get("scores"):
                 by_setting.setdefault(result["sampling_config"], []).append(result["scores"])
-    made = {}
+    means = {}
     for name, groups in by_setting.items():
         each = np.array([np.mean(group) for group in groups])
         if len(each) > 1:
             error = float(each.std(ddof=1) / np.sqrt(len(each)))
         else:
             error = 0.0
-        made[name] = (float(each.mean()), error, sum(map(len, groups)))
-    return made
+        means[name] = (float(each.mean()), error, sum(map(len, groups)))
+    return means
 
 
 def write(path: Path, text: str) -> None:
@@ -208,12 +208,12 @@ def _name_columns(reports: Sequence[Report]) -> list[str]:
 
     There is no column for a setting that a model was not sampled with.
     """
-    found: dict[str, None] = {}
+    columns: dict[str, None] = {}
     for index, report in enumerate(reports):
         for row in report["prompts"]:
             for result in row["results"]:
-                found[_name_column(reports, index, result["sampling_config"])] = None
-    return list(found)
+                columns[_name_column(reports, index, result["sampling_config"])] = None
+    return list(columns)
 
 
 def _name_column(reports: Sequence[Report], index: int, setting: str) -> str:
@@ -240,8 +240,8 @@ def _render_models(reports: Sequence[Report]) -> str:
         )
         for setting in settings:
             mean, error, _ = scored.get(setting, (None, None, 0))
-            shown = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
-            cell = f"<td>{shown}</td>" if has_rewards else ""
+            reward_text = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
+            cell = f"<td>{reward_text}</td>" if has_rewards else ""
             rows.append(f"<tr><td>{escape(_name_column(reports, index, setting))}</td>{cell}</tr>")
     return "".join(rows)
 
@@ -263,10 +263,10 @@ def _render_outputs(result: Mapping[str, Any]) -> str:
     outputs = result["outputs"]
     scores = result.get("scores") or []
     finishes = result.get("finish") or []
-    made = []
+    blocks = []
     for number, output in enumerate(outputs):
         facts = [f"reward {scores[number]:.3f}"] if number < len(scores) else []
         facts += ["cut"] if number < len(finishes) and finishes[number] == "length" else []
         note = f'<p class="facts">{", ".join(facts)}</p>' if facts else ""
-        made.append(f"<blockquote>{escape(output) or '<i>nothing</i>'}</blockquote>{note}")
-    return "".join(made)
+        blocks.append(f"<blockquote>{escape(output) or '<i>nothing</i>'}</blockquote>{note}")
+    return "".join(blocks)

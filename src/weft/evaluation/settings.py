@@ -62,8 +62,8 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSet
     notes = list[str]()
     for word in words:
         if word.endswith((".yaml", ".yml", ".json")):
-            found, left_out = read_file(word, base)
-            chosen += found
+            file_settings, left_out = read_file(word, base)
+            chosen += file_settings
             notes += left_out
         else:
             chosen.append(build_shipped(word, base))
@@ -91,7 +91,7 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], 
         raise ConfigError(
             f"{path}: must contain settings by name, such as {{warm: {{temperature: 0.7}}}}"
         )
-    found = list[SamplingSettings]()
+    settings = list[SamplingSettings]()
     notes = list[str]()
     for name, given in _list_entries(path, values):
         missing = []
@@ -103,8 +103,8 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], 
                 f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}"
             )
             continue
-        found.append(_parse_settings(name, given, base, f"{path}: {name}"))
-    return found, notes
+        settings.append(_parse_settings(name, given, base, f"{path}: {name}"))
+    return settings, notes
 
 
 def _list_entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -85,10 +85,10 @@ class StateBlocks(Generic[T]):
 
     def separate_states(self, ids: Sequence[str]) -> list[T]:
         """Return the states of exactly these ids, splitting blocks where needed; may be modified."""
-        found = []
+        states = []
         for block, chosen in self.group_by_block(ids).items():
             if block is not None and len(chosen) == len(block.ids):
-                found.append(block.state)
+                states.append(block.state)
                 continue
             own = StateBlock(
                 dict.fromkeys(chosen), self._new() if block is None else self._copy(block.state)
@@ -98,8 +98,8 @@ class StateBlocks(Generic[T]):
             if block is not None:
                 for id in chosen:
                     del block.ids[id]
-            found.append(own.state)
-        return found
+            states.append(own.state)
+        return states
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
         """Remove these ids; yield (state, removed ids, whether the block is empty)."""

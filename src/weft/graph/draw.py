@@ -76,10 +76,10 @@ class _GraphDrawing:
         height = bottom + (22 if legend else 0)
         width = max(self._width, 300.0)
         shift = (width - self._width) / 2
-        told = ", ".join(self._graph.order)
+        node_names = ", ".join(self._graph.order)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-shift:g} 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" role="img" aria-label="Dataflow graph: {escape(told)}">',
+            f'height="{height:g}" role="img" aria-label="Dataflow graph: {escape(node_names)}">',
             f"<style>{self._render_style()}</style>",
             MARKERS,
             f'<rect class="ground" x="{-shift:g}" width="{width:g}" height="{height:g}"/>',
@@ -160,11 +160,11 @@ class _GraphDrawing:
 
     def _render_edge(self, pair: Pair) -> str:
         keys = ", ".join(self._edges[pair].keys)
-        told = f"{pair[0]} to {pair[1]}: {keys}"
+        title = f"{pair[0]} to {pair[1]}: {keys}"
         style = "edge pale" if pair in self._implied_edges else "edge"
         arrow = "arrow-pale" if pair in self._implied_edges else "arrow"
         path = _draw_smooth_path(self._compute_points(pair))
-        return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(told)}</title></path>'
+        return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(title)}</title></path>'
 
     def _render_label(self, pair: Pair) -> str:
         """Return the label with the edge's keys, near the end where lines are further apart."""
@@ -294,14 +294,14 @@ def describe(node: Node | None) -> str:
 
 def shorten_keys(keys: Sequence[str]) -> str:
     """Return a label of keys that fits on an edge: `prompt, completion +3`."""
-    shown = list(keys)
+    shown_keys = list(keys)
     while (
-        len(shown) > 1
-        and len(", ".join(shown)) + (4 if len(shown) < len(keys) else 0) > LABEL_LENGTH
+        len(shown_keys) > 1
+        and len(", ".join(shown_keys)) + (4 if len(shown_keys) < len(keys) else 0) > LABEL_LENGTH
     ):
-        shown.pop()
-    more = len(keys) - len(shown)
-    return ", ".join(shown) + (f" +{more}" if more else "")
+        shown_keys.pop()
+    more = len(keys) - len(shown_keys)
+    return ", ".join(shown_keys) + (f" +{more}" if more else "")
 
 
 def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:

@@ -107,8 +107,8 @@ class DataflowGraph:
 
     def find_producers(self, consumer: str) -> tuple[str, ...]:
         """Return the nodes whose keys `consumer` reads, also optionally, in topological order."""
-        found = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
-        return tuple(name for name in self.order if name in found)
+        producers = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
+        return tuple(name for name in self.order if name in producers)
 
     def find_version_edges(self, consumer: str) -> tuple[VersionEdge, ...]:
         """Return the version edges into `consumer`."""
@@ -129,14 +129,14 @@ class DataflowGraph:
 
     def _find_consumers(self, name: str) -> set[str]:
         """Return every node that reads keys of `name`, directly or through others."""
-        found = set[str]()
+        consumers = set[str]()
         front = [name]
         while front:
             now = front.pop()
-            new = {edge.consumer for edge in self.edges if edge.producer == now} - found
-            found |= new
+            new = {edge.consumer for edge in self.edges if edge.producer == now} - consumers
+            consumers |= new
             front += sorted(new)
-        return found
+        return consumers
 
     def list_model_calls(self) -> tuple[MFCDef, ...]:
         """Return the model function calls, without host functions."""
@@ -144,11 +144,11 @@ class DataflowGraph:
 
     def find_required_dataset_keys(self) -> dict[str, str]:
         """Return required key -> first node that reads it, for keys that no node makes."""
-        made = set(_find_makers(self.nodes))
+        produced_keys = set(_find_makers(self.nodes))
         required: dict[str, str] = {}
         for node in self.nodes:
             for key in node.inputs:
-                if key not in made:
+                if key not in produced_keys:
                     required.setdefault(key, node.name)
         return required
 

@@ -104,15 +104,15 @@ class IdBuffer:
             yield entry, chosen
 
     def finish(
-        self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int
+        self, firing: Firing, kept_ids: Collection[str], keys: Iterable[str], num_nodes: int
     ) -> list[str]:
         """Record that a firing has finished; return the ids that no node needs any more.
 
-        Ids outside `kept` were filtered out.
+        Ids outside `kept_ids` were filtered out.
         """
-        made = set(keys)
-        keep = set(kept)
-        gone = set[str]()
+        output_keys = set(keys)
+        keep = set(kept_ids)
+        removable_ids = set[str]()
         self.num_finished[firing.node] = self.num_finished.get(firing.node, 0) + 1
         dropped = set(
             self.entries.group_by_block(firing.ids).get(None, ())
@@ -123,12 +123,14 @@ class IdBuffer:
             here = firing.ids
         for entry in self.entries.separate_states(here):
             entry.finished.add(firing.node)
-            entry.keys |= made
+            entry.keys |= output_keys
         self.num_ids_finished[firing.node] += len(here)
         for block, chosen in self.entries.group_by_block(here).items():
             assert block is not None
-            gone |= set(chosen) if len(block.state.finished) == num_nodes else set(chosen) - keep
-        leave = [id for id in here if id in gone] if gone else []
+            removable_ids |= (
+                set(chosen) if len(block.state.finished) == num_nodes else set(chosen) - keep
+            )
+        leave = [id for id in here if id in removable_ids] if removable_ids else []
         for _ in self._discard(leave):
             pass
         return leave
@@ -346,12 +348,14 @@ def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[
 
     Their weights would be too old for its next firing.
     """
-    found: dict[str, None] = {}
+    surplus: dict[str, None] = {}
     for edge in graph.version_edges:
         if edge.producer == producer and graph.find_refilling_filter(edge) is not None:
-            kept = edge.max_staleness * graph.get_node(producer).batch_size
-            found |= dict.fromkeys(buffer.entries.list_ids(_find_pending(buffer, edge))[kept:])
-    return list(found)
+            num_kept = edge.max_staleness * graph.get_node(producer).batch_size
+            surplus |= dict.fromkeys(
+                buffer.entries.list_ids(_find_pending(buffer, edge))[num_kept:]
+            )
+    return list(surplus)
 
 
 def find_exhausted_filter(graph: DataflowGraph, buffer: IdBuffer) -> HostFunction | None:

@@ -80,45 +80,45 @@ def convert_to_own_tokens(
     # Encode each id's prompt and completions with the role's tokenizer.
     nothing = (None,) * batch.num_ids
     given = batch.metadata.get(MESSAGES, nothing), batch.metadata.get("tools", nothing)
-    made = []
+    encoded = []
     left_out = list[list[str]]()
     for id, prompt, group, messages, tools in zip(
         batch.ids, batch.sequences("prompt"), completions, *given, strict=True
     ):
-        said = [
+        texts = [
             (model.data_tokenizer.decode_after(prompt.tolist(), ids, True), ended)
             for ids, ended in group
         ]
         if messages is None or prefix or suffix:
             text = prefix + model.data_tokenizer.decode(prompt.tolist(), skip_special=True) + suffix
-            made.append(_encode_as_text(model.tokenizer, text, said))
+            encoded.append(_encode_as_text(model.tokenizer, text, texts))
             left_out.append([])
         else:
             context, missing = _render_prompt(model, id, messages, tools)
-            made.append(_render_as_turns(model, context, messages, tools, said))
+            encoded.append(_render_as_turns(model, context, messages, tools, texts))
             left_out.append(sorted(missing))
     # Pack the sequences into a new sample.
     lengths = {
-        "prompt": [[len(prompt)] for prompt, _ in made],
-        "completion": [[len(ids) for ids in group] for _, group in made],
+        "prompt": [[len(prompt)] for prompt, _ in encoded],
+        "completion": [[len(ids) for ids in group] for _, group in encoded],
     }
-    flat = [ids for _, group in made for ids in group]
+    flat = [ids for _, group in encoded for ids in group]
     data = {
-        "prompt": _concatenate([prompt for prompt, _ in made]),
+        "prompt": _concatenate([prompt for prompt, _ in encoded]),
         "completion": _concatenate(flat),
     }
     return SequenceSample.from_groups(batch.ids, lengths, data, {"left_out": left_out})
 
 
 def _encode_as_text(
-    tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
+    tokenizer: Tokenizer, prompt: str, completions: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
     """Encode a prompt and its completions as plain text; add the role's EOS if a completion ended."""
-    made = []
-    for text, ended in said:
+    completion_ids = []
+    for text, ended in completions:
         own = tokenizer.encode(text, bos=False)
-        made.append([*own, tokenizer.require_eos()] if ended else own)
-    return tokenizer.encode(prompt), made
+        completion_ids.append([*own, tokenizer.require_eos()] if ended else own)
+    return tokenizer.encode(prompt), completion_ids
 
 
 def _render_prompt(
@@ -152,7 +152,7 @@ def _render_as_turns(
     prompt: Ids,
     messages: Sequence[Mapping[str, Any]],
     tools: Any,
-    said: Sequence[tuple[str, bool]],
+    completions: Sequence[tuple[str, bool]],
 ) -> tuple[Ids, list[Ids]]:
     """Render a prompt and its completions with the role's template, to the end of the last turn.
 
@@ -162,7 +162,7 @@ def _render_as_turns(
     tokenizer = model.tokenizer
     before, after = _find_template_blanks(model.data_tokenizer)
     wholes = []
-    for whole, ended in said:
+    for whole, ended in completions:
         text = whole.removeprefix(before)
         text = text.removesuffix(after) if ended else text
         ids = tokenizer.encode_chat([*messages, {"role": "assistant", "content": text}], tools)
@@ -187,11 +187,11 @@ def _cut_at_end_token(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool
     else:
         stop = tokenizer.find_special_id(tokenizer.turn_end)
     last = next((at for at in range(len(ids) - 1, start - 1, -1) if ids[at] == stop), None)
-    kept = ids if last is None else ids[:last]
+    body = ids if last is None else ids[:last]
     if not ended:
-        return kept
+        return body
     end = tokenizer.require_eos() if last is None else ids[last]
-    return kept if kept and kept[-1] == end else [*kept, end]
+    return body if body and body[-1] == end else [*body, end]
 
 
 def _concatenate(sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:

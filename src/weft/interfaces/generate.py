@@ -93,8 +93,8 @@ class GenerateInterface:
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
             return self._sample_share(model, batch)
-        made, own = self._sample(model, batch)
-        return MFCResult(made, _compute_metrics(model.gather(own)))
+        sample, own = self._sample(model, batch)
+        return MFCResult(sample, _compute_metrics(model.gather(own)))
 
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Sample completions of a share of the ids and keep the rows' own for the others."""
@@ -121,10 +121,10 @@ class GenerateInterface:
         }
         # On every rank, even without chosen ids: gathering the weights is a collective operation
         if metrics["sampled_fraction"]:
-            made, own = self._sample(
+            sample, own = self._sample(
                 replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"])
             )
-            parts += [_mark_sampled(made, 1.0)] if chosen or not parts else []
+            parts += [_mark_sampled(sample, 1.0)] if chosen or not parts else []
             metrics |= _compute_metrics(model.gather(own))
         return MFCResult(SequenceSample.gather(parts).select(ids=batch.ids), metrics)
 
@@ -187,11 +187,11 @@ class GenerateInterface:
                     if progress.ended[event.id] == self.samples_per_prompt:
                         complete.append(event.id)
             if complete and model.announce is not None:
-                made = []
+                completed_rows = []
                 for id in complete:
                     for k in range(self.samples_per_prompt):
-                        made.append(progress.rows[id, k])
-                model.announce(self._build_outputs(complete, made))
+                        completed_rows.append(progress.rows[id, k])
+                model.announce(self._build_outputs(complete, completed_rows))
             if partials or generator.idle or model.updates is None:
                 continue
             if model.updates.are_waiting():
@@ -208,7 +208,7 @@ class GenerateInterface:
                 events.append(event)
         tokens = [len(row) for row in rows]
         single = [1] * len(rows)
-        made: dict[str, tuple[list[int], list[Any], npt.DTypeLike]] = {
+        columns: dict[str, tuple[list[int], list[Any], npt.DTypeLike]] = {
             "completion": (tokens, [event.token for event in events], np.int64),
             "logprobs": (tokens, [event.logprob for event in events], np.float32),
             "versions": (tokens, [event.version for event in events], np.int64),
@@ -216,36 +216,40 @@ class GenerateInterface:
             "finished": (single, [float(row[-1].finish == "stop") for row in rows], np.float32),
         }
         if self.spec.record_support:
-            kept = []
+            support_sizes = []
             for row in rows:
-                kept.append(sum(len(event.support) for event in row))
-            made["support"] = (kept, [id for event in events for id in event.support], np.int64)
-            made["support_counts"] = (tokens, [len(event.support) for event in events], np.int64)
+                support_sizes.append(sum(len(event.support) for event in row))
+            columns["support"] = (
+                support_sizes,
+                [id for event in events for id in event.support],
+                np.int64,
+            )
+            columns["support_counts"] = (tokens, [len(event.support) for event in events], np.int64)
         count = self.samples_per_prompt
         lengths = {}
-        for key, (sizes, _, _) in made.items():
+        for key, (sizes, _, _) in columns.items():
             lengths[key] = [sizes[i : i + count] for i in range(0, len(rows), count)]
-        data = {key: np.array(values, dtype=dtype) for key, (_, values, dtype) in made.items()}
+        data = {key: np.array(values, dtype=dtype) for key, (_, values, dtype) in columns.items()}
         return SequenceSample.from_groups(ids, lengths, data)
 
 
 def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
     """Return the rows' own completions; every token is trained unless they have a `loss_mask`."""
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
-    kept = batch.select(keys=keys)
+    completions = batch.select(keys=keys)
     if len(keys) > 1:
-        mask = to_host_array(kept.data["loss_mask"])
+        mask = to_host_array(completions.data["loss_mask"])
     else:
-        mask = np.ones(kept.num_tokens())
-    own = {"completion": kept.data["completion"], "loss_mask": mask.astype(np.float32)}
-    return _mark_sampled(kept.like("completion", **own), 0.0)
+        mask = np.ones(completions.num_tokens())
+    own = {"completion": completions.data["completion"], "loss_mask": mask.astype(np.float32)}
+    return _mark_sampled(completions.like("completion", **own), 0.0)
 
 
-def _mark_sampled(made: SequenceSample, sampled: float) -> SequenceSample:
+def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample:
     """Return `completion` and `loss_mask`, and `sampled` with the given value per completion."""
-    marks = np.full(made.num_sequences(), sampled, dtype=np.float32)
-    return made.select(keys=["completion", "loss_mask"]).update(
-        made.one_per("completion", sampled=marks)
+    marks = np.full(completions.num_sequences(), sampled, dtype=np.float32)
+    return completions.select(keys=["completion", "loss_mask"]).update(
+        completions.one_per("completion", sampled=marks)
     )
 
 

@@ -50,8 +50,8 @@ class InferInterface:
         top_k: int | None = None,
     ) -> None:
         self.outputs = frozenset(outputs)
-        asked = self.outputs & TOP_OUTPUTS
-        if (top_k is None) != (not asked) or (top_k is not None and top_k < 1):
+        top_outputs = self.outputs & TOP_OUTPUTS
+        if (top_k is None) != (not top_outputs) or (top_k is not None and top_k < 1):
             rule = f"at least 1 with the outputs {' and '.join(sorted(TOP_OUTPUTS))}, and absent without them"
             raise ConfigError(
                 f"top_k={top_k} with the outputs {', '.join(sorted(self.outputs))}: must be {rule}"
@@ -86,7 +86,7 @@ class InferInterface:
         read = batch
         if self._has_form or (self.outputs.isdisjoint(TOKENWISE) and has_own_tokens(model, batch)):
             read = convert_to_own_tokens(model, batch, self.prompt_prefix, self.prompt_suffix)
-        made = model.engine.forward(
+        outputs = model.engine.forward(
             read,
             self.outputs,
             temperature=self.temperature,
@@ -95,8 +95,8 @@ class InferInterface:
         )
         left_out = read.metadata.get("left_out", ()) if read is not batch else ()
         return MFCResult(
-            made.select(keys=sorted(self.outputs)),
-            _compute_metrics(model.gather(OutputSums.from_outputs(made, left_out))),
+            outputs.select(keys=sorted(self.outputs)),
+            _compute_metrics(model.gather(OutputSums.from_outputs(outputs, left_out))),
         )
 
     def _choose_top_ids(self, model: Model) -> TopIds | None:
@@ -131,23 +131,27 @@ class OutputSums:
     cut: int | None
 
     @classmethod
-    def from_outputs(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> OutputSums:
+    def from_outputs(cls, outputs: SequenceSample, left_out: Sequence[Sequence[str]]) -> OutputSums:
         """Return the sums of the outputs of one rank."""
         values = {}
         for key in ("entropy", "values"):
-            if key in made.data:
-                values[key] = to_host_array(made.data[key]).astype(np.float64)
-        if "scores" in made.data:
-            scores = to_host_array(made.data["scores"]).astype(np.float64)
+            if key in outputs.data:
+                values[key] = to_host_array(outputs.data[key]).astype(np.float64)
+        if "scores" in outputs.data:
+            scores = to_host_array(outputs.data["scores"]).astype(np.float64)
         else:
             scores = None
         if scores is not None:
-            owners = [made.ids[group] for group in made.group_of("scores")]
+            owners = [outputs.ids[group] for group in outputs.group_of("scores")]
         else:
             owners = []
         sums = {key: (float(value.sum()), len(value)) for key, value in values.items()}
         return cls(
-            sums, scores, owners, made.num_ids, sum(map(bool, left_out)) if any(left_out) else None
+            sums,
+            scores,
+            owners,
+            outputs.num_ids,
+            sum(map(bool, left_out)) if any(left_out) else None,
         )
 
 

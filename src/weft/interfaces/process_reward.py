@@ -54,9 +54,9 @@ class ProcessRewardInterface:
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.
-        made = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
+        outputs = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
         lengths = batch.lengths["completion"].astype(np.int64)
-        values = to_host_array(made.data["values"]).astype(np.float64)
+        values = to_host_array(outputs.data["values"]).astype(np.float64)
         ends = np.cumsum(lengths + 1)
         # [L]: output of the head at each token of a completion
         after = np.delete(values, ends - lengths - 1)
@@ -77,7 +77,7 @@ class ProcessRewardInterface:
 
     def _find_last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
         """Return the indices of the tokens that end a step, over all completions concatenated."""
-        found = []
+        indices = []
         start = 0
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
         for group, sequence in zip(
@@ -87,9 +87,9 @@ class ProcessRewardInterface:
             prompt = prompts[int(group)]
             ends = find_step_ends(model.data_tokenizer.decode_after(prompt, ids, True), self.step)
             for at in dict.fromkeys(find_step_tokens(model.data_tokenizer, prompt, ids, ends)):
-                found.append(start + at)
+                indices.append(start + at)
             start += len(ids)
-        return found
+        return indices
 
 
 def _build_sample(batch: SequenceSample, rewards: np.ndarray, scores: np.ndarray) -> SequenceSample:

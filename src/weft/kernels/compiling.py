@@ -24,10 +24,10 @@ def find_obstacle(device: torch.device) -> str | None:
             return None
         return "Triton, a C compiler or Python's header files are missing"
     commands = os.environ.get("CXX"), "g++", "clang++"
-    found = any(
+    has_compiler = any(
         shutil.which(command.split()[0]) for command in commands if command and command.strip()
     )
-    return None if found else "there is no C++ compiler (CXX, g++ or clang++)"
+    return None if has_compiler else "there is no C++ compiler (CXX, g++ or clang++)"
 
 
 def compile_by_rows(

@@ -67,15 +67,15 @@ def compute_activated_gradients(
     grad = _widen(grad_out)
     if not gated:
         value = activate(wide, activation)
-        made = compute_activation_gradient(grad, wide, activation)
+        grad_gate_up = compute_activation_gradient(grad, wide, activation)
     else:
         gate, up = wide.chunk(2, dim=1)
         inner = activate(gate, activation)
-        made = torch.cat(
+        grad_gate_up = torch.cat(
             [compute_activation_gradient(grad * up, gate, activation), grad * inner], dim=1
         )
         value = inner * up
-    return made.to(gate_up.dtype), value.to(gate_up.dtype) if again else None
+    return grad_gate_up.to(gate_up.dtype), value.to(gate_up.dtype) if again else None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

@@ -58,5 +58,5 @@ class Fp8Product:
         self._layer = convert_to_float8_training(holder, config=config)[0]
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        made: Tensor = torch.func.functional_call(self._layer, {"weight": weight}, (x,))
-        return made
+        output: Tensor = torch.func.functional_call(self._layer, {"weight": weight}, (x,))
+        return output

@@ -66,9 +66,11 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         return _GroupedLinear.apply(x, weight, groups)
     # The gradient of unbind is one stack; that of each weight[e] would be as large as the weight.
     matrices = weight.unbind()
-    made = [linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)]
+    outputs = [
+        linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)
+    ]
     # Multiply even without rows, so that this rank takes part in the backward pass's collectives.
-    return torch.cat(made) if made else linear(x, matrices[0])
+    return torch.cat(outputs) if outputs else linear(x, matrices[0])
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -87,10 +87,10 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
             want_x, want_weight = ctx.needs_input_grad[:2]
-            made = native.compute_rms_norm_gradients(
+            native_gradients = native.compute_rms_norm_gradients(
                 x, weight, inverse, gradients[0], ctx.offset, want_x=want_x, want_weight=want_weight
             )
-            return *made, None, None
+            return *native_gradients, None, None
         if compiled.serves(x, weight):
             given = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
             return (
@@ -320,12 +320,12 @@ class _RotatedHeads(torch.autograd.Function):
                 None,
             )
         counts = [by.shape[1] for by in gradients]
-        made = by_q.new_empty(len(by_q), sum(counts), by_q.shape[2])
-        q, k, v = made.split(counts, dim=1)
+        grad_heads = by_q.new_empty(len(by_q), sum(counts), by_q.shape[2])
+        q, k, v = grad_heads.split(counts, dim=1)
         _rotate_to(q, by_q, cos, sin, -1.0)
         _rotate_to(k, by_k, cos, sin, -1.0)
         v.copy_(by_v)
-        return made, None, None, None
+        return grad_heads, None, None, None
 
 
 def _rotate_head_groups(
@@ -333,10 +333,12 @@ def _rotate_head_groups(
 ) -> tuple[Tensor, Tensor, Tensor]:
     turned = counts[0] + counts[1]
     if compiled.serves(heads, cos, sin):
-        made = compiled.compile_as_one_kernel(formulas.rotate_heads)(heads, turned, cos, sin)
+        rotated_heads = compiled.compile_as_one_kernel(formulas.rotate_heads)(
+            heads, turned, cos, sin
+        )
     else:
-        made = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        _rotate_to(made[:, :turned], heads[:, :turned], cos, sin, 1.0)
-        made[:, turned:].copy_(heads[:, turned:])
-    q, k, v = made.split(counts, dim=1)
+        rotated_heads = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        _rotate_to(rotated_heads[:, :turned], heads[:, :turned], cos, sin, 1.0)
+        rotated_heads[:, turned:].copy_(heads[:, turned:])
+    q, k, v = rotated_heads.split(counts, dim=1)
     return q, k, v

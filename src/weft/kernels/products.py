@@ -114,16 +114,16 @@ def wide_product(
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)
     if left.device.type in WIDE:
-        made = torch.mm(left, right.T, out_dtype=torch.float32)
-        return made if bias is None else made.add_(bias)
-    made = left.new_empty(left.shape[0], right.shape[0], dtype=torch.float32)
+        output = torch.mm(left, right.T, out_dtype=torch.float32)
+        return output if bias is None else output.add_(bias)
+    output = left.new_empty(left.shape[0], right.shape[0], dtype=torch.float32)
     wide = left.float()
     size = max(1, CELLS // max(1, right.shape[1]))
     for first in range(0, right.shape[0], size):  # a copy of a whole large matrix would not fit
         part = slice(first, first + size)
         own = _widen(right, part) if wide_right is None else wide_right[part]
-        made[:, part] = product(wide, own, None if bias is None else bias[part].float())
-    return made
+        output[:, part] = product(wide, own, None if bias is None else bias[part].float())
+    return output
 
 
 def _widen(right: Tensor, rows: slice) -> Tensor:

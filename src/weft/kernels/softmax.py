@@ -27,7 +27,7 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 
 def to_gradients(
     logits: Tensor,
-    found: SoftmaxStatistics,
+    stats: SoftmaxStatistics,
     labels: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
@@ -37,22 +37,22 @@ def to_gradients(
     `grad_logprob` and `grad_entropy`, [R], are the gradients by each row's log-prob of its label
     and by its entropy. With p = softmax, the result is grad_logprob (1 at the label - p) -
     grad_entropy p (log p + entropy). A label below 0 means that the label is not among these ids;
-    `found` can be from a softmax over more ids than these.
+    `stats` can be from a softmax over more ids than these.
     """
     floats = [
-        x for x in (logits, found.lse, found.entropy, grad_logprob, grad_entropy) if x is not None
+        x for x in (logits, stats.lse, stats.entropy, grad_logprob, grad_entropy) if x is not None
     ]
     # The kernel writes to the logits, so they must be contiguous.
     if library.serves(*floats) and library.is_plain(labels) and logits.is_contiguous():
-        native.to_gradients(logits, found, labels, grad_logprob, grad_entropy)
+        native.to_gradients(logits, stats, labels, grad_logprob, grad_entropy)
         return
-    z = logits - found.lse[:, None]
+    z = logits - stats.lse[:, None]
     p = z.exp()
-    made = p * -grad_logprob[:, None]
+    grad_logits = p * -grad_logprob[:, None]
     if grad_entropy is not None:
-        assert found.entropy is not None
-        made -= torch.where(
-            p > 0.0, p * (grad_entropy[:, None] * (z + found.entropy[:, None])), 0.0
+        assert stats.entropy is not None
+        grad_logits -= torch.where(
+            p > 0.0, p * (grad_entropy[:, None] * (z + stats.entropy[:, None])), 0.0
         )
     own = torch.where(labels >= 0, grad_logprob, torch.zeros_like(grad_logprob))
-    logits.copy_(made.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None]))
+    logits.copy_(grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None]))

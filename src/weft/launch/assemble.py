@@ -135,7 +135,7 @@ def build_parts(
             ahead=True,
         )
         undo.callback(data.close)
-        asked = load_fixed_prompts(experiment, tokenizers)
+        fixed_prompts = load_fixed_prompts(experiment, tokenizers)
         data.check_max_seqlen(partial(check_longest_sequence, experiment))
         horizon = RunLength.from_experiment(experiment, data.train)
         check_steps(control.profile_steps, horizon.steps)
@@ -183,7 +183,9 @@ def build_parts(
             ending_lines=build_next_lines(experiment, directory.path),
             format_peak_memory=make_peak_formatter(expected, room) if alone else None,
             plan_shown=not alone and announce is not None,
-            fixed_prompts=_build_fixed_prompts(experiment, group, asked, tokenizers, directory),
+            fixed_prompts=_build_fixed_prompts(
+                experiment, group, fixed_prompts, tokenizers, directory
+            ),
             data=data,
         )
         undo.pop_all()
@@ -344,9 +346,9 @@ def check_kv_cache(experiment: Experiment, rows: int) -> None:
     `rows` as in `check_longest_sequence`. Raises `ConfigError`.
     """
     for call in collect_calls(experiment).values():
-        asked = call.args.get("kv_cache_gb")
+        limit_gb = call.args.get("kv_cache_gb")
         spec = experiment.roles[call.role]
-        if call.method != "generate" or asked is None or spec.backend != "torch":
+        if call.method != "generate" or limit_gb is None or spec.backend != "torch":
             continue
         layout = experiment.get_mesh(call).layout
         config = read_config(check_spec(spec), spec.type)[1]
@@ -359,10 +361,10 @@ def check_kv_cache(experiment: Experiment, rows: int) -> None:
         else:
             prompt = max(rows, 1)
         needed = prompt + int(call.args.get("max_new_tokens") or 0)
-        room = int(asked * GIGABYTE / each)
+        room = int(limit_gb * GIGABYTE / each)
         if needed > room:
             raise ConfigError(
-                f"gen.kv_cache_gb={asked:g}: has room for keys and values of {room:,} tokens, and "
+                f"gen.kv_cache_gb={limit_gb:g}: has room for keys and values of {room:,} tokens, and "
                 f"a prompt with its completion can "
                 f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
                 f"it out"
@@ -376,17 +378,17 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
     """
     for call in collect_calls(experiment).values():
         spec = experiment.roles[call.role]
-        asked = call.args.get("stop_ids") or []
-        if not asked or spec.path is None or spec.backend in NO_NETWORK:
+        stop_ids = call.args.get("stop_ids") or []
+        if not stop_ids or spec.path is None or spec.backend in NO_NETWORK:
             continue
         size = read_raw(spec.path).get("vocab_size")
-        if isinstance(size, int) and max(asked) >= (
+        if isinstance(size, int) and max(stop_ids) >= (
             known := max(size, tokenizers[call.role].vocab_size)
         ):
             raise ConfigError(
-                f"gen.stop_ids={list(asked)}: {call.role} has a vocabulary of {known:,} tokens, 0 "
+                f"gen.stop_ids={list(stop_ids)}: {call.role} has a vocabulary of {known:,} tokens, 0 "
                 f"to {known - 1:,}, and "
-                f"no token {max(asked):,}; take it out (gen.stop takes texts)"
+                f"no token {max(stop_ids):,}; take it out (gen.stop takes texts)"
             )
 
 

@@ -95,13 +95,13 @@ def launch_devices(
             )
         check_enough_devices(count, kind, nodes)
         # Start the processes; the shortest deadline bounds the silence of a device.
-        told = {**collect_environment(), **control.env}
+        environment = {**collect_environment(), **control.env}
         deadlines = []
         for call in experiment.list_calls():
             if call.deadline_s is not None:
                 deadlines.append(call.deadline_s)
         cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
-        return cluster.launch(count, kind, {**told, **build_segment_variables(told)})
+        return cluster.launch(count, kind, {**environment, **build_segment_variables(environment)})
     except BaseException:
         cluster.close()
         raise
@@ -210,13 +210,15 @@ def get_device_kind(experiment: Experiment) -> str:
 def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> None:
     """Raise `ConfigError`, listing the machines, if they have too few devices together."""
     has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
-    found = sum(min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes)
-    if found < count:
+    num_available = sum(
+        min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes
+    )
+    if num_available < count:
         unit = "GPUs" if kind == "cuda" else "CPUs"
-        shown = ", ".join(has) or "no machine is up"
+        machines = ", ".join(has) or "no machine is up"
         raise ConfigError(
-            f"the run needs {count} devices and the Ray cluster has {found} {unit} ({shown}), "
-            f"{count - found} too few; "
+            f"the run needs {count} devices and the Ray cluster has {num_available} {unit} ({machines}), "
+            f"{count - num_available} too few; "
             "choose smaller layouts, or add machines"
         )
 

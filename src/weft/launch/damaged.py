@@ -18,12 +18,12 @@ def find_damaged_weights(experiment: Experiment) -> CheckpointError | None:
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:
             continue
-        found = WeightFiles(find_weights(spec.path)).find_not_finite()
-        if found is not None:
+        damage = WeightFiles(find_weights(spec.path)).find_not_finite()
+        if damage is not None:
             option = f"{find_option_role(experiment.config, role, spec.path)}.path"
             return CheckpointError(
                 f"{option}={spec.path}: the weights are damaged: they have non-finite values "
-                f"({found}); "
+                f"({damage}); "
                 "take another checkpoint, or download the model again"
             )
     return None

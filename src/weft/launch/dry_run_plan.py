@@ -143,11 +143,11 @@ def _forecast(
 ) -> tuple[TargetDevices, MemoryForecast]:
     """Return the smallest target on which the run fits, else the largest, with its forecast."""
     for each in target.list_candidates():
-        found = forecast(experiment, facts, batches, each.device, capacity=each.usable)
+        memory_forecast = forecast(experiment, facts, batches, each.device, capacity=each.usable)
         assert each.usable is not None
-        if _find_largest(experiment, found)[0] <= each.usable:
+        if _find_largest(experiment, memory_forecast)[0] <= each.usable:
             break
-    return each, found
+    return each, memory_forecast
 
 
 def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:

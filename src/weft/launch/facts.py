@@ -18,7 +18,7 @@ def predict_facts(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the predicted engine descriptions of every role and its copies."""
     meshes = experiment.build_meshes()
-    found = dict[str, Mapping[str, Any]]()
+    facts_by_role = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():
         tokenizer = tokenizers.get(role)
         copies = {}
@@ -36,5 +36,5 @@ def predict_facts(
         own = dict(describe_planned_engine(spec, meshes[role], device, tokenizer))
         if shared is not None:
             own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
-        found[role] = {**own, "copies": copies}
-    return found
+        facts_by_role[role] = {**own, "copies": copies}
+    return facts_by_role

@@ -95,10 +95,10 @@ class MemoryForecast:
             for f in fields(role):
                 if f.name not in ("call", "away", "kept"):
                     parts.append((f.name, getattr(role, f.name)))
-            shown = ", ".join(f"{what} {format_size(number)}" for what, number in parts if number)
+            sizes = ", ".join(f"{what} {format_size(number)}" for what, number in parts if number)
             if role.away:
-                shown += f"; {format_size(role.away)} of it in host memory between its calls"
-            yield f"memory of {name}: {shown or 'shared with another role'}"
+                sizes += f"; {format_size(role.away)} of it in host memory between its calls"
+            yield f"memory of {name}: {sizes or 'shared with another role'}"
         for call, limit in self.cache_limits.items():
             yield f"memory of {call}: keys and values in at most {format_size(limit)} (gen.kv_cache_gb)"
         for device, names in on.items():
@@ -258,12 +258,12 @@ def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
 
     Returns None if the user sets no limit and the device's memory is known only to other processes.
     """
-    asked = call.args.get("kv_cache_gb")
+    limit_gb = call.args.get("kv_cache_gb")
     device = place.device
     if device.type == "cuda" and device.index is None:
         least = None if place.capacity is None else int(KV_SHARE * place.capacity)
-        return least if asked is None else int(asked * GIB)
-    return compute_kv_bytes(device, asked)
+        return least if limit_gb is None else int(limit_gb * GIB)
+    return compute_kv_bytes(device, limit_gb)
 
 
 def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
@@ -290,12 +290,12 @@ def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]
     for hooks, call in zip(after, calls, strict=True):
         if call.method == "train_step":
             trains.append(hooks)
-    found: set[What] = set()
+    offloaded_state: set[What] = set()
     if spec.offload and after and all("weights" in hooks for hooks in after):
-        found.add("weights")
+        offloaded_state.add("weights")
     if trains and all("optimizer" in hooks for hooks in trains):
-        found.add("optimizer")
-    return frozenset(found)
+        offloaded_state.add("optimizer")
+    return frozenset(offloaded_state)
 
 
 def build_case(
@@ -358,9 +358,9 @@ def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceS
             else:
                 own = [0] * batch.num_ids
             groups = [[max(length, most)] * count for most in own]
-            made = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
+            tokens = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
             sampled = SequenceSample.from_groups(
-                batch.ids, {"completion": groups}, {"completion": made}
+                batch.ids, {"completion": groups}, {"completion": tokens}
             )
             batch = (batch.select(keys=["prompt"]) if mixed else batch).update(sampled)
     return batch

@@ -38,14 +38,14 @@ class OtherLauncher:
 
     def build_command(self, words: Sequence[str]) -> str:
         """Return the equivalent weft command; `words` are those after `weft`."""
-        kept = []
+        arguments = []
         for word in words:
             if not LAUNCHER_OPTIONS.fullmatch(word):
-                kept.append(word)
-        own = {word.partition("=")[0].lstrip("-") for word in kept}
-        if kept and kept[0] != "quickstart":
+                arguments.append(word)
+        own = {word.partition("=")[0].lstrip("-") for word in arguments}
+        if arguments and arguments[0] != "quickstart":
             mode = ["--mode", "ray"] if self.num_nodes > 1 and "mode" not in own else []
-            return shlex.join(mask_words(["weft", *kept, *mode]))
+            return shlex.join(mask_words(["weft", *arguments, *mode]))
         added = {}
         if self.world > 1:
             added = {"n_nodes": str(self.num_nodes), "n_gpus_per_node": str(self.per_node)}
@@ -60,7 +60,7 @@ class OtherLauncher:
         for name, value in added.items():
             if name not in own:
                 options.append(f"{name}={value}")
-        return shlex.join(mask_words(["weft", *kept, *options]))
+        return shlex.join(mask_words(["weft", *arguments, *options]))
 
     def format_message(self, words: Sequence[str]) -> str:
         """Return the error message with the equivalent command."""
@@ -108,9 +108,9 @@ def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
 
 def check_started_directly(environ: Mapping[str, str]) -> None:
     """Raise `ConfigError` if another launcher started this process; for runs started from Python."""
-    found = detect_launcher(environ)
-    if found is not None:
-        raise ConfigError(found.format_message(()))
+    launcher = detect_launcher(environ)
+    if launcher is not None:
+        raise ConfigError(launcher.format_message(()))
 
 
 def _read_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:

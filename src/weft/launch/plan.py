@@ -67,7 +67,7 @@ def build_plan(
     models = _build_model_rows(experiment, facts, min(MODELS, LINES - len(rows) - len(below)))
     rows += [*models, *below]
     # Details, and notes that are always shown.
-    told = () if data is None else data.notes
+    data_notes = () if data is None else data.notes
     unused: set[str] = set()
     if data is not None:
         for count in data.counts:
@@ -76,9 +76,12 @@ def build_plan(
     details = [
         *_iterate_details(experiment, horizon, facts, data, expected),
         *_iterate_roles(experiment, facts, models),
-        *(note for note in told if note in unused),
+        *(note for note in data_notes if note in unused),
     ]
-    notes = [*_collect_model_notes(experiment), *(note for note in told if note not in unused)]
+    notes = [
+        *_collect_model_notes(experiment),
+        *(note for note in data_notes if note not in unused),
+    ]
     return RunPlan(rows, notes, [*details, *_iterate_versions(numerics)])
 
 
@@ -157,17 +160,17 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
     limit = experiment.control.max_steps
     epochs = experiment.control.total_train_epochs
     if limit != horizon.steps:
-        told = format_plural(epochs, "epoch")
+        run_length = format_plural(epochs, "epoch")
     else:
-        told = f"max_steps={limit}"
+        run_length = f"max_steps={limit}"
     if limit == horizon.steps and epochs > 1:
-        told += f", which overrides total_train_epochs={epochs}"
+        run_length += f", which overrides total_train_epochs={epochs}"
     trained = {name: horizon.count_trained_updates(experiment, name) for name in nodes}
     yield (
         "run",
         ", ".join(
             [
-                f"{format_plural(horizon.steps, 'step')} ({told})",
+                f"{format_plural(horizon.steps, 'step')} ({run_length})",
                 *_format_updates(experiment, trained),
             ]
         ),
@@ -177,14 +180,14 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
 def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
     """Format the optimizer steps of training nodes, grouping roles with equal counts."""
     roles = {node.name: node.role for node in experiment.list_trained_nodes()}
-    found: dict[int, list[str]] = {}
+    roles_by_count: dict[int, list[str]] = {}
     for name, count in counts.items():
-        found.setdefault(count, []).append(roles[name])
-    if len(found) == 1:
-        steps = format_plural(next(iter(found)), "optimizer step")
+        roles_by_count.setdefault(count, []).append(roles[name])
+    if len(roles_by_count) == 1:
+        steps = format_plural(next(iter(roles_by_count)), "optimizer step")
         return [f"{steps} per model" if len(roles) > 1 else steps]
     result: list[str] = []
-    for count, names in found.items():
+    for count, names in roles_by_count.items():
         result.append(f"{format_plural(count, 'optimizer step')} of {_join_names(names)}")
     return result
 
@@ -195,10 +198,10 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
     Roles with the same model share a row. If there are too many, frozen models are merged into one
     row, then the last ones.
     """
-    found: dict[str, list[str]] = {}
+    roles_by_model: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
-        found.setdefault(_shorten_model(spec, facts[role]), []).append(role)
-    rows = [(roles, text) for text, roles in found.items()]
+        roles_by_model.setdefault(_shorten_model(spec, facts[role]), []).append(role)
+    rows = [(roles, text) for text, roles in roles_by_model.items()]
     if len(rows) > most:
         trained = []
         for row in rows:
@@ -212,21 +215,21 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
 
 
 def _merge_rows(
-    rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts
+    rows: Sequence[tuple[list[str], str]], num_kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
-    """Return the first `kept` rows and one that summarizes the rest."""
+    """Return the first `num_kept` rows and one that summarizes the rest."""
     names = []
-    for roles, _ in rows[kept:]:
+    for roles, _ in rows[num_kept:]:
         for role in roles:
             names.append(role)
     total = sum(facts[role].get("num_parameters", 0) for role in names)
-    if all("frozen" in text for _, text in rows[kept:]):
+    if all("frozen" in text for _, text in rows[num_kept:]):
         frozen = "frozen, "
     else:
         frozen = ""
     return [
-        *rows[:kept],
-        (names, f"{len(rows) - kept} models, {frozen}{format_amount(total)} parameters in all"),
+        *rows[:num_kept],
+        (names, f"{len(rows) - num_kept} models, {frozen}{format_amount(total)} parameters in all"),
     ]
 
 
@@ -264,11 +267,11 @@ def format_memory_row(
     ranks: dict[str, list[int]] = {}
     for rank, part in parts.items():
         ranks.setdefault(format_size(part), []).append(rank)
-    told = []
+    sizes = []
     for size, held in ranks.items():
-        told.append(f"{size} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}")
+        sizes.append(f"{size} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}")
     if several:
-        of = f"{', '.join(told)}, of {format_size(room)}{' in all' if shared else ''}"
+        of = f"{', '.join(sizes)}, of {format_size(room)}{' in all' if shared else ''}"
     else:
         of = f"{format_size(need)} of {format_size(room)}"
     most = "at least" if "without" in expected.scope else "at most"
@@ -303,11 +306,11 @@ def _name_meshes(experiment: Experiment) -> dict[str, Mesh]:
 
 
 def _format_layouts(experiment: Experiment) -> str:
-    found: dict[str, list[str]] = {}
+    names_by_layout: dict[str, list[str]] = {}
     for name, mesh in _name_meshes(experiment).items():
         where = f"{_format_degrees(mesh.layout)} on {_format_ranks(mesh.ranks)}"
-        found.setdefault(where, []).append(name)
-    text = "; ".join(f"{', '.join(names)} {where}" for where, names in found.items())
+        names_by_layout.setdefault(where, []).append(name)
+    text = "; ".join(f"{', '.join(names)} {where}" for where, names in names_by_layout.items())
     if not experiment.search:
         return text
     ours, usual = (experiment.search[name]["step_seconds"] for name in ("search", "heuristic"))
@@ -350,11 +353,11 @@ def _iterate_details(
     own = _collect_model_notes(experiment)
     yield from (note for note in experiment.plan_notes if note not in own)
     yield from () if horizon is None else _iterate_node_counts(experiment, horizon)
-    said: dict[str, list[str]] = {}  # note -> roles
+    roles_by_note: dict[str, list[str]] = {}  # note -> roles
     for role in experiment.roles:
         for note in facts[role].get("notes", ()):
-            said.setdefault(note, []).append(role)
-    for note, roles in said.items():
+            roles_by_note.setdefault(note, []).append(role)
+    for note, roles in roles_by_note.items():
         yield f"{', '.join(roles)}: {note}"
     on = _group_roles_by_device(experiment)
     yield from expected.format_lines(on)
@@ -408,17 +411,17 @@ def _iterate_roles(
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""
         if (shorten_path(path) != path or len(path) > PATH) and path not in " ".join(spec.notes):
-            told = [path]
+            details = [path]
         else:
-            told = []
+            details = []
         if role in merged:
-            told = [_shorten_model(spec, facts[role])]
+            details = [_shorten_model(spec, facts[role])]
         if spec.trained:
-            told.append(
+            details.append(
                 f"learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})"
             )
-        if told:
-            yield f"{role}: {', '.join(told)}"
+        if details:
+            yield f"{role}: {', '.join(details)}"
 
 
 def _iterate_versions(numerics: Mapping[str, Any]) -> Iterator[str]:

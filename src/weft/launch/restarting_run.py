@@ -48,11 +48,11 @@ class RestartingRun:
             except RunError as trouble:
                 error.add_note(str(trouble))
             if isinstance(error, KeyboardInterrupt):
-                told = self._session.build_interruption()
+                interruption = self._session.build_interruption()
             else:
-                told = None
-            if told is not None:
-                raise told from error
+                interruption = None
+            if interruption is not None:
+                raise interruption from error
             raise
         self._session.close("finished")
         return self._session.metrics()
@@ -77,18 +77,18 @@ class RestartingRun:
             attempt = f"restart {MOST_RESTARTS - self._restarts_left} of {MOST_RESTARTS}"
             self._session.release_devices(f"{lost}; continuing with new processes ({attempt})")
             try:
-                made = self._create_session()
+                session = self._create_session()
                 try:
-                    made.open(goes_on=True, instead_of=self._session)
+                    session.open(goes_on=True, instead_of=self._session)
                 except BaseException:
-                    made.close("failed")
+                    session.close("failed")
                     raise
             except DevicesLost as error:
                 lost = error
                 continue
             except RunError as error:
                 raise RunError(f"{lost}; {error}") from error
-            self._session = made
+            self._session = session
             return
 
     def _count_restart(self, lost: DevicesLost) -> None:

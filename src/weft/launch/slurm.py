@@ -60,7 +60,7 @@ class SlurmRequest:
 def start_job(
     config: ExperimentConfig | Experiment,
     command: Sequence[str],
-    asked: Scheduling | None = None,
+    scheduling: Scheduling | None = None,
     *,
     print_only: bool = False,
 ) -> str:
@@ -72,15 +72,15 @@ def start_job(
     from weft.runtime.directory import RunDirectory, admit
 
     experiment = _build_experiment(config)
-    shown = mask_words(command)
-    if shown != list(command):
+    masked_command = mask_words(command)
+    if masked_command != list(command):
         raise ConfigError(
             f"mode=slurm: the command is written into the job's script, and contains a secret: "
-            f"{shlex.join(shown)}; write "
+            f"{shlex.join(masked_command)}; write "
             "${oc.env:NAME} as its value and export NAME, which sbatch passes on"
         )
     directory = RunDirectory.from_control(experiment.control)
-    request = build_request(experiment, command, directory.path, asked)
+    request = build_request(experiment, command, directory.path, scheduling)
     _check_networks(experiment)
     if print_only:
         return build_script(request)
@@ -101,7 +101,7 @@ def start_job(
 
 def plan_job(
     config: ExperimentConfig | Experiment,
-    asked: Scheduling | None = None,
+    scheduling: Scheduling | None = None,
     *,
     data: bool = True,
     width: int | None = None,
@@ -114,7 +114,7 @@ def plan_job(
 
     experiment = _build_experiment(mark_as_planned(config), data=data)
     request = build_request(
-        experiment, (), RunDirectory.from_control(experiment.control).path, asked
+        experiment, (), RunDirectory.from_control(experiment.control).path, scheduling
     )
     # even if the submitting machine has no GPU
     if request.gpus_per_node and experiment.control.device is None:
@@ -162,7 +162,7 @@ def _check_networks(experiment: Experiment) -> None:
 
 
 def build_request(
-    experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None
+    experiment: Experiment, command: Sequence[str], run: Path, scheduling: Scheduling | None = None
 ) -> SlurmRequest:
     """Return the request for a job.
 
@@ -180,21 +180,21 @@ def build_request(
         gpus = math.ceil(experiment.num_devices / nodes)
     else:
         gpus = int(per_node)
-    if asked is not None:
-        nodes = asked.n_nodes
-        gpus = asked.gpus_per_node
-        memory = asked.memory_per_node_gb
+    if scheduling is not None:
+        nodes = scheduling.n_nodes
+        gpus = scheduling.gpus_per_node
+        memory = scheduling.memory_per_node_gb
         spec = replace(
             spec,
-            cpus_per_node=spec.cpus_per_node or asked.cpus_per_node,
+            cpus_per_node=spec.cpus_per_node or scheduling.cpus_per_node,
             mem_per_node=spec.mem_per_node or (f"{math.ceil(memory * 1024)}M" if memory else None),
             **{
-                name: getattr(spec, name) or asked.get_common_value(name)
+                name: getattr(spec, name) or scheduling.get_common_value(name)
                 for name in ("nodelist", "exclude", "container")
             },
         )
     # Check that they suffice for the layouts.
-    devices = max(nodes * max(1, gpus), asked.num_devices if asked is not None else 0)
+    devices = max(nodes * max(1, gpus), scheduling.num_devices if scheduling is not None else 0)
     if experiment.num_devices > devices:
         raise ConfigError(
             f"the layouts need {experiment.num_devices} devices, and n_nodes={nodes} x "
@@ -258,7 +258,7 @@ def _build_directives(request: SlurmRequest) -> list[str]:
         gpus = f"{spec.gpu_type}:{request.gpus_per_node}"
     else:
         gpus = str(request.gpus_per_node)
-    asked = {
+    directives = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
         "output": str(request.folder / "%j.log"),
@@ -278,7 +278,7 @@ def _build_directives(request: SlurmRequest) -> list[str]:
         "exclude": spec.exclude,
         "constraint": spec.constraint,
     }
-    for name, value in asked.items():
+    for name, value in directives.items():
         if value is not None and any(c in value for c in "\n\"'\\"):
             raise ConfigError(
                 f"{name}={value!r}: sbatch cannot read quotes, backslashes or line breaks; leave "
@@ -286,7 +286,7 @@ def _build_directives(request: SlurmRequest) -> list[str]:
             )
     return [
         f'--{name}="{value}"' if " " in value else f"--{name}={value}"
-        for name, value in asked.items()
+        for name, value in directives.items()
         if value is not None
     ] + list(spec.sbatch)
 

@@ -29,23 +29,23 @@ def build_registered(
     """
     # The registered object returns a configuration, an object with a setup, or an experiment.
     thing = experiments.get(name)
-    made = thing()
-    if isinstance(made, RunConfig):
-        made.allocation_mode = allocation_mode or made.allocation_mode
-        made = build_experiment(made)
+    experiment = thing()
+    if isinstance(experiment, RunConfig):
+        experiment.allocation_mode = allocation_mode or experiment.allocation_mode
+        experiment = build_experiment(experiment)
     elif inspect.isclass(_unwrap_partial(thing)):
-        if not hasattr(made, "initial_setup"):
+        if not hasattr(experiment, "initial_setup"):
             raise ConfigError(
                 f"experiment {name!r}: the class {_unwrap_partial(thing).__qualname__} has no "
                 f"initial_setup(); give it one"
             )
-        made = made.initial_setup()
-    if not isinstance(made, Experiment):
+        experiment = experiment.initial_setup()
+    if not isinstance(experiment, Experiment):
         raise ConfigError(
-            f"experiment {name!r} returns a {type(made).__name__}; it must return an Experiment"
+            f"experiment {name!r} returns a {type(experiment).__name__}; it must return an Experiment"
         )
     # An experiment from user code has its layouts already.
-    if allocation_mode not in (None, made.config.get("allocation_mode")):
+    if allocation_mode not in (None, experiment.config.get("allocation_mode")):
         raise ConfigError(
             f"--allocation_mode {allocation_mode}: the layouts of {name!r} are set in its "
             f"code, which returns an "
@@ -53,15 +53,15 @@ def build_registered(
             "result of its build()"
         )
     # Set the names and the environment of the run.
-    if made.config:
-        config = {**made.config, "experiment_name": name, "trial_name": trial_name}
+    if experiment.config:
+        config = {**experiment.config, "experiment_name": name, "trial_name": trial_name}
     else:
         config = {}
-    asked = build_scheduling(name)
-    env = {**(asked.env if asked is not None else {}), **made.control.env}
+    scheduling = build_scheduling(name)
+    env = {**(scheduling.env if scheduling is not None else {}), **experiment.control.env}
     validate(LaunchSpec(env=env), "launch.")
-    control = replace(made.control, experiment_name=name, trial_name=trial_name, env=env)
-    return replace(made, control=control, config=config)
+    control = replace(experiment.control, experiment_name=name, trial_name=trial_name, env=env)
+    return replace(experiment, control=control, config=config)
 
 
 def build_scheduling(name: str) -> Scheduling | None:
@@ -71,9 +71,9 @@ def build_scheduling(name: str) -> Scheduling | None:
         _unwrap_partial(thing), "scheduling_setup"
     ):
         return None
-    made: Any = thing()
-    asked: Scheduling = made.scheduling_setup()
-    return asked
+    setup: Any = thing()
+    scheduling: Scheduling = setup.scheduling_setup()
+    return scheduling
 
 
 def _unwrap_partial(thing: Any) -> Any:
@@ -93,16 +93,16 @@ def check_machines(name: str, mode: str = "local") -> list[str]:
 
     Raises `ConfigError` if the experiment needs more machines than the mode has.
     """
-    asked = build_scheduling(name)
-    if asked is None:
+    scheduling = build_scheduling(name)
+    if scheduling is None:
         return []
-    if mode == "local" and asked.n_nodes > 1:
+    if mode == "local" and scheduling.n_nodes > 1:
         raise ConfigError(
-            f"experiment {name!r} requests {asked.n_nodes} x {asked.gpus_per_node} devices, and "
+            f"experiment {name!r} requests {scheduling.n_nodes} x {scheduling.gpus_per_node} devices, and "
             f"mode=local is one machine; "
             "start it with --mode slurm or --mode ray, or request one node"
         )
-    ignored = asked.list_ignored_fields()
+    ignored = scheduling.list_ignored_fields()
     if ignored:
         return [f"mode={mode} ignores {', '.join(ignored)} of {name!r}; mode=slurm uses them"]
     return []

@@ -11,12 +11,12 @@ def format_status(run: Path) -> str:
     """Return a readable line such as `runs/e/t: running, job 12 RUNNING`."""
     from weft.runtime.directory import find_owner
 
-    said = read_run_status(run)
+    status = read_run_status(run)
     job = slurm.find_running_job(run)
     pid = find_owner(run)
-    if said == "running" and pid is None and job is None:
-        said = "crashed or killed"
-    return f"{run}: {said}" + (
+    if status == "running" and pid is None and job is None:
+        status = "crashed or killed"
+    return f"{run}: {status}" + (
         f", job {job[0]} {job[1]}" if job else f", process {pid}" if pid is not None else ""
     )
 

@@ -44,14 +44,14 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
     """
     held = b""
     while True:
-        gone = child.poll() is not None
+        has_ended = child.poll() is not None
         if select.select([pipe], [], [], POLL_SECONDS)[0]:
-            found = os.read(pipe, 1 << 16)
-            if not found:
+            chunk = os.read(pipe, 1 << 16)
+            if not chunk:
                 return
-            *lines, held = (held + found).split(b"\n")
+            *lines, held = (held + chunk).split(b"\n")
             yield from lines
-        elif gone:
+        elif has_ended:
             return
 
 
@@ -128,18 +128,18 @@ class Supervisor:
             self._child.kill()
             self._child.wait()
 
-    def _process_message(self, told: dict[str, Any]) -> None:
-        if "began" in told:
-            self._calls[told["began"]] = told
-        elif "over" in told:
-            self._calls.pop(told["over"], None)
-        elif "anew" in told:
+    def _process_message(self, message: dict[str, Any]) -> None:
+        if "began" in message:
+            self._calls[message["began"]] = message
+        elif "over" in message:
+            self._calls.pop(message["over"], None)
+        elif "anew" in message:
             self._calls = {}
             self._lost_part = None
-        elif "gone" in told:
-            self._lost_part = told["gone"]
-        elif "ends" in told:
-            self._exit_code = told["ends"]
+        elif "gone" in message:
+            self._lost_part = message["gone"]
+        elif "ends" in message:
+            self._exit_code = message["ends"]
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:

@@ -36,12 +36,12 @@ class TargetDevices:
 
         Raises `ConfigError` for an unknown name.
         """
-        asked = experiment.control.device
+        device_option = experiment.control.device
         count = experiment.num_devices
         search = experiment.config.get("search") or {}
         named = search.get("gpu")
         memory_gb = search.get("memory_gb")
-        on_gpu = named is not None if asked is None else asked.startswith("cuda")
+        on_gpu = named is not None if device_option is None else device_option.startswith("cuda")
         # A GPU named by an option; it need not be on this machine.
         if named is not None and on_gpu:
             name = find_gpu_rates(named, "bfloat16").name
@@ -58,7 +58,7 @@ class TargetDevices:
             return cls(torch.device("cuda"), "GPU", count, None, "")
         # A device of this machine; devices on CPUs share its memory.
         alone = mode == "local" and count == 1
-        device = resolve_device(asked if alone else get_device_kind(experiment))
+        device = resolve_device(device_option if alone else get_device_kind(experiment))
         if mode == "local" and device.type == "cpu":
             check_processes(count)
         share = read_memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
@@ -77,7 +77,7 @@ class TargetDevices:
         """
         if self.usable is not None:
             return [self]
-        said = (
+        template = (
             "GPU of {gb} GB, the smallest that suffices: this machine has none and none is named "
             "({option})"
         )
@@ -88,7 +88,7 @@ class TargetDevices:
                     self,
                     name=f"GPU of {gb} GB",
                     usable=(gib - memory_options.RESERVED_GIB) * GIB,
-                    description=said.format(gb=gb, option=GPU_OPTION_HINT),
+                    description=template.format(gb=gb, option=GPU_OPTION_HINT),
                 )
             )
         return candidates

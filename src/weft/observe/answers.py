@@ -27,14 +27,14 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}
-    for found in latest:
-        for prompt in found:
+    for groups in latest:
+        for prompt in groups:
             counts[prompt] = counts.get(prompt, 0) + 1
     shared = [prompt for prompt, number_of in counts.items() if number_of > 1]
     shared.sort(
         key=lambda prompt: (
             -counts[prompt],
-            -max(found[prompt].step for found in latest if prompt in found),
+            -max(groups[prompt].step for groups in latest if prompt in groups),
         )
     )
     tokens: list[dict[str, Any]] = []
@@ -57,12 +57,12 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
 
 def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
     """Return the run's last group for each prompt, without ranked pairs of the dataset."""
-    found: dict[str, SampleGroup] = {}
+    latest_groups: dict[str, SampleGroup] = {}
     for listed in group_rows(run.samples, most=1000).values():
         for group in listed:
             if group.prompt and not group.is_ranked:
-                found[group.prompt] = group
-    return found
+                latest_groups[group.prompt] = group
+    return latest_groups
 
 
 def _render_prompt(
@@ -72,9 +72,9 @@ def _render_prompt(
     tokens: list[dict[str, Any]],
 ) -> str:
     there = []
-    for shown_run, found in zip(listed, latest, strict=True):
-        if prompt in found:
-            there.append((shown_run, found[prompt]))
+    for shown_run, groups in zip(listed, latest, strict=True):
+        if prompt in groups:
+            there.append((shown_run, groups[prompt]))
     right = next((group.answer for _, group in there if group.answer), None)
     if right:
         reference = (
@@ -93,7 +93,9 @@ def _render_answer(
     label: str, hue: ColourPair, group: SampleGroup, tokens: list[dict[str, Any]]
 ) -> str:
     row = group.rows[0]
-    said = escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    completion = (
+        escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    )
     worth = group.read_values("reward")
     if len(worth) > 1:
         mean = f", mean reward of {len(worth)}: {format_number(sum(worth) / len(worth))}"
@@ -103,6 +105,6 @@ def _render_answer(
     return (
         f'<div class="answer"><p class="verdict"><i class="pick" style="{format_hue(hue)}"></i>{escape(label)}, step '
         f"{format_number(group.step)}{mean}</p>"
-        f'<div class="completion" tabindex="0" aria-label="answer"{append_tokens(row, tokens)}>{said}</div>'
+        f'<div class="completion" tabindex="0" aria-label="answer"{append_tokens(row, tokens)}>{completion}</div>'
         f"<footer>{render_facts(row, (0.0, max(reward, 1.0)))}</footer></div>"
     )

@@ -47,15 +47,15 @@ class MetricGroup:
 
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts; each name except the counters is in exactly one."""
-    found: dict[tuple[str, str], MetricGroup] = {}
+    groups: dict[tuple[str, str], MetricGroup] = {}
     known = frozenset(names)
     for name in names:
         if name in COUNTERS:
             continue
         node, measure = split_metric_name(name, known)
         own = node if measure in BY_NODE else ""
-        found.setdefault((own, measure), MetricGroup(measure)).add(node, name)
-    return _with_evaluation(found)
+        groups.setdefault((own, measure), MetricGroup(measure)).add(node, name)
+    return _with_evaluation(groups)
 
 
 def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
@@ -83,13 +83,13 @@ def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]
     return node, rest
 
 
-def _with_evaluation(found: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
+def _with_evaluation(groups: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
     """Merge each chart that has only evaluation metrics into the training chart of its measure."""
     evaluation = EVAL.rstrip("/")
     by_last: dict[str, list[MetricGroup]] = {}
-    for group in found.values():
+    for group in groups.values():
         by_last.setdefault(get_last_part(group.measure), []).append(group)
-    for key, group in list(found.items()):
+    for key, group in list(groups.items()):
         if group.nodes != [evaluation]:
             continue
         alike = by_last[get_last_part(key[1])]
@@ -98,8 +98,8 @@ def _with_evaluation(found: dict[tuple[str, str], MetricGroup]) -> list[MetricGr
             other.nodes += group.nodes
             other.names += group.names
             alike[:] = (each for each in alike if each is not group)
-            del found[key]
-    return list(found.values())
+            del groups[key]
+    return list(groups.values())
 
 
 def drop_repeats(
@@ -110,26 +110,26 @@ def drop_repeats(
     A line is dropped if it equals one of the same chart, or if it varies and equals a line of the
     same node in an earlier chart (`policy_loss` and `loss`).
     """
-    kept: list[MetricGroup] = []
+    distinct_groups: list[MetricGroup] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
-    shown = SeriesIndex[str]()  # lines of the charts so far, by node
+    earlier_lines = SeriesIndex[str]()  # lines of the charts so far, by node
     for group in ordered:
         names: list[str] = []
         own = SeriesIndex[None]()  # lines of this chart
         for name in sorted(group.names, key=_compute_sort_key):
             values = series(name)
             if own.find_equal(None, values) or (
-                is_changing(values[1]) and shown.find_equal(find_node(name), values)
+                is_changing(values[1]) and earlier_lines.find_equal(find_node(name), values)
             ):
                 continue
             names.append(name)
             own.add(None, values)
         for name in names:
-            shown.add(find_node(name), series(name))
+            earlier_lines.add(find_node(name), series(name))
         if names:
             nodes = list(dict.fromkeys(find_node(name) for name in names))
-            kept.append(MetricGroup(group.measure, nodes, names))
-    return kept
+            distinct_groups.append(MetricGroup(group.measure, nodes, names))
+    return distinct_groups
 
 
 class SeriesIndex(Generic[Scope]):

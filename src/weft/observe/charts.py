@@ -185,10 +185,10 @@ def read_axes(run: RunFiles) -> dict[str, list[float]]:
         seconds += float(line.get("step_seconds") or 0.0)
         rows.append((float(line["step"]), tokens, round(seconds, 3)))
     every = max(1, len(rows) // KEPT)
-    kept = rows if every == 1 else [*rows[::every], rows[-1]]
+    thinned_rows = rows if every == 1 else [*rows[::every], rows[-1]]
     axes: dict[str, list[float]] = {}
     for place, name in enumerate(("step", "tokens", "time")):
-        axes[name] = [row[place] for row in kept]
+        axes[name] = [row[place] for row in thinned_rows]
     return axes
 
 
@@ -264,15 +264,15 @@ def _render_help(chart: Chart) -> str:
 
 def describe_chart(chart: Chart) -> str:
     """Describe the chart in words, for screen readers."""
-    told = []
+    descriptions = []
     for line in chart.lines:
         what = f"{line.label}: " if len(chart.lines) > 1 else ""
-        told.append(
+        descriptions.append(
             f"{what}from {format_number(line.y[0])} at step {format_number(line.x[0])} to {format_number(line.y[-1])} "
             f"at step {format_number(line.x[-1])}, "
             f"lowest {format_number(min(line.y))}, highest {format_number(max(line.y))}"
         )
-    return f"Chart of {chart.title}, {chart.node}. " + "; ".join(told)
+    return f"Chart of {chart.title}, {chart.node}. " + "; ".join(descriptions)
 
 
 def _render_plot(chart: Chart, large: bool) -> str:
@@ -390,8 +390,8 @@ def _choose_label(name: str, nodes: Sequence[str]) -> str:
         source = (
             name.removeprefix(EVAL).removesuffix(last).strip("/").removesuffix("rewards").strip("/")
         )
-        told = f"eval {source}" if source else "eval"
-        return f"{told}, {last}" if last in PAIRED else told
+        label = f"eval {source}" if source else "eval"
+        return f"{label}, {last}" if last in PAIRED else label
     node, measure = split_metric_name(name)
     if last in PAIRED:
         return last if len(nodes) == 1 else f"{node} {last}"

@@ -98,14 +98,19 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
     # Build the charts; the one of the deciding metric comes first.
     listed = name_runs(runs)
     measures = _list_measures(listed)
-    found = _build_charts(listed, measures)
+    measure_charts = _build_charts(listed, measures)
     main = _find_deciding_metric(listed)
     hero = next(
-        (chart for chart in found if main and any(line.name in main for line in chart.lines)), None
+        (
+            chart
+            for chart in measure_charts
+            if main and any(line.name in main for line in chart.lines)
+        ),
+        None,
     )
-    drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
+    drawn = ([hero] if hero else []) + [chart for chart in measure_charts if chart is not hero]
     # Assemble the page.
-    said, tokens = render_answers([(each.label, each.hue, each.run) for each in listed])
+    answers_html, tokens = render_answers([(each.label, each.hue, each.run) for each in listed])
     return Page(
         title=" · ".join(each.label for each in listed),
         top=_render_top(listed, hero),
@@ -115,10 +120,10 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
             PageSection(
                 "curves",
                 "Curves",
-                (APART if _has_split_measure(found) else "")
+                (APART if _has_split_measure(measure_charts) else "")
                 + render_curves(drawn, 1 if hero else 0),
             ),
-            PageSection("answers", "Answers to the same prompts", said),
+            PageSection("answers", "Answers to the same prompts", answers_html),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from "
         + ", ".join(f"<code>{escape(str(each.run.directory))}</code>" for each in listed),
@@ -196,8 +201,8 @@ def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
     valid = [find_evaluation(name, run.metric_names) for name, run in zip(own, runs, strict=True)]
-    for found in (valid, own):
-        names = [name for name in found if name is not None]
+    for candidates in (valid, own):
+        names = [name for name in candidates if name is not None]
         if (
             len(names) == len(runs)
             and len({get_last_part(name) for name in names}) == 1
@@ -240,20 +245,20 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
             own.append(
                 (each, find_headline(each.run.metric_names, each.run.record.get("algorithm")))
             )
-        told = ", ".join(
+        headlines = ", ".join(
             f"{escape(each.label)} has {escape(find_title(name))}" for each, name in own if name
         )
-        judged = f" Each has a different headline metric: {told}." if told else ""
+        judged = f" Each has a different headline metric: {headlines}." if headlines else ""
         return f"These runs have no common metric that decides which of them is better.{judged}"
     if _find_deciding_metric(listed) is None:
         return f"{_explain_refusal(runs, names)} {_describe_differences(listed)}"
     # Values at the last step that all runs have completed.
     step = find_common_step(runs)
     name = names[0]
-    found = []
+    final_values = []
     for run, metric, one in zip(runs, names, listed, strict=True):
-        found.append((compute_final_value(run, metric, step), one))
-    known = [(value, one) for value, one in found if value is not None]
+        final_values.append((compute_final_value(run, metric, step), one))
+    known = [(value, one) for value, one in final_values if value is not None]
     if len(known) < len(listed):
         return f"Not every run has measured its {escape(find_title(name))} by step {format_number(step)}."
     # Sort by value and compare the difference with the noise.
@@ -283,8 +288,8 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
 
 def _write_doubts(winner: NamedRun) -> str:
     """Return a warning if the better run has a metric out of range; else ""."""
-    found = winner.run.diagnosis
-    if found is None or found.is_sound:
+    diagnosis = winner.run.diagnosis
+    if diagnosis is None or diagnosis.is_sound:
         return ""
     return f" But check {escape(winner.label)}: some of its metrics are out of range."
 
@@ -307,10 +312,10 @@ def _compute_difference_noise(
         for run, name in zip(runs, names, strict=True):
             drawn.append(_compute_sampling_noise(run, name, step))
         return trend.compute_difference_noise(drawn) or 0.0
-    found = []
+    end_noises = []
     for run, name in zip(runs, names, strict=True):
-        found.append(trend.compute_end_noise(read_values_until(run, name, step)) or 0.0)
-    width = trend.compute_difference_noise(found) or 0.0
+        end_noises.append(trend.compute_end_noise(read_values_until(run, name, step)) or 0.0)
+    width = trend.compute_difference_noise(end_noises) or 0.0
     largest = max(
         abs(compute_final_value(run, name, step) or 0.0)
         for run, name in zip(runs, names, strict=True)
@@ -349,11 +354,11 @@ def _describe_differences(listed: Sequence[NamedRun]) -> str:
         return "Their options are the same."
     if len(different) > 3:
         return f"They differ in {len(different)} options."
-    told = (
+    descriptions = (
         f"{escape(name)} ({', '.join(escape(configuration.format_briefly(v)) for v in values)})"
         for name, values in different.items()
     )
-    return f"They differ in {', '.join(told)}."
+    return f"They differ in {', '.join(descriptions)}."
 
 
 def is_close(one: float, other: float) -> bool:
@@ -363,14 +368,14 @@ def is_close(one: float, other: float) -> bool:
 
 def _render_card(each: NamedRun, listed: Sequence[NamedRun]) -> str:
     run = each.run
-    told = []
+    facts = []
     decider = _find_deciding_metric(listed)
     if run.lines:
-        told.append(format_count(run.lines[-1]["step"], "step"))
+        facts.append(format_count(run.lines[-1]["step"], "step"))
     if epochs := run.get_series("epoch")[1]:
-        told.append(format_count(round(epochs[-1], 3), "epoch"))
+        facts.append(format_count(round(epochs[-1], 3), "epoch"))
     if seconds := run.get_series("step_seconds")[1]:
-        told.append(format_duration(sum(seconds)))
+        facts.append(format_duration(sum(seconds)))
     if decider:
         own: str | None = decider[list(listed).index(each)]
     else:
@@ -381,16 +386,16 @@ def _render_card(each: NamedRun, listed: Sequence[NamedRun]) -> str:
         last = format_number(compute_final_value(run, own))
         best = format_number(good)
         reached = f"<div>{escape(find_title(own))} {last}, best {best}</div>"
-    found = run.diagnosis
-    if found is not None and not found.is_sound:
-        doubts = f'<p class="diagnosis wrong">{escape(found.summary)}</p>'
+    diagnosis = run.diagnosis
+    if diagnosis is not None and not diagnosis.is_sound:
+        doubts = f'<p class="diagnosis wrong">{escape(diagnosis.summary)}</p>'
     else:
         doubts = ""
     return (
         f'<li><h3><i class="pick" style="{charts.format_hue(each.hue)}"></i>{escape(each.label)} '
         f"{render_status(run.status, flagged=bool(doubts))}</h3>"
         f"<div>{escape(configuration.find_algorithm(run) or '')} "
-        f"{', '.join(told)}</div>{reached}{doubts}</li>"
+        f"{', '.join(facts)}</div>{reached}{doubts}</li>"
     )
 
 
@@ -518,40 +523,40 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
     they mean different things, such as the losses of two algorithms.
     """
     # Match metrics across runs by key and meaning.
-    found: dict[tuple[Any, ...], Names] = {}
+    names_by_key: dict[tuple[Any, ...], Names] = {}
     for place, each in enumerate(listed):
         for name in each.run.metric_names:
             if name in COUNTERS:
                 continue
             key = (_build_measure_key(name), tuple(find_defining_options(each.run, name).items()))
-            names = found.setdefault(key, [None] * len(listed))
+            names = names_by_key.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
     ordered = sorted(
-        found.values(), key=lambda names: compute_rank(next(name for name in names if name))
+        names_by_key.values(), key=lambda names: compute_rank(next(name for name in names if name))
     )
     # Drop measures that repeat another one of the same node.
-    kept: list[Names] = []
+    measures: list[Names] = []
     curves = SeriesIndex[tuple[int, str]]()  # by run and node
     for names in ordered:
         called = [(place, name) for place, name in enumerate(names) if name]
         place, name = called[0]
         alike = curves.find_equal((place, find_node(name)), listed[place].run.get_series(name))
-        if any(_is_repeat(listed, names, kept[number]) for number in alike):
+        if any(_is_repeat(listed, names, measures[number]) for number in alike):
             continue
         for place, name in called:
-            curves.add((place, find_node(name)), listed[place].run.get_series(name), len(kept))
-        kept.append(names)
-    return kept
+            curves.add((place, find_node(name)), listed[place].run.get_series(name), len(measures))
+        measures.append(names)
+    return measures
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
     """Return whether a measure has several charts, with different runs in each."""
-    found: dict[str, list[set[int]]] = {}
+    runs_by_title: dict[str, list[set[int]]] = {}
     for chart in drawn:
-        found.setdefault(chart.title, []).append({line.run for line in chart.lines})
+        runs_by_title.setdefault(chart.title, []).append({line.run for line in chart.lines})
     return any(
         one.isdisjoint(other)
-        for runs in found.values()
+        for runs in runs_by_title.values()
         for one, other in itertools.combinations(runs, 2)
     )
 
@@ -632,7 +637,7 @@ def build_comparison_charts(listed: Sequence[NamedRun]) -> list[Chart]:
 
 
 def _build_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list[Chart]:
-    found: list[Chart] = []
+    measure_charts: list[Chart] = []
     most = charts.compute_points_per_line(len(measures) * len(listed))
     for names in measures:
         first = next(name for name in names if name)
@@ -653,7 +658,7 @@ def _build_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list
             for each, name in zip(listed, names, strict=True)
             if name
         )
-        found.append(
+        measure_charts.append(
             Chart(
                 _build_title(first),
                 first.partition("/")[0] if "/" in first else "run",
@@ -662,4 +667,4 @@ def _build_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list
                 of_runs=True,
             )
         )
-    return found
+    return measure_charts

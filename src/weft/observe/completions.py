@@ -67,13 +67,13 @@ def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
     tokens: list[dict[str, Any]] = []
     rewards = [value for row in run.samples if (value := _read_score(row)) is not None]
     span = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    told = _read_headline(run)
-    tabs = "".join(_render_tab(step, told, chosen=step == max(by_step)) for step in by_step)
+    headline = _read_headline(run)
+    tabs = "".join(_render_tab(step, headline, chosen=step == max(by_step)) for step in by_step)
     panels = "".join(
-        f'<div class="panel" data-step="{step:g}"><h3>Step {format_number(step)}{_format_batch_mean(step, told)}</h3>'
-        + "".join(render_group(group, span, tokens) for group in found)
+        f'<div class="panel" data-step="{step:g}"><h3>Step {format_number(step)}{_format_batch_mean(step, headline)}</h3>'
+        + "".join(render_group(group, span, tokens) for group in groups)
         + "</div>"
-        for step, found in by_step.items()
+        for step, groups in by_step.items()
     )
     if run.samples and all(map(is_dataset_row, run.samples)):
         note = f'<p class="note">{DATASET_NOTE}</p>'
@@ -113,15 +113,15 @@ def _read_headline(run: RunFiles) -> tuple[str, Mapping[float, float]]:
     return find_title(name), dict(zip(*run.get_series(name), strict=True))
 
 
-def _render_tab(step: float, told: tuple[str, Mapping[float, float]], *, chosen: bool) -> str:
+def _render_tab(step: float, headline: tuple[str, Mapping[float, float]], *, chosen: bool) -> str:
     return (
         f'<button type="button" data-step="{step:g}" aria-pressed="{str(chosen).lower()}">Step {format_number(step)}'
-        f"{_format_batch_mean(step, told)}</button>"
+        f"{_format_batch_mean(step, headline)}</button>"
     )
 
 
-def _format_batch_mean(step: float, told: tuple[str, Mapping[float, float]]) -> str:
-    name, values = told
+def _format_batch_mean(step: float, headline: tuple[str, Mapping[float, float]]) -> str:
+    name, values = headline
     if step in values:
         return f"<small>batch {escape(name)} {format_number(values[step])}</small>"
     return ""
@@ -132,9 +132,9 @@ def render_group(
 ) -> str:
     """Render one prompt with all of its answers side by side."""
     if group.prompt:
-        asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'
+        prompt = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'
     else:
-        asked = ""
+        prompt = ""
     right = ""
     if group.answer:
         right = f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(group.answer)}</div>'
@@ -143,7 +143,7 @@ def render_group(
     )
     return (
         f'<article class="group-of" data-columns="{choose_num_columns(len(group.rows))}">'
-        f"<header>{_render_group_line(group)}</header>{asked}{right}"
+        f"<header>{_render_group_line(group)}</header>{prompt}{right}"
         f'<div class="answers">{answers}</div></article>'
     )
 
@@ -174,20 +174,22 @@ def _render_group_line(group: SampleGroup) -> str:
 
 def _read_score(row: Mapping[str, Any]) -> float | None:
     """Return an answer's reward, score, or log-ratio if it is ranked; None without any of them."""
-    found = next((row[name] for name in ("reward", "score") if is_finite(row.get(name))), None)
-    if found is None and is_finite(row.get("log_ratio")) and "rank" in row:
-        found = row["log_ratio"]
-    return None if found is None else float(found)
+    score = next((row[name] for name in ("reward", "score") if is_finite(row.get(name))), None)
+    if score is None and is_finite(row.get("log_ratio")) and "rank" in row:
+        score = row["log_ratio"]
+    return None if score is None else float(score)
 
 
 def _render_answer(
     group: SampleGroup, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]
 ) -> str:
     row = group.rows[place]
-    said = escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    completion = (
+        escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    )
     return (
         f'<div class="answer">{_render_rank(group, place)}<div class="completion" tabindex="0" aria-label="answer"'
-        f"{append_tokens(row, tokens)}>{said}</div><footer>{render_facts(row, span)}</footer></div>"
+        f"{append_tokens(row, tokens)}>{completion}</div><footer>{render_facts(row, span)}</footer></div>"
     )
 
 
@@ -214,7 +216,7 @@ def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
     pieces = row.get("tokens")
     if not isinstance(pieces, list):
         return ""
-    kept: dict[str, Any] = {"t": [replace_control_characters(str(piece)) for piece in pieces]}
+    token_data: dict[str, Any] = {"t": [replace_control_characters(str(piece)) for piece in pieces]}
     for name in ("logprobs", "advantages", "trained"):
         values = row.get(name)
         if (
@@ -222,10 +224,10 @@ def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
             and len(values) == len(pieces)
             and all(is_finite(each) for each in values)
         ):
-            kept[name] = values
-    if "advantages" not in kept and is_finite(row.get("advantage")):
-        kept["advantages"] = [round(float(row["advantage"]), 4)] * len(pieces)
-    tokens.append(kept)
+            token_data[name] = values
+    if "advantages" not in token_data and is_finite(row.get("advantage")):
+        token_data["advantages"] = [round(float(row["advantage"]), 4)] * len(pieces)
+    tokens.append(token_data)
     return f' data-tokens="{len(tokens) - 1}"'
 
 
@@ -234,21 +236,21 @@ def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
 
     `span` is the (lowest, highest) reward of the page, for the reward's meter.
     """
-    told = ""
+    facts = ""
     reward = row.get("reward", row.get("score"))
     name = "reward" if "reward" in row else "score"
     if isinstance(reward, int | float) and is_finite(reward):
         low, high = span
         share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0
-        told += (
+        facts += (
             f'<span class="reward">{name} <b>{format_number(float(reward))}</b>'
             f'<i class="meter" aria-hidden="true"><i style="width:{share:.0f}%"></i></i></span>'
         )
     for key, word in (("loss", "loss"), ("advantage", "advantage")):
         if is_finite(row.get(key)):
-            told += f"<span>{word} <b>{format_number(float(row[key]))}</b></span>"
+            facts += f"<span>{word} <b>{format_number(float(row[key]))}</b></span>"
     if is_finite(row.get("log_ratio")):
-        told += (
+        facts += (
             f"<span>log-prob minus reference <b>{format_number(float(row['log_ratio']))}</b></span>"
         )
     values = row.get("logprobs")
@@ -258,9 +260,9 @@ def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
         and all(is_finite(each) for each in values)
         and "loss" not in row
     ):
-        told += f"<span>log-prob per token {format_number(sum(values) / len(values))}</span>"
+        facts += f"<span>log-prob per token {format_number(sum(values) / len(values))}</span>"
     return (
-        told
+        facts
         + _finish(row)
         + "".join(_render_fact(key, value) for key, value in row.items() if key not in SHOWN)
     )

@@ -33,9 +33,9 @@ def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 def find_algorithm(run: RunFiles) -> str | None:
     """Return the name of the run's quickstart; None if unknown."""
-    said = run.record.get("algorithm")
-    if said:
-        return str(said)
+    algorithm = run.record.get("algorithm")
+    if algorithm:
+        return str(algorithm)
     return next((name for name in ALGORITHMS if name in run.config), None)
 
 

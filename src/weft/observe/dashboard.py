@@ -71,17 +71,17 @@ class Dashboard:
         try:
             read = [RunFiles.read(path) for path in chosen]
             if page == "run":
-                made = report.build_page(read[0], live=tag, home=HOME)
+                built_page = report.build_page(read[0], live=tag, home=HOME)
             else:
-                made = compare.build_page(read, live=tag, home=HOME)
+                built_page = compare.build_page(read, live=tag, home=HOME)
         except UserError as error:
             return DashboardAnswer(400, str(error))
-        return DashboardAnswer(200, made.render(), tag)
+        return DashboardAnswer(200, built_page.render(), tag)
 
     def find_run_name(self, run: Path) -> str:
         """Return a run's name: the path of its folder relative to the root."""
-        found = run.relative_to(self.root).as_posix()
-        return run.absolute().name if found == "." else found
+        name = run.relative_to(self.root).as_posix()
+        return run.absolute().name if name == "." else name
 
     def _answer_index(self, known: str) -> DashboardAnswer:
         runs = list_runs(self.root, self._alive)
@@ -118,12 +118,12 @@ def _compute_tag(*parts: str) -> str:
 def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
     """Build the page with the list of runs."""
     going = sum(run.status == "running" for _, run in runs)
-    told = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
+    summary = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f", {going} of them running" if going else ""
     )
     top = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">folder: '
-        f'{escape(str(root))}</p><h1>Runs</h1><p class="lede">{told}.</p></div></section>'
+        f'{escape(str(root))}</p><h1>Runs</h1><p class="lede">{summary}.</p></div></section>'
     )
     if runs:
         content = _render_list(runs)
@@ -171,12 +171,14 @@ def _render_row(name: str, run: RunSummary) -> str:
     else:
         last = "–"
     if run.is_flagged:
-        told = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>'
+        diagnosis = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>'
     else:
-        told = ""
+        diagnosis = ""
     since = "" if run.changed is None else format_age(time.time() - run.changed)
     cells = (
-        _render_cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{told}'),
+        _render_cell(
+            name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{diagnosis}'
+        ),
         _render_cell(run.algorithm or "", escape(run.algorithm or "–")),
         _render_cell(run.status, render_status(run.status, flagged=run.is_flagged)),
         _render_cell("" if run.step is None else str(run.step), f"{share}{steps}"),

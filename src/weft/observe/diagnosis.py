@@ -142,10 +142,10 @@ class DiagnosedRun:
 
     def find_option(self, name: str, default: Any = None) -> Any:
         """Return an option by its dotted name; `default` if it is missing or None."""
-        found: Any = self.config()
+        value: Any = self.config()
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return default if found is None else found
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
 
     def format_scaled_option(self, name: str, factor: float) -> str:
         """Return `NAME=VALUE` with the option's value times `factor`.
@@ -183,19 +183,19 @@ def diagnose_run(
     )
     if len(run.lines) < LEAST_STEPS:
         return None
-    found = []
+    findings = []
     for check in CHECKS:
         for finding in check(run):
-            found.append(finding)
+            findings.append(finding)
     # Findings on the KL come first. Weak findings alone do not count.
     strong = sorted(
-        (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
+        (each for each in findings if not each.weak), key=lambda each: not each.key.startswith("kl")
     )
     if not strong:
         return RunDiagnosis()
     # Several signs together mean an exploited reward, which replaces the first finding.
-    hacked = _check_exploited(run, [finding.key for finding in found])
-    ordered = strong + [finding for finding in found if finding.weak]
+    hacked = _check_exploited(run, [finding.key for finding in findings])
+    ordered = strong + [finding for finding in findings if finding.weak]
     if hacked is not None:
         first = DiagnosisFinding(hacked.key, ordered[0].fact, hacked.means, hacked.fixes)
         ordered = [first, *ordered[1:]]

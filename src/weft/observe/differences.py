@@ -37,13 +37,13 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     # The algorithm itself.
     algorithms = [configuration.find_algorithm(run) for run in runs]
     if len(set(algorithms)) > 1 and all(algorithms):
-        found: dict[str, list[Any]] = {ALGORITHM: list(algorithms)}
+        differences: dict[str, list[Any]] = {ALGORITHM: list(algorithms)}
     else:
-        found = {}
+        differences = {}
     # Match options under names without the algorithm's group.
     flat = [dict(configuration.flatten_options(run.config)) for run in runs]
     own = [{_match_option(name, algorithms): name for name in values} for values in flat]
-    told = [configuration.find_changed_options(run) for run in runs]
+    changed_options = [configuration.find_changed_options(run) for run in runs]
     for name in dict.fromkeys(name for names in own for name in names):
         real = [names.get(name) for names in own]
         values = []
@@ -62,15 +62,15 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
             and (
                 each is None or (key in each and key not in configuration.find_chosen_options(run))
             )
-            for each, key, run in zip(told, real, runs, strict=True)
+            for each, key, run in zip(changed_options, real, runs, strict=True)
         )
         alike = (
             all(key in values for key, values in zip(real, flat, strict=True))
             and len(set(real)) == 1
         )
         if not all(left_open) and (changed or alike):
-            found[_format_option_name(name, real)] = values
-    return found
+            differences[_format_option_name(name, real)] = values
+    return differences
 
 
 def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
@@ -99,11 +99,11 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     group = about.group if about is not None else ""
     options = dict(configuration.flatten_options(run.config))
     algorithm = configuration.find_algorithm(run) or ""
-    told: list[str] = []
+    option_names: list[str] = []
     loss = last.endswith("loss")
     if group in (REWARD, CRITIC):
         known = any(not configuration.unset(options.get(option)) for option in SOURCES[:4])
-        told += SOURCES if known else ()
+        option_names += SOURCES if known else ()
     elif (
         not loss
         and group != PREFERENCES
@@ -113,15 +113,19 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     if (loss or group == PREFERENCES) and last not in FREE_OF_SCALE and algorithm not in POLICIES:
         for option in options:
             if option.startswith(f"{algorithm}.") and ".gen." not in option:
-                told.append(option)
+                option_names.append(option)
     if name.startswith(EVAL):
         valid = [f"dataset.{option}" for option in VALIDATION_ROWS]
     else:
         valid = []
     given = valid and not configuration.unset(options.get(valid[0]))
-    told += valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
+    option_names += (
+        valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
+    )
     kind = {ALGORITHM: algorithm} if group not in (REWARD, CRITIC) else {}
-    return kind | {option: configuration.format_value(options.get(option)) for option in told}
+    return kind | {
+        option: configuration.format_value(options.get(option)) for option in option_names
+    }
 
 
 def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
@@ -129,14 +133,14 @@ def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) ->
 
     `names` is the metric's name in each run. Runs whose configuration is not known are ignored.
     """
-    found = []
+    defining_options = []
     for run, name in zip(runs, names, strict=True):
         if run.config:
-            found.append(find_defining_options(run, name))
-    options = dict.fromkeys(option for each in found for option in each)
+            defining_options.append(find_defining_options(run, name))
+    options = dict.fromkeys(option for each in defining_options for option in each)
     incomparable_options: list[str] = []
     for option in options:
-        if len({each[option] for each in found if option in each}) > 1:
+        if len({each[option] for each in defining_options if option in each}) > 1:
             incomparable_options.append(option)
     return incomparable_options
 
@@ -145,17 +149,17 @@ def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[s
     """Return (name, value in each run) of versions and hardware that differ."""
     starts = [run.record.get("starts") for run in runs]
     last = []
-    for found in starts:
+    for run_starts in starts:
         last.append(
-            dict(found[-1])
-            if isinstance(found, list) and found and isinstance(found[-1], Mapping)
+            dict(run_starts[-1])
+            if isinstance(run_starts, list) and run_starts and isinstance(run_starts[-1], Mapping)
             else {}
         )
-    told = []
+    versions = []
     for one in last:
-        told.append({**(one.get("versions") or {}), **{key: one.get(key) for key in FACTS}})
-    names = dict.fromkeys(name for one in told for name in one)
+        versions.append({**(one.get("versions") or {}), **{key: one.get(key) for key in FACTS}})
+    names = dict.fromkeys(name for one in versions for name in one)
     rows = []
     for name in names:
-        rows.append((name, [str(one.get(name) or "") for one in told]))
+        rows.append((name, [str(one.get(name) or "") for one in versions]))
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -22,15 +22,19 @@ def render_filmstrip(rows: Rows) -> str:
 
     Returns "" without answers.
     """
-    found: dict[str, dict[float, Mapping[str, Any]]] = {}
+    answers_by_prompt: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in rows:
         if is_finite(row.get("step")):
-            found.setdefault(str(row.get("id")), {})[float(row["step"])] = row
-    if not found:
+            answers_by_prompt.setdefault(str(row.get("id")), {})[float(row["step"])] = row
+    if not answers_by_prompt:
         return ""
-    steps = pick(sorted({step for answers in found.values() for step in answers}), FRAMES)
-    strips = "".join(_strip(answers, steps) for answers in list(found.values())[:STRIPS])
-    more = len(found) - STRIPS
+    steps = pick(
+        sorted({step for answers in answers_by_prompt.values() for step in answers}), FRAMES
+    )
+    strips = "".join(
+        _strip(answers, steps) for answers in list(answers_by_prompt.values())[:STRIPS]
+    )
+    more = len(answers_by_prompt) - STRIPS
     note = (
         "The same prompts, answered greedily at several steps: scroll sideways. Answers that are "
         "the same as the one before "
@@ -54,7 +58,9 @@ def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -
 
 
 def _render_frame(row: Mapping[str, Any], *, same: bool) -> str:
-    said = escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    completion = (
+        escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    )
     if row.get("finish_reason") == "length":
         cut = ' <span class="warn">cut by length</span>'
     else:
@@ -65,5 +71,5 @@ def _render_frame(row: Mapping[str, Any], *, same: bool) -> str:
         tokens = ""
     return (
         f'<li class="frame{" same" if same else ""}"><b>Step {escape(format_number(float(row["step"])))}</b>'
-        f'<div class="completion">{said}</div><footer><span>{tokens}</span>{cut}</footer></li>'
+        f'<div class="completion">{completion}</div><footer><span>{tokens}</span>{cut}</footer></li>'
     )

@@ -48,5 +48,5 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    found = read_yaml(path, str(path), ConfigError)
-    return dict(clean_value(found)) if isinstance(found, dict) else {}
+    content = read_yaml(path, str(path), ConfigError)
+    return dict(clean_value(content)) if isinstance(content, dict) else {}

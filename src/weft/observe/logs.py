@@ -77,26 +77,28 @@ def append(run: Path, line: str) -> None:
 
 def find_log_files(run: Path) -> list[LogFile]:
     """Return the run's own log, its workers' logs, and the logs of its Slurm jobs, oldest first."""
-    found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
+    log_files = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
     for path in sorted(path for path in (run / WORKERS).glob("*.log") if path.is_file()):
         number = WORKER.fullmatch(path.stem)
         workers.append(LogFile(path.stem, path, int(number[1]) if number else None))
-    found += sorted(workers, key=lambda file: (file.worker is None, file.worker or 0, file.name))
+    log_files += sorted(
+        workers, key=lambda file: (file.worker is None, file.worker or 0, file.name)
+    )
     jobs = [path for path in (run / SLURM).glob("*.log") if path.is_file()]
     jobs.sort(key=lambda path: (int(re.match(r"\d*", path.name)[0] or 0), path.name))  # type: ignore[index]
-    return found + [LogFile(f"slurm/{path.stem}", path) for path in jobs]
+    return log_files + [LogFile(f"slurm/{path.stem}", path) for path in jobs]
 
 
 def find_failure(file: LogFile) -> LoggedFailure | None:
     """Return the first failure in a file; None if there is none."""
     lines = file.read_lines()
-    told = (
+    starts = (
         n
         for n, line in enumerate(lines)
         if TRACEBACK in line or (FAILURE.search(line) and not ENDED.search(line))
     )
-    start = next(told, None)
+    start = next(starts, None)
     if start is None:
         return None
     # A traceback ends at the line that names the exception.
@@ -119,8 +121,8 @@ def find_failures(files: Iterable[LogFile]) -> list[LoggedFailure]:
     Failures that only report a lost peer come last. In a file without times the failure has the
     time of the last write: a process that fails first is the first to stop writing.
     """
-    found = [each for file in files if (each := find_failure(file)) is not None]
-    return sorted(found, key=lambda each: (each.is_consequence, each.when))
+    failures = [each for file in files if (each := find_failure(file)) is not None]
+    return sorted(failures, key=lambda each: (each.is_consequence, each.when))
 
 
 def _is_traceback_end(line: str) -> bool:

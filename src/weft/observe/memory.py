@@ -47,8 +47,8 @@ def measure_file_pages_gb() -> float:
     Returns 0 if the system does not report it.
     """
     if sys.platform == "linux" and STATUS.exists():
-        _, found, rest = STATUS.read_text().partition("RssFile:")
-        return 1024 * int(rest.split(maxsplit=1)[0]) / GIB if found else 0.0
+        _, separator, rest = STATUS.read_text().partition("RssFile:")
+        return 1024 * int(rest.split(maxsplit=1)[0]) / GIB if separator else 0.0
     return 0.0
 
 

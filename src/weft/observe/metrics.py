@@ -170,8 +170,8 @@ def find_title(name: str) -> str:
     Other examples are `actor_train/clip_ratio` -> `clip ratio` and `eval/reward` -> `eval reward`.
     """
     last = get_last_part(name)
-    told = TITLES.get(last) or last.replace("_", " ")
-    return f"eval {told}" if name.startswith(EVAL) else told
+    title = TITLES.get(last) or last.replace("_", " ")
+    return f"eval {title}" if name.startswith(EVAL) else title
 
 
 def compute_tokens_per_second(line: Line) -> float | None:

@@ -147,10 +147,10 @@ class RunObserver:
             if is_finite(value):
                 numbers[name] = float(value)
         step = int(line["step"])
-        shown = step % self._every == 0
-        for text in self._view.record_step(numbers, shown=shown):
+        is_shown = step % self._every == 0
+        for text in self._view.record_step(numbers, is_shown=is_shown):
             self._log(text)
-        if shown:
+        if is_shown:
             for sink in self._sinks:
                 sink.log(step, {name: value for name, value in numbers.items() if name != "step"})
         return line
@@ -234,10 +234,12 @@ class RunObserver:
         self._closed = True
         self._renewal.stop()
         algorithm = str(read_json(self.directory / RECORD).get("algorithm") or "") or None
-        found = diagnose(self.directory, algorithm) if status in OUTCOMES else None
-        for line in self._view.close(status, flagged=found is not None and not found.is_sound):
+        diagnosis = diagnose(self.directory, algorithm) if status in OUTCOMES else None
+        for line in self._view.close(
+            status, flagged=diagnosis is not None and not diagnosis.is_sound
+        ):
             self._log(line)
-        for line in [*([] if found is None else [f"check: {found.summary}"]), *last]:
+        for line in [*([] if diagnosis is None else [f"check: {diagnosis.summary}"]), *last]:
             self.note(line)
         for sink in self._sinks:
             sink.close()

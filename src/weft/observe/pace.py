@@ -114,7 +114,7 @@ class RunPace:
 
         Metrics with the same title are given once.
         """
-        found: dict[str, float] = {}
+        values_by_title: dict[str, float] = {}
         for word in BESIDE:
             for name, value in self.latest.items():
                 if (
@@ -122,8 +122,8 @@ class RunPace:
                     and name != self.name
                     and not name.startswith("eval/")
                 ):
-                    found.setdefault(find_title(name), value)
-        return list(found.items())[:count]
+                    values_by_title.setdefault(find_title(name), value)
+        return list(values_by_title.items())[:count]
 
     def format_step(self) -> str:
         """Return `step 12/60`, or `step 12` if the total is not known."""

@@ -79,8 +79,8 @@ def _allot_lines(needed: Sequence[int]) -> list[int]:
 
 def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
     """Return the first `room` lines, the last of them ending in an ellipsis."""
-    *kept, last = lines[:room]
-    return [*kept, f"{last[: max(0, width - 2)].rstrip()} …"]
+    *head, last = lines[:room]
+    return [*head, f"{last[: max(0, width - 2)].rstrip()} …"]
 
 
 def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:

@@ -69,8 +69,8 @@ class ProgressView(Protocol):
         """Set the total steps, and the steps and metric lines of earlier processes."""
         ...
 
-    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
-        """Record the finite metrics of a step; `shown` selects steps that get a line."""
+    def record_step(self, numbers: Mapping[str, float], *, is_shown: bool) -> list[str]:
+        """Record the finite metrics of a step; `is_shown` selects steps that get a line."""
         ...
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
@@ -175,9 +175,9 @@ class PlainView:
     ) -> None:
         self._pace.expect(total, done, earlier)
 
-    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+    def record_step(self, numbers: Mapping[str, float], *, is_shown: bool) -> list[str]:
         self._pace.record_step(numbers)
-        lines = [self._pace.format_line()] if shown else []
+        lines = [self._pace.format_line()] if is_shown else []
         for line in lines:
             self.print_note(line)
         return lines
@@ -229,9 +229,9 @@ class LiveView:
     ) -> None:
         self._pace.expect(total, done, earlier)
 
-    def record_step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+    def record_step(self, numbers: Mapping[str, float], *, is_shown: bool) -> list[str]:
         self._pace.record_step(numbers)
-        return [self._pace.format_line()] if shown else []
+        return [self._pace.format_line()] if is_shown else []
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         self._sample = (step, row)
@@ -262,8 +262,8 @@ class LiveView:
             FLAGGED if flagged and status == "finished" else OUTCOMES.get(status, ("·", QUIET))
         )
         parts = [Text.assemble((f"{sign} ", colour), (self._run, STRONG))]
-        told = self._pace.format_summary_parts(status)
-        *first, last = told
+        summary_parts = self._pace.format_summary_parts(status)
+        *first, last = summary_parts
         parts += [Text(f"{part},") for part in first] + [Text(last)]
         lines = pack_lines(parts, self._console.width, " ", indent=2)
         left = self._console.width - lines[-1].cell_len - 2
@@ -271,7 +271,7 @@ class LiveView:
             lines[-1].append(f"  {draw_sparkline(self._pace.values, min(24, left))}", ACCENT)
         for line in lines:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
-        return [", ".join(told)]
+        return [", ".join(summary_parts)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -351,11 +351,11 @@ class LiveView:
         facts += [("s per step", format_number(seconds))] if seconds else []
         memory = pace.latest.get("peak_memory_gb")
         facts += [("peak", f"{memory:.2f} GB")] if memory else []
-        shown = [
+        fact_texts = [
             Text.assemble((f"{elide_middle(name, width // 3)} ", QUIET), value)
             for name, value in facts
         ]
-        return Group(*lines, *pack_lines(shown, width, "   "))
+        return Group(*lines, *pack_lines(fact_texts, width, "   "))
 
     def _render_calls(self, width: int, count: int) -> Table | None:
         """Render the longest calls of the latest step, at most `count`, with their seconds."""
@@ -376,9 +376,9 @@ class LiveView:
         room = (
             width - max(map(len, names.values())) - max(map(len, times.values())) - len("100%") - 6
         )
-        for name, shown in names.items():
+        for name, label in names.items():
             bar = Text("━" * max(1, round(room * seconds[name] / top)), ACCENT, overflow="crop")
-            table.add_row(shown, times[name], f"{seconds[name] / whole:.0%}", bar)
+            table.add_row(label, times[name], f"{seconds[name] / whole:.0%}", bar)
         return table
 
     def _render_activity(self, width: int) -> RenderableType | None:
@@ -400,22 +400,22 @@ class LiveView:
         if self._sample is None or lines < 2:
             return None
         step, row = self._sample
-        told = f"step {step}"
+        caption = f"step {step}"
         reward = row.get("reward")
         if isinstance(reward, int | float):
-            told += f" · reward {format_number(float(reward))}"
+            caption += f" · reward {format_number(float(reward))}"
         room = (lines - 1) * max(20, width - 1)
         completion = " ".join(str(row.get("completion", "")).split())
         prompt = " ".join(str(row.get("prompt", "")).split())
         space = max(room - min(len(completion), room * 2 // 3) - 2, 20)
-        shown = prompt if len(prompt) <= space else f"…{prompt[-space + 1 :]}"
-        rest = max(20, room - len(shown) - 2)
+        prompt_text = prompt if len(prompt) <= space else f"…{prompt[-space + 1 :]}"
+        rest = max(20, room - len(prompt_text) - 2)
         text = Text.assemble(
-            (f"{shown} ", QUIET),
+            (f"{prompt_text} ", QUIET),
             completion if len(completion) <= rest else f"{completion[: rest - 1]}…",
         )
         return Group(
-            Text(), Rule(Text(f"a completion, {told}", QUIET), align="left", style=QUIET), text
+            Text(), Rule(Text(f"a completion, {caption}", QUIET), align="left", style=QUIET), text
         )
 
 

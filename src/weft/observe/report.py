@@ -36,11 +36,13 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 
 def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
     """Build the page of a run; with a `live` tag it updates itself."""
-    found = charts.build_charts(run)
+    run_charts = charts.build_charts(run)
     main = sections.choose_headlines(run)[:1]
-    hero = next((chart for chart in found if any(line.name in main for line in chart.lines)), None)
-    drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
-    said, tokens = completions.render_completions(run) if run.samples else ("", [])
+    hero = next(
+        (chart for chart in run_charts if any(line.name in main for line in chart.lines)), None
+    )
+    drawn = ([hero] if hero else []) + [chart for chart in run_charts if chart is not hero]
+    completions_html, tokens = completions.render_completions(run) if run.samples else ("", [])
     spans = timing.SpansByStep.from_spans(run.spans)
     experiment, trial = run.title
     return Page(
@@ -49,7 +51,7 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
         sections=[
             PageSection("curves", "Curves", render_curves(drawn, 1 if hero else 0)),
             PageSection("filmstrip", "Fixed prompts", render_filmstrip(run.answers)),
-            PageSection("completions", completions.choose_heading(run), said),
+            PageSection("completions", completions.choose_heading(run), completions_html),
             PageSection("time", "Time", _render_time(run, spans)),
             PageSection("machine", "Machine", _render_machine(run)),
             PageSection("graph", "Graph", _embed_graph(run.graph) if run.graph else ""),
@@ -71,12 +73,15 @@ def _render_hero(run: RunFiles, chart: Chart | None) -> str:
     experiment, trial = run.title
     curve = charts.render_chart(chart, 0, large=True) if chart else ""
     tiles = sections.render_tiles(run)
-    found = run.diagnosis
-    mark = sections.render_status(run.status, flagged=found is not None and not found.is_sound)
+    diagnosis = run.diagnosis
+    mark = sections.render_status(
+        run.status, flagged=diagnosis is not None and not diagnosis.is_sound
+    )
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'
         f'<p class="eyebrow">{escape(experiment)}{mark}</p>'
-        f'<h1>{escape(trial)}</h1><p class="lede">{sections.render_lede(run)}</p>{sections.render_verdict(found)}</div>{curve}'
+        f'<h1>{escape(trial)}</h1><p class="lede">{sections.render_lede(run)}</p>'
+        f"{sections.render_verdict(diagnosis)}</div>{curve}"
         f"{f'<dl class=tiles>{tiles}</dl>' if tiles else ''}</section>"
     )
 

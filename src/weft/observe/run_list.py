@@ -124,11 +124,11 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     # The headline metric and the diagnosis.
     metric = find_leading(dict.fromkeys(name for line in lines for name in line), algorithm)
     value = _compute_value(metric, lines)
-    found = diagnose(run, algorithm, lines)
+    diagnosis = diagnose(run, algorithm, lines)
     # Progress and status.
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
     step = max((int(each) for each in steps if is_step(each)), default=None)
-    said = _find_status(run, status, alive)
+    run_status = _find_status(run, status, alive)
     total = _parse_whole(record.get("total_steps")) or _parse_whole(top.get("max_steps"))
     folder = run.absolute()
     return RunSummary(
@@ -136,14 +136,14 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
         experiment=folder.parent.name,
         trial=folder.name,
         algorithm=algorithm,
-        status=said,
+        status=run_status,
         step=step,
-        total_steps=step if said == "finished" and step is not None else total,
+        total_steps=step if run_status == "finished" and step is not None else total,
         metric=metric,
         value=value,
         num_bytes=count_tree_bytes(run),
         changed=_find_change_time(run),
-        diagnosis=None if found is None else found.summary,
+        diagnosis=None if diagnosis is None else diagnosis.summary,
     )
 
 
@@ -175,13 +175,13 @@ def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> fl
 def _find_status(
     run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None
 ) -> str:
-    said = str(written.get("status"))
-    if said not in STATUSES:
+    status = str(written.get("status"))
+    if status not in STATUSES:
         return "unfinished"
-    if said != "running":
-        return said
+    if status != "running":
+        return status
     works = alive(run) if alive is not None else not is_quiet(run)
-    return said if works else "unfinished"
+    return status if works else "unfinished"
 
 
 def _read_top_keys(config: Path) -> dict[str, str]:
@@ -206,9 +206,9 @@ def _read_scalars(config: Path) -> dict[str, Any]:
         text = read_text(config, str(config), UserError, MOST_YAML)
     except UserError:
         return {}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     # (indentation, mapping) of the groups around a line
-    inside: list[tuple[int, dict[str, Any]]] = [(-1, found)]
+    inside: list[tuple[int, dict[str, Any]]] = [(-1, options)]
     for indent, name, value in KEY.findall(text):
         while len(inside) > 1 and inside[-1][0] >= len(indent):
             inside.pop()
@@ -217,7 +217,7 @@ def _read_scalars(config: Path) -> dict[str, Any]:
         else:
             group = inside[-1][1][name] = {}
             inside.append((len(indent), group))
-    return found
+    return options
 
 
 def _parse_scalar(text: str) -> Any:

@@ -48,16 +48,16 @@ class RunRecord:
     @classmethod
     def read(cls, run: Path) -> RunRecord:
         """Read a run's record; fields that cannot be read keep their defaults."""
-        found = read_json(run / RECORD)
-        listed = found.get("starts")
+        record = read_json(run / RECORD)
+        listed = record.get("starts")
         starts = [
             start
             for each in (listed if isinstance(listed, list) else [])
             if (start := _start(each)) is not None
         ]
-        total = found.get("total_steps")
-        algorithm = found.get("algorithm")
-        chosen = found.get("chosen")
+        total = record.get("total_steps")
+        algorithm = record.get("algorithm")
+        chosen = record.get("chosen")
         return cls(
             algorithm if isinstance(algorithm, str) and algorithm else None,
             total if isinstance(total, int) and is_step(total) else None,

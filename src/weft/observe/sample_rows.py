@@ -35,8 +35,8 @@ class SampleGroup:
     @property
     def answer(self) -> str | None:
         """The reference answer of the dataset; None if there is none."""
-        found = self.rows[0].get("answer")
-        return str(found) if isinstance(found, str | int | float) else None
+        reference = self.rows[0].get("answer")
+        return str(reference) if isinstance(reference, str | int | float) else None
 
     @property
     def is_ranked(self) -> bool:
@@ -66,7 +66,7 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     the rows returned are parsed, since the file of a long run is large.
     """
     lines: dict[int, list[bytes]] = {}
-    told: set[int] = set()
+    detailed_steps: set[int] = set()
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -75,10 +75,10 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
             if step is not None:
                 lines.setdefault(step, []).append(line)
                 if DETAILED in line:
-                    told.add(step)
+                    detailed_steps.add(step)
     last = max(lines, default=0)
     if lines:
-        chosen = pick(sorted(told | {last} if told else lines), steps)
+        chosen = pick(sorted(detailed_steps | {last} if detailed_steps else lines), steps)
     else:
         chosen = []
     return [row for step in chosen for line in lines[step] if (row := _parse_row(line)) is not None]
@@ -108,14 +108,14 @@ def group_rows(
 
     Rows with the same `id` are one group; a row without an `id` is a group by itself.
     """
-    found: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
+    rows_by_step: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
         id = row.get("id")
-        of_step = found.setdefault(float(row["step"]), {})
+        of_step = rows_by_step.setdefault(float(row["step"]), {})
         key = f"id {id}" if id is not None else f"row {len(of_step)}"
         of_step.setdefault(key, []).append(row)
     result: dict[float, list[SampleGroup]] = {}
-    for step, by_id in sorted(found.items()):
+    for step, by_id in sorted(rows_by_step.items()):
         result[step] = [
             SampleGroup(step, _read_id(listed[0]), _sort_ranked(listed))
             for listed in list(by_id.values())[:most]

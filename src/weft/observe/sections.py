@@ -33,8 +33,8 @@ def render_lede(run: RunFiles) -> str:
     if epochs := run.get_series("epoch")[1]:
         parts.append(f"{format_count(round(epochs[-1], 3), 'epoch')} of data")
     text = ", ".join(parts) + (f", {format_duration(seconds)} of training." if seconds else ".")
-    told = [describe_course(run, name) for name in choose_headlines(run)]
-    return " ".join([escape(text), *told])
+    sentences = [describe_course(run, name) for name in choose_headlines(run)]
+    return " ".join([escape(text), *sentences])
 
 
 def choose_headlines(run: RunFiles) -> list[str]:
@@ -70,12 +70,12 @@ def render_status(word: str, *, flagged: bool = False) -> str:
     return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
 
 
-def render_verdict(found: RunDiagnosis | None) -> str:
+def render_verdict(diagnosis: RunDiagnosis | None) -> str:
     """Render a diagnosis as a line of the first screen; "" without one."""
-    if found is None:
+    if diagnosis is None:
         return ""
-    kind, word = ("fine", "Check") if found.is_sound else ("wrong", "Look at this")
-    return f'<p class="diagnosis {kind}"><b>{word}:</b> {escape(found.summary)}</p>'
+    kind, word = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")
+    return f'<p class="diagnosis {kind}"><b>{word}:</b> {escape(diagnosis.summary)}</p>'
 
 
 def format_count(value: float, word: str) -> str:
@@ -129,8 +129,10 @@ def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     for name in run.metric_names:
         if get_last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second"):
             names.append(name)
-    told = ({name: line[name] for name in names if is_finite(line.get(name))} for line in run.lines)
-    rates = [rate for line in told if (rate := compute_tokens_per_second(line))]
+    measurements = (
+        {name: line[name] for name in names if is_finite(line.get(name))} for line in run.lines
+    )
+    rates = [rate for line in measurements if (rate := compute_tokens_per_second(line))]
     if rates:
         yield (
             "tokens per second",

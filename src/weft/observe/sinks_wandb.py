@@ -112,9 +112,9 @@ def _get_run_id(path: Path) -> str:
     """Return the run's id; created at its first start and stored in `path`."""
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
-    made = secrets.token_hex(4)
-    write(path, made + "\n")
-    return made
+    run_id = secrets.token_hex(4)
+    write(path, run_id + "\n")
+    return run_id
 
 
 def _build_error(what: str, why: object) -> UserError:

@@ -54,14 +54,16 @@ def render_shares(run: RunFiles) -> str:
     """Render one bar with all calls, and the same numbers as a table."""
     rows = compute_shares(run)
     hues = find_node_hues(run.spans)
-    found = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
-    tones = _assign_tones([(name, found[name]) for name, _, _ in rows])
+    call_hues = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
+    tones = _assign_tones([(name, call_hues[name]) for name, _, _ in rows])
     bar = "".join(
-        f'<i style="flex:{share:.5f};{format_hue(found[name])};--tone:{tones[name]}%" title="{escape(name)} {share:.1%}"></i>'
+        f'<i style="flex:{share:.5f};{format_hue(call_hues[name])};--tone:{tones[name]}%" '
+        f'title="{escape(name)} {share:.1%}"></i>'
         for name, _, share in rows
     )
     body = "".join(
-        f'<tr><th scope="row"><i class="swatch" style="{format_hue(found[name])};--tone:{tones[name]}%"></i>{escape(name)}</th>'
+        f'<tr><th scope="row"><i class="swatch" style="{format_hue(call_hues[name])};'
+        f'--tone:{tones[name]}%"></i>{escape(name)}</th>'
         f"<td>{escape(format_number(seconds))} s</td><td>{share:.1%}</td></tr>"
         for name, seconds, share in rows
     )
@@ -92,8 +94,8 @@ class SpansByStep:
             by_step.setdefault(now, []).append(span)
         if len(by_step) > 1:
             by_step.pop(None, None)
-        kept = _choose_steps(by_step)
-        return cls(kept, len(by_step) - len(kept), find_node_hues(spans))
+        selected = _choose_steps(by_step)
+        return cls(selected, len(by_step) - len(selected), find_node_hues(spans))
 
     @property
     def steps(self) -> list[int]:
@@ -240,7 +242,7 @@ def _render_track(
     for span in spans:
         left = 100 * (span.start - begin) / length
         width = 100 * span.seconds / length
-        told = f"{span.name}, {format_duration(span.seconds)}" + (
+        tooltip = f"{span.name}, {format_duration(span.seconds)}" + (
             f", step {span.step}" if span.step is not None else ""
         )
         style = f"left:{left:.3f}%;width:{width:.3f}%;{format_hue(hues.get(span.name, GREY))};--tone:{tones[span.name]}%"
@@ -248,7 +250,7 @@ def _render_track(
             label = f"<b>{escape(span.name)}</b>"
         else:
             label = ""
-        bars.append(f'<i style="{style}" title="{escape(told)}">{label}</i>')
+        bars.append(f'<i style="{style}" title="{escape(tooltip)}">{label}</i>')
     return f'<div class="lane"><span class="lane-name">{escape(lane)}</span><div class="track">{"".join(bars)}</div></div>'
 
 

@@ -74,8 +74,8 @@ class GroupExpertExchange:
             keys = self._exchange_dropout(dropout, sent, taken).select(order)
         # Compute this rank's experts, and send the results back in the order of arrival.
         here = RowGroups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
-        made = compute(rows, here, keys).index_select(0, order.argsort())
-        return _exchange_rows(made, taken, sent, self.group)
+        outputs = compute(rows, here, keys).index_select(0, order.argsort())
+        return _exchange_rows(outputs, taken, sent, self.group)
 
     def _exchange_dropout(
         self, own: TokenDropout, sent: list[int], taken: list[int]

@@ -134,8 +134,8 @@ class Pipeline:
         """
         outputs: dict[int, Outputs] = {}
 
-        def keep(microbatch: int, found: Outputs) -> Tensor:
-            outputs[microbatch] = found
+        def keep(microbatch: int, microbatch_outputs: Outputs) -> Tensor:
+            outputs[microbatch] = microbatch_outputs
             return torch.empty(0)
 
         actions = plan_actions(self.kind, self.placement, len(microbatches), forward_only=True)[
@@ -159,7 +159,7 @@ class Pipeline:
             [{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in given]
         )
         # Broadcast each output of all micro-batches as one flat tensor.
-        found: list[Outputs] = [{} for _ in forms]
+        shared_outputs: list[Outputs] = [{} for _ in forms]
         for name in dict.fromkeys(name for form in forms for name in form):
             having = []
             for number, form in enumerate(forms):
@@ -173,8 +173,8 @@ class Pipeline:
                 flat = torch.empty(sum(sizes), dtype=forms[having[0]][name][1], device=self.device)
             dist.broadcast(flat, group=self.group, group_src=self.placement.last_rank)
             for number, shape, part in zip(having, shapes, flat.split(sizes), strict=True):
-                found[number][name] = part.view(shape)
-        return found
+                shared_outputs[number][name] = part.view(shape)
+        return shared_outputs
 
     def share_values(self, values: T) -> T:
         """Return the last stage's `values`, small plain data such as statistics, on every rank."""
@@ -184,8 +184,8 @@ class Pipeline:
         dist.broadcast_object_list(
             box, group=self.group, group_src=self.placement.last_rank, device=self.device
         )
-        found: T = box[0]
-        return found
+        shared_values: T = box[0]
+        return shared_values
 
 
 @dataclass
@@ -263,17 +263,17 @@ class _PipelineRun:
         training = torch.is_grad_enabled()
         if states is not None and training:
             states.requires_grad_()
-        found = network(given.x, given.want, given.temperature, given.support, states)
-        made = None
+        result = network(given.x, given.want, given.temperature, given.support, states)
+        next_states = None
         losses = []
-        if isinstance(found, Tensor):
-            made = found
-            self._made[stage, stage + 1, microbatch] = made.detach().contiguous()
+        if isinstance(result, Tensor):
+            next_states = result
+            self._made[stage, stage + 1, microbatch] = next_states.detach().contiguous()
         else:
-            loss = self._loss(microbatch, found)
+            loss = self._loss(microbatch, result)
             if training and is_sharded(network) and not loss.requires_grad:
                 loss = connect_outputs(
-                    loss, found.values()
+                    loss, result.values()
                 )  # other ranks wait for this rank's gradients
             losses.append(loss)
         if (
@@ -282,7 +282,7 @@ class _PipelineRun:
         ):
             losses.append(own)
         if training:
-            self._passes[stage, microbatch] = _StagePass(states, made, losses)
+            self._passes[stage, microbatch] = _StagePass(states, next_states, losses)
 
     def _run_backward(self, stage: int, microbatch: int) -> None:
         network = self._pipeline.networks[stage]
@@ -432,15 +432,15 @@ def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> 
 
 def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
     """Return the trained embeddings of the first and last stage that are copies of one matrix."""
-    found = []
+    embeddings = []
     for network in networks.values():
         if (
             network.config.tied
             and network.kind == "lm"
             and network.is_first_stage != network.is_last_stage
         ):
-            found.append(network.embed.weight)
-    return [parameter for parameter in found if parameter.requires_grad]
+            embeddings.append(network.embed.weight)
+    return [parameter for parameter in embeddings if parameter.requires_grad]
 
 
 def sum_tied_gradients(

@@ -192,12 +192,12 @@ class StagedDecoder:
         if network.is_last_stage:
             step.made.copy_(network.compute_hidden(step.x, rows, states))
             return
-        made = network.compute_hidden(step.x, states=states)
+        next_states = network.compute_hidden(step.x, states=states)
         peer = self._placement.get_rank(stage + 1)
         if peer == self._rank:
-            step.states = made
+            step.states = next_states
         else:
-            self._send(made.contiguous(), peer, self._group)
+            self._send(next_states.contiguous(), peer, self._group)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return the logits of the next tokens; only on the last rank."""

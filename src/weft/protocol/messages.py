@@ -121,15 +121,17 @@ def _build_pool() -> descriptor_pool.DescriptorPool:
     file = descriptor_pb2.FileDescriptorProto(
         name="weft/inference.proto", package="inference", syntax="proto3"
     )
-    made: dict[str, Any] = {}
+    message_types: dict[str, Any] = {}
     for name, fields in MESSAGES.items():
         outer, _, inner = name.rpartition(".")
-        made[name] = (made[outer].nested_type if outer else file.message_type).add(name=inner)
+        message_types[name] = (
+            message_types[outer].nested_type if outer else file.message_type
+        ).add(name=inner)
         for field in fields:
-            _add(made[name], name, field)
-    for field in made["InferParameter"].field:
+            _add(message_types[name], name, field)
+    for field in message_types["InferParameter"].field:
         field.oneof_index = 0
-    made["InferParameter"].oneof_decl.add(name="parameter_choice")
+    message_types["InferParameter"].oneof_decl.add(name="parameter_choice")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool
@@ -165,11 +167,11 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
     """
     if len(raws) not in (0, len(tensors)):
         raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")
-    made: dict[str, Tensor] = {}
+    tensors_by_name: dict[str, Tensor] = {}
     for index, tensor in enumerate(tensors):
         datatype = check_datatype(tensor.name, tensor.datatype)
         shape = list(tensor.shape)
-        if tensor.name in made or any(size < 0 for size in shape):
+        if tensor.name in tensors_by_name or any(size < 0 for size in shape):
             raise DataError(
                 f"tensor {tensor.name!r} occurs twice, or has the invalid shape {shape}"
             )
@@ -187,8 +189,8 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
                 raise DataError(
                     f"tensor {tensor.name!r}: a number is out of range for {datatype}"
                 ) from None
-        made[tensor.name] = from_bytes(tensor.name, datatype, shape, raw)
-    return made
+        tensors_by_name[tensor.name] = from_bytes(tensor.name, datatype, shape, raw)
+    return tensors_by_name
 
 
 def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> None:

@@ -208,13 +208,13 @@ def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Ten
         raise DataError(f"tensor {name!r} has neither data nor binary_data_size")
     kind = DATATYPES[datatype].kind
     try:
-        found = np.array(data)
-        if found.size and found.dtype.kind not in {"b": "b", "i": "i", "u": "iu", "f": "fiu"}[kind]:
+        array = np.array(data)
+        if array.size and array.dtype.kind not in {"b": "b", "i": "i", "u": "iu", "f": "fiu"}[kind]:
             raise ValueError("of another type")
-        made = found.astype(DATATYPES[datatype])
-        if kind in "iu" and not np.array_equal(made, found):
+        tensor = array.astype(DATATYPES[datatype])
+        if kind in "iu" and not np.array_equal(tensor, array):
             raise ValueError("out of range")
-        return made.reshape(shape)
+        return tensor.reshape(shape)
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise DataError(
             f"tensor {name!r}: data must be {datatype} numbers of shape {list(shape)}"

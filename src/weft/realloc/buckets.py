@@ -88,7 +88,7 @@ def plan_rounds(
                 num_bytes = _count_elements(piece) * size
                 queues[pair].append((each.name, piece, num_bytes))
                 left[pair] += num_bytes
-    made: list[list[BucketMessage]] = []
+    rounds: list[list[BucketMessage]] = []
     while left:
         sends: dict[int, int] = defaultdict(int)
         receives: dict[int, int] = defaultdict(int)
@@ -102,8 +102,8 @@ def plan_rounds(
                 left[pair] -= sum(part.num_bytes for part in message.parts)
                 messages.append(message)
         left = defaultdict(int, {pair: size for pair, size in left.items() if size})
-        made.append(messages)
-    return made
+        rounds.append(messages)
+    return rounds
 
 
 def _fill_message(

@@ -173,10 +173,10 @@ class Reallocation:
         then the dtypes of their source and target parameters. Raises `RunError` if they disagree.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
-        told = self._link.all_gather(
+        facts_by_rank = self._link.all_gather(
             [call, source is not None, 0 if source is None else source.version]
         )
-        for rank, (theirs, *_) in told.items():
+        for rank, (theirs, *_) in facts_by_rank.items():
             if theirs != call:
                 raise RunError(
                     f"reallocation: rank {rank} was given another plan, eta or bucket size than "
@@ -184,16 +184,16 @@ class Reallocation:
                     "all ranks of both layouts must be given the same ones"
                 )
         versions = {}
-        for rank, (_, has, version) in told.items():
+        for rank, (_, has, version) in facts_by_rank.items():
             if has:
                 versions[rank] = version
         if len(set(versions.values())) != 1:
-            shown = ", ".join(
+            listing = ", ".join(
                 f"rank {rank}: {version}" for rank, version in sorted(versions.items())
             )
             raise RunError(
                 f"reallocation: the source's ranks must hold one version of the weights "
-                f"({shown or 'no rank is a source'})"
+                f"({listing or 'no rank is a source'})"
             )
         codes = self._link.all_gather(
             [_encode_dtype(held.get(n)) for held in (gives, takes) for n in self._names]
@@ -250,20 +250,20 @@ def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side:
 
     Raises `RunError` if the ranks differ.
     """
-    found = {}
+    dtypes = {}
     for at, name in enumerate(names):
         theirs = {}
         for rank, code in codes.items():
             if code[at]:
                 theirs[rank] = DTYPES[code[at] - 1]
         if len(set(theirs.values())) != 1:
-            shown = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
+            listing = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
             raise RunError(
                 f"reallocation: the {side}'s ranks must hold parameter {name!r} in one dtype "
-                f"({shown})"
+                f"({listing})"
             )
-        found[name] = next(iter(theirs.values()))
-    return found
+        dtypes[name] = next(iter(theirs.values()))
+    return dtypes
 
 
 def _encode_dtype(dtype: torch.dtype | None) -> int:

@@ -58,9 +58,9 @@ class ReallocationLink:
 
         The first communication of the group, for which NCCL needs every rank.
         """
-        told = {self.rank: list(facts)}
+        values_by_rank = {self.rank: list(facts)}
         if self._group is None:
-            return told
+            return values_by_rank
         others = []
         for rank in dist.get_process_group_ranks(self._group):
             if rank != self.rank:
@@ -69,7 +69,7 @@ class ReallocationLink:
         theirs = [(rank, torch.empty_like(ours)) for rank in others]
         for pending in self.post_messages(theirs, [(rank, ours) for rank in others]):
             pending.wait()
-        return told | {rank: values.tolist() for rank, values in theirs}
+        return values_by_rank | {rank: values.tolist() for rank, values in theirs}
 
     def share_memory(self, size: int) -> None:
         """Set up shared memory between the ranks of this host, once.
@@ -79,14 +79,14 @@ class ReallocationLink:
         if self._group is None or self.device.type != "cpu" or self.shared_memory is not None:
             return
         shelf = create_buffer(size)
-        told = self.all_gather(shelf.address if shelf is not None else (0, 0, 0, 0))
-        others = sorted(set(told) - {self.rank})
+        addresses = self.all_gather(shelf.address if shelf is not None else (0, 0, 0, 0))
+        others = sorted(set(addresses) - {self.rank})
         for rank in others:
-            memory = map_buffer(told[rank]) if told[rank][2] else None
+            memory = map_buffer(addresses[rank]) if addresses[rank][2] else None
             if memory is not None:
                 self.peer_memory[rank] = memory
-        seen = self.all_gather([rank in self.peer_memory for rank in sorted(told)])
-        own = sorted(told).index(self.rank)
+        seen = self.all_gather([rank in self.peer_memory for rank in sorted(addresses)])
+        own = sorted(addresses).index(self.rank)
         self.mapped_by = frozenset(rank for rank in others if seen[rank][own])
         if shelf is not None:
             shelf.close_descriptor()

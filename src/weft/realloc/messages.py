@@ -207,20 +207,20 @@ class MessageExchange:
 
     def _verify(self, message: BucketMessage, buffer: Tensor, index: int) -> None:
         """Raise `RunError` if the message is damaged, or of another round or version."""
-        version, told, sent = _view_seal(message, buffer).tolist()
-        found = int(_compute_checksum(message, buffer))
-        if (sent, told, version) == (found, index, self._version):
+        version, sent_round, sent = _view_seal(message, buffer).tolist()
+        checksum = int(_compute_checksum(message, buffer))
+        if (sent, sent_round, version) == (checksum, index, self._version):
             return
         names = list(dict.fromkeys(part.name for part in message.parts))
         what = (
             f"reallocation: {', '.join(names)} from rank {message.source} to rank {message.target}"
         )
-        if sent != found:
+        if sent != checksum:
             raise RunError(
                 f"{what}: the checksum of this message is not the sender's; the data were damaged"
             )
-        if told != index:
-            raise RunError(f"{what}: sent in round {told}, expected in round {index}")
+        if sent_round != index:
+            raise RunError(f"{what}: sent in round {sent_round}, expected in round {index}")
         raise RunError(
             f"{what}: of version {version}, expected {self._version}; the source's weights changed "
             f"while they were read"

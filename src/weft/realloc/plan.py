@@ -132,13 +132,13 @@ def _to(
 
 def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
     """Return name -> rectangle -> the ranks that hold it, without empty rectangles."""
-    found: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in held.items():
         for name, part in parts.items():
             box = tuple([(each.start, each.stop) for each in part])
             if _count_elements(box) > 0:
-                found[name][box].append(rank)
-    return found
+                holders[name][box].append(rank)
+    return holders
 
 
 def _split_cells(have: Sequence[Box], box: Box) -> Cells:

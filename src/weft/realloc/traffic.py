@@ -50,20 +50,26 @@ def count_traffic(
 
     `itemsize`: bytes per element of each parameter as it is sent.
     """
-    found = ReallocationTraffic()
+    traffic = ReallocationTraffic()
     ways: Counter[bool] = Counter()
     for each in transfers:
         size = each.num_elements * itemsize[each.name]
         if each.is_local:
             same = source[each.source][each.name] == target[each.target][each.name]
-            (found.kept if same else found.copied)[each.target] += size
+            (traffic.kept if same else traffic.copied)[each.target] += size
             continue
-        found.sent[each.source] += size
-        found.received[each.target] += size
-        found.names[each.name] += size
+        traffic.sent[each.source] += size
+        traffic.received[each.target] += size
+        traffic.names[each.name] += size
         ways[node_of(each.source) == node_of(each.target)] += size
     return ReallocationTraffic(
-        found.sent, found.received, found.kept, found.copied, found.names, ways[True], ways[False]
+        traffic.sent,
+        traffic.received,
+        traffic.kept,
+        traffic.copied,
+        traffic.names,
+        ways[True],
+        ways[False],
     )
 
 

@@ -67,9 +67,11 @@ class OutputCache:
             if id not in set(missing):
                 parts.append(self._load(id, names[id]))
         if missing:
-            made = compute(batch if len(missing) == batch.num_ids else batch.select(ids=missing))
-            self._append({names[one.ids[0]]: one for one in made.unpack()})
-            parts.append(made)
+            new_outputs = compute(
+                batch if len(missing) == batch.num_ids else batch.select(ids=missing)
+            )
+            self._append({names[one.ids[0]]: one for one in new_outputs.unpack()})
+            parts.append(new_outputs)
         return SequenceSample.gather(parts).select(ids=batch.ids), batch.num_ids - len(missing)
 
     def _load(self, id: str, name: str) -> SequenceSample:
@@ -115,10 +117,10 @@ class OutputCache:
 def _parse_records(line: bytes) -> dict[str, CacheRecord]:
     """Parse one index line; an incomplete line of a killed process yields no records."""
     try:
-        found = json.loads(line or b"{}")
+        entries = json.loads(line or b"{}")
     except json.JSONDecodeError:
         return {}
-    return {name: CacheRecord(*place) for name, place in found.items()}
+    return {name: CacheRecord(*place) for name, place in entries.items()}
 
 
 def hash_contents(batch: SequenceSample) -> list[str]:

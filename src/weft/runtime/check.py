@@ -21,12 +21,12 @@ def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
 
     Calls of the evaluation and of fixed prompts have the prefix `eval/`.
     """
-    found = {node.name: node for node in experiment.graph.list_model_calls()}
+    calls = {node.name: node for node in experiment.graph.list_model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
         if beside is not None:
             for node in beside.graph.list_model_calls():
-                found[EVALUATION + node.name] = node
-    return found
+                calls[EVALUATION + node.name] = node
+    return calls
 
 
 def implements_method(interface: str, method: str) -> bool:

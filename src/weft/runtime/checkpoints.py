@@ -35,11 +35,11 @@ class CheckpointStore:
 
         Raises `RunError` if the disk is full or fails; earlier checkpoints remain.
         """
-        made = []
+        directories = []
         for role in self._roles:
             target = self._directory.checkpoints_folder / role / f"step{step}"
             target.parent.mkdir(parents=True, exist_ok=True)
-            made.append(
+            directories.append(
                 disk.write_directory(
                     target,
                     lambda d, role=role: self._group.save(role, d).result(),  # type: ignore[misc]
@@ -50,7 +50,7 @@ class CheckpointStore:
             disk.write_text(
                 self._directory.checkpoints_folder / MILESTONES, json.dumps(steps) + "\n"
             )
-        return made
+        return directories
 
     def prune(self) -> None:
         """Remove the oldest checkpoints beyond the limit.
@@ -59,11 +59,11 @@ class CheckpointStore:
         """
         if self._limit is None:
             return
-        kept = self._read_milestones()
+        milestones = self._read_milestones()
         for role in self._roles:
             passing = []
             for step in self._directory.list_saved_steps(role):
-                if step not in kept:
+                if step not in milestones:
                     passing.append(step)
             for step in passing[: -self._limit]:
                 disk.remove(self._directory.checkpoints_folder / role / f"step{step}")

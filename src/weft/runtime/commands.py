@@ -199,21 +199,21 @@ class PendingCommands:
             waiting[0].command, DiscardSamples
         ):
             self._process.run_next()
-        found = self._find_last_runnable()
+        last_runnable = self._find_last_runnable()
         if self._part_group is None:
-            return found is not None
-        told = torch.tensor([found is not None])
-        dist.broadcast(told, group=self._part_group, group_src=0)
-        return bool(told)
+            return last_runnable is not None
+        flag = torch.tensor([last_runnable is not None])
+        dist.broadcast(flag, group=self._part_group, group_src=0)
+        return bool(flag)
 
     def take(self, *, left: bool) -> bool:
         last = self._find_last_runnable()
         if self._mesh_group is not None:
             own = torch.tensor([left, NO_COMMAND if last is None else last])
-            found = [torch.empty_like(own) for _ in self._ranks]
-            dist.all_gather(found, own, group=self._mesh_group)
-            left = any(bool(each[0]) for each in found)
-            last = next((int(each[1]) for each in found if each[1] != NO_COMMAND), None)
+            states = [torch.empty_like(own) for _ in self._ranks]
+            dist.all_gather(states, own, group=self._mesh_group)
+            left = any(bool(each[0]) for each in states)
+            last = next((int(each[1]) for each in states if each[1] != NO_COMMAND), None)
         if not left:
             return False
         assert last is not None, "a rank that stopped must have a pending command"

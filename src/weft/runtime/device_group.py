@@ -209,8 +209,8 @@ class DeviceGroup:
         for row in rows:
             if row not in shared:
                 with self._lock:
-                    found = self._store.fetch(*row)
-                shared[row] = self._devices.share(_drop_metadata(found).to_bytes())
+                    sample = self._store.fetch(*row)
+                shared[row] = self._devices.share(_drop_metadata(sample).to_bytes())
         return CommandTensors(
             [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
         )
@@ -229,8 +229,8 @@ class DeviceGroup:
     def _make_failure_callback(self, task: Task) -> Callable[[BaseException], None]:
         return lambda error: self.events.put(TaskFailed(task, error))
 
-    def build_overdue_error(self, mfc: str, step: int, told: str) -> RunError:
-        return self._dispatch.build_overdue_error((mfc, step), told)
+    def build_overdue_error(self, mfc: str, step: int, message: str) -> RunError:
+        return self._dispatch.build_overdue_error((mfc, step), message)
 
     def announce_outputs(self, mfc: str) -> None:
         self._announcing_calls.add(mfc)
@@ -260,9 +260,9 @@ class DeviceGroup:
 
     def discard(self, ids: Iterable[str]) -> None:
         with self._lock:
-            gone = self._locations.discard(ids)
-            self._store.discard(gone.pop(ON_DRIVER, ()))
-        for rank, held in gone.items():
+            ids_by_rank = self._locations.discard(ids)
+            self._store.discard(ids_by_rank.pop(ON_DRIVER, ()))
+        for rank, held in ids_by_rank.items():
             self._ask(
                 "discarding tensors",
                 [rank],
@@ -271,9 +271,9 @@ class DeviceGroup:
 
     def sync(self, s: ParamSync, step: int) -> None:
         task = (s.name, step)
-        told = lambda version: self.events.put(TaskFinished(task, version))  # noqa: E731
+        on_finished = lambda version: self.events.put(TaskFinished(task, version))  # noqa: E731
         self._parameters.start_sync(
-            s, told, self._make_failure_callback(task), self._make_start_callback(task)
+            s, on_finished, self._make_failure_callback(task), self._make_start_callback(task)
         )
 
     # -- state
@@ -291,10 +291,12 @@ class DeviceGroup:
         if not (d / ENGINES_FOLDER).is_dir() or not list_rank_folders(d):
             raise CheckpointError(f"{d}: contains no state of workers")
         command = commands.RestoreSnapshot(d, len(self._ranks))
-        found = self._ask("loading the recovery point", self._ranks, lambda rank: command).result()
+        outputs_by_rank = self._ask(
+            "loading the recovery point", self._ranks, lambda rank: command
+        ).result()
         self._parameters.reset()
-        for rank in sorted(found):
-            for held in found[rank]:
+        for rank in sorted(outputs_by_rank):
+            for held in outputs_by_rank[rank]:
                 self._record_outputs(rank, held, again=True)
         for sample in read_samples([d / DRIVER_FOLDER]):
             with self._lock:
@@ -321,31 +323,31 @@ class DeviceGroup:
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         """Return facts by role, with `copies` by mesh and `moves`, its described transfers."""
-        found: dict[str, dict[str, Any]] = {}
+        facts: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
             copies = {}
             for r, m in self._experiment.list_copies():
                 if r == role:
                     copies[m] = self._built[m.ranks[0]].copies[r, m]
             moves = [f"{what}: {way}" for what, way in self._parameters.list_plans(role)]
-            found[role] = {
+            facts[role] = {
                 **self._built[mesh.ranks[0]].facts[role],
                 "copies": copies,
                 "moves": moves,
             }
-        return found
+        return facts
 
     def describe_numerics(self) -> Mapping[str, Any]:
-        found = self._ask(
+        answers = self._ask(
             "reading its numerical settings", [0], lambda rank: commands.DescribeNumerics()
         ).result()
-        return {**found[0], "devices": len(self._ranks)}
+        return {**answers[0], "devices": len(self._ranks)}
 
     def describe_hardware(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._ask(
+        hardware: Mapping[str, Any] = self._ask(
             "reading its hardware", [0], lambda rank: commands.DescribeHardware()
         ).result()[0]
-        return found
+        return hardware
 
     def peak_memory_gb(self) -> float:
         return self._call_with_explanation(self._devices.peak_memory_gb)
@@ -370,9 +372,11 @@ class DeviceGroup:
             future.set_result({rank: report.value for rank, report in ends.items()})
 
         roles = frozenset({role} if role else ())
-        made = lambda rank: (make(rank), CommandTensors())  # noqa: E731
+        build_command = lambda rank: (make(rank), CommandTensors())  # noqa: E731
         self._dispatch.submit(
-            DeviceJob(what, ranks, made, on_finished, partial(_fail_future, future), roles=roles)
+            DeviceJob(
+                what, ranks, build_command, on_finished, partial(_fail_future, future), roles=roles
+            )
         )
         return future
 

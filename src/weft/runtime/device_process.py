@@ -204,12 +204,12 @@ class DeviceProcess:
     def next_reports(self, seconds: float) -> list[CommandReport]:
         """Return all queued reports; wait at most `seconds` for the first."""
         try:
-            found = [self._reports.get(timeout=seconds)]
+            reports = [self._reports.get(timeout=seconds)]
         except queue.Empty:
             return []
         while not self._reports.empty():
-            found.append(self._reports.get())
-        return found
+            reports.append(self._reports.get())
+        return reports
 
     def list_pending(self) -> Sequence[QueuedCommand]:
         """Return the pending commands in order.
@@ -238,8 +238,8 @@ class DeviceProcess:
         try:
             moved = self._store_tensors(queued.promises)
             with use_device(self.device):
-                made = queued.command.run(self, queued.number)
-            self.report(CommandReport(queued.number, "finished", made, moved))
+                result = queued.command.run(self, queued.number)
+            self.report(CommandReport(queued.number, "finished", result, moved))
         except BaseException as error:
             traceback.print_exc()
             self.report(
@@ -264,8 +264,8 @@ class DeviceProcess:
 
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
         """Return serialized tensors of the store, without metadata."""
-        found = self.worker.store.fetch(ids, keys)
-        return SequenceSample(found.ids, found.lengths, found.offsets, found.data).to_bytes()
+        sample = self.worker.store.fetch(ids, keys)
+        return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data).to_bytes()
 
     def peak_memory_gb(self) -> float:
         return measure_peak_memory_gib(self.device)
@@ -322,7 +322,9 @@ def to_picklable_error(error: BaseException, where: ProcessAddress) -> WeftError
         return error
     name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
     kind = NotFinite if isinstance(error, NotFinite) else RunError
-    told = (DevicesLost if is_caused_by_others(error) else kind)(f"{where}: {name}{error}")
+    picklable_error = (DevicesLost if is_caused_by_others(error) else kind)(
+        f"{where}: {name}{error}"
+    )
     for note in [*getattr(error, "__notes__", []), "".join(traceback.format_exception(error))]:
-        told.add_note(note)
-    return told
+        picklable_error.add_note(note)
+    return picklable_error

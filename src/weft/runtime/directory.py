@@ -89,9 +89,9 @@ class RunDirectory:
 
         A run that was killed before it could record its end is "running".
         """
-        said = read_json(self.path / STATUS).get("status")
-        if said in get_args(Status):
-            return cast(Status, said)
+        status = read_json(self.path / STATUS).get("status")
+        if status in get_args(Status):
+            return cast(Status, status)
         return "running" if self.has_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
@@ -115,15 +115,15 @@ class RunDirectory:
         what = str(self.path / CONFIG)
         text = read_text(what, what, ConfigError)
         with explain_read_errors(what, ConfigError):
-            found = yaml.safe_load(text)
-        if not isinstance(found, dict):
+            config = yaml.safe_load(text)
+        if not isinstance(config, dict):
             raise ConfigError(f"{what}: contains no options; choose another trial_name")
-        return found
+        return config
 
     def list_saved_steps(self, role: str) -> list[int]:
         """Return the steps of a role's complete checkpoints, oldest first."""
-        found = (STEP.fullmatch(p.name) for p in (self.checkpoints_folder / role).glob("step*"))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (STEP.fullmatch(p.name) for p in (self.checkpoints_folder / role).glob("step*"))
+        return sorted(int(match[1]) for match in matches if match)
 
 
 def admit(
@@ -201,7 +201,7 @@ def list_differences(
 
     Options in `FREE` are ignored, and options in `unset` that `one` does not have.
     """
-    found: list[str] = []
+    differences: list[str] = []
     for key in dict.fromkeys([*one, *other]):
         if not prefix and key in FREE:
             continue
@@ -209,12 +209,12 @@ def list_differences(
         b = other.get(key)
         name = f"{prefix}{key}"
         if isinstance(b, Mapping) and (isinstance(a, Mapping) or (key not in one and b)):
-            found += list_differences(a or {}, b, f"{name}.", unset=unset)
+            differences += list_differences(a or {}, b, f"{name}.", unset=unset)
         elif key not in one and name in unset:
             continue
         elif a != b:
-            found.append(f"{name}: {_format_short(a)} there, {_format_short(b)} here")
-    return found
+            differences.append(f"{name}: {_format_short(a)} there, {_format_short(b)} here")
+    return differences
 
 
 def _format_short(value: Any) -> str:

@@ -153,16 +153,16 @@ class JobDispatcher:
             time.sleep(0.05)
         return self._fatal_error or error
 
-    def build_overdue_error(self, task: Task, told: str) -> DevicesLost:
+    def build_overdue_error(self, task: Task, message: str) -> DevicesLost:
         """Return the error for a call past its deadline, naming the ranks that are late."""
         with self._lock:
             job = next(
                 (job for job in [*self._jobs.values(), *self._held_jobs] if job.task == task), None
             )
         return DevicesLost(
-            f"{told}; it waits for {self._describe_late(job.unfinished_ranks)}"
+            f"{message}; it waits for {self._describe_late(job.unfinished_ranks)}"
             if job is not None
-            else told
+            else message
         )
 
     def close(self) -> None:
@@ -208,11 +208,11 @@ class JobDispatcher:
     def _receive_reports(self) -> None:
         while not self._closed:
             try:
-                for rank, found in self._devices.receive():
-                    if isinstance(found, DeviceLoss):
-                        self._fail_all(self._build_loss_error(rank, found))
+                for rank, response in self._devices.receive():
+                    if isinstance(response, DeviceLoss):
+                        self._fail_all(self._build_loss_error(rank, response))
                     else:
-                        for report in found:
+                        for report in response:
                             self._process_report(rank, report)
                 self._fail_doubtful_jobs()
                 self._fail_expired_jobs()

@@ -82,8 +82,8 @@ class WorkerGroup(Protocol):
         """Store tensors made outside of the group: the loader's rows, outputs of host functions."""
         ...
 
-    def build_overdue_error(self, mfc: str, step: int, told: str) -> RunError:
-        """Return the error for a call past its deadline: `told`, and the late devices if known."""
+    def build_overdue_error(self, mfc: str, step: int, message: str) -> RunError:
+        """Return the error for a call past its deadline: `message`, and the late devices if known."""
         ...
 
     def announce_outputs(self, mfc: str) -> None:

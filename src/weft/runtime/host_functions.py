@@ -79,22 +79,22 @@ class HostFunctionRunner:
                 for begun in [self._started_ids.pop((node.name, id), None) for id in firing.ids]:
                     if begun is not None:
                         begun.result()
-                made = self.by_node[node.name](batch, context)
+                result = self.by_node[node.name](batch, context)
                 seconds = time.perf_counter() - clock
-                outputs = to_edge_outputs(node, made, firing.ids, filters=self.can_drop_ids(node))
+                outputs = to_edge_outputs(node, result, firing.ids, filters=self.can_drop_ids(node))
             except RunError as error:
                 raise RunError(f"{what}: {error}") from error
             except Exception as error:
                 error.add_note(f"in {what}")
                 raise
             # Store the outputs and list the ids that the function kept.
-            left = None if made is None else set(made.ids)
-            kept = tuple(id for id in firing.ids if left is None or id in left)
+            left = None if result is None else set(result.ids)
+            kept_ids = tuple(id for id in firing.ids if left is None or id in left)
             if outputs is not None and outputs.keys:
                 meta = self._group.put(outputs)
             else:
                 meta = None
-            return FiringOutcome(firing, meta, context.metrics, started, seconds, kept)
+            return FiringOutcome(firing, meta, context.metrics, started, seconds, kept_ids)
 
         threading.Thread(
             target=events.run, args=(task, run_function, self._group.events), name=what, daemon=True

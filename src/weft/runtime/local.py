@@ -150,8 +150,8 @@ class LocalGroup:
     def put(self, sample: SequenceSample) -> SampleMeta:
         return self._worker.store.put(sample)
 
-    def build_overdue_error(self, mfc: str, step: int, told: str) -> RunError:
-        return RunError(told)
+    def build_overdue_error(self, mfc: str, step: int, message: str) -> RunError:
+        return RunError(message)
 
     def announce_outputs(self, mfc: str) -> None:
         self._announcing_calls.add(mfc)

@@ -79,7 +79,7 @@ class TensorLocations:
         All keys of an id on the same holder are one transfer; devices are preferred to the driver.
         A key that no rank holds is left out; reading it raises the error.
         """
-        found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)
         for block, chosen in self._ids.group_by_block(ids).items():
             where = _KeyLocations() if block is None else block.state
@@ -89,16 +89,18 @@ class TensorLocations:
                 if holders and rank not in holders and rank not in where.incoming.get(key, ()):
                     by_holder.setdefault(_choose_holder(holders), []).append(key)
             for holder, lacked in by_holder.items():
-                found.setdefault((holder, tuple(lacked)), []).extend(chosen)
-        return [TensorRequest(holder, tuple(ids), keys) for (holder, keys), ids in found.items()]
+                transfers.setdefault((holder, tuple(lacked)), []).extend(chosen)
+        return [
+            TensorRequest(holder, tuple(ids), keys) for (holder, keys), ids in transfers.items()
+        ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
         """Forget these ids; return the ids that each rank held."""
-        gone: dict[int, list[str]] = {}
+        ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.incoming.values()):
-                gone.setdefault(rank, []).extend(chosen)
-        return gone
+                ids_by_rank.setdefault(rank, []).extend(chosen)
+        return ids_by_rank
 
 
 def _choose_holder(holders: set[int]) -> int:

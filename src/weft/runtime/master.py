@@ -208,9 +208,11 @@ class Master:
         node = self._graph.get_node(firing.node)
         return isinstance(node, HostFunction) and self._runner.functions.can_drop_ids(node)
 
-    def _finish_decision(self, firing: Firing, kept: Sequence[str]) -> None:
+    def _finish_decision(self, firing: Firing, kept_ids: Sequence[str]) -> None:
         node = self._graph.get_node(firing.node)
-        self._mark_unused(self._buffer.finish(firing, kept, node.outputs, len(self._graph.nodes)))
+        self._mark_unused(
+            self._buffer.finish(firing, kept_ids, node.outputs, len(self._graph.nodes))
+        )
 
     def _count_rounds(self, node: str) -> None:
         """Log the sampling rounds behind a training node that fires, if a filter refills its batch."""
@@ -230,13 +232,13 @@ class Master:
             if edge.producer == node
         ):
             self._apply_first_filter()
-        gone = find_surplus(self._graph, self._buffer, node)
-        self._buffer.drop(gone)
-        self._mark_unused(gone)
+        surplus = find_surplus(self._graph, self._buffer, node)
+        self._buffer.drop(surplus)
+        self._mark_unused(surplus)
 
-    def _mark_unused(self, gone: Sequence[str]) -> None:
-        self._unused_ids += gone
-        self.position.ids_done += len(gone)
+    def _mark_unused(self, ids: Sequence[str]) -> None:
+        self._unused_ids += ids
+        self.position.ids_done += len(ids)
 
     # -- running: start every runnable firing; each one that finishes may enable others
 
@@ -270,9 +272,9 @@ class Master:
     def _discard_unused(self) -> None:
         # Running calls of later steps may still read ids that a filter has dropped.
         read = self._ledger.collect_open_ids()
-        gone = [id for id in self._unused_ids if id not in read]
-        self._group.discard(gone)
-        self._descriptions.discard(gone)
+        unread_ids = [id for id in self._unused_ids if id not in read]
+        self._group.discard(unread_ids)
+        self._descriptions.discard(unread_ids)
         self._unused_ids = [id for id in self._unused_ids if id in read]
 
     # -- rows
@@ -378,9 +380,9 @@ class Master:
 
 def _build_stuck_error(buffer: IdBuffer) -> RunError:
     rows = list(buffer.entries.items())[:4]
-    shown = "; ".join(
+    examples = "; ".join(
         f"{id}: through {', '.join(sorted(row.finished)) or 'nothing'}" for id, row in rows
     )
     return RunError(
-        f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({shown})"
+        f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({examples})"
     )

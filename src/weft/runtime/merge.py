@@ -20,11 +20,11 @@ def merge_results(
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
     """Merge the `seen` samples of all ranks, keeping each id once; None if there are none."""
-    made: dict[str, SequenceSample] = {}
+    samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
-            made.setdefault(one.ids[0], one)
-    return SequenceSample.gather(list(made.values())) if made else None
+            samples_by_id.setdefault(one.ids[0], one)
+    return SequenceSample.gather(list(samples_by_id.values())) if samples_by_id else None
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:

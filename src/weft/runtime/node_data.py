@@ -68,6 +68,6 @@ def to_edge_outputs(
         )
     chosen = outputs.select(keys=node.output_keys)
     if outputs.ids != tuple(ids):
-        made = set(outputs.ids)
-        chosen = chosen.select(ids=[id for id in ids if id in made])
+        output_ids = set(outputs.ids)
+        chosen = chosen.select(ids=[id for id in ids if id in output_ids])
     return chosen.remap_keys(node.output_key_remap)

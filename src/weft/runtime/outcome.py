@@ -30,5 +30,5 @@ def describe_firing(node: Node, firing: Firing) -> str:
         what = f"role {node.role!r}"
     else:
         what = f"host function {node.function!r}"
-    shown = ", ".join(firing.ids[:4]) + (", ..." if len(firing.ids) > 4 else "")
-    return f"node {firing.node!r} ({what}, {len(firing.ids)} ids: {shown})"
+    first_ids = ", ".join(firing.ids[:4]) + (", ..." if len(firing.ids) > 4 else "")
+    return f"node {firing.node!r} ({what}, {len(firing.ids)} ids: {first_ids})"

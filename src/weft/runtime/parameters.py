@@ -93,13 +93,13 @@ class ParameterTransfers:
             job = self._reallocate(sync, sync.name, done, failed, started)
         else:
             ranks = self._meshes[sync.source].ranks
-            told = lambda ends: done(ends[ranks[0]].value)  # noqa: E731
+            on_finished = lambda ends: done(ends[ranks[0]].value)  # noqa: E731
             roles = frozenset({sync.source, sync.target})
             job = DeviceJob(
                 sync.name,
                 ranks,
                 _repeat_command(SyncOnSameMesh(sync)),
-                told,
+                on_finished,
                 failed,
                 started,
                 roles=roles,
@@ -193,7 +193,7 @@ class ParameterTransfers:
             self._transfer_newest(place, failed)
         elif version is not None and version != self._copy_versions.get(place, newest):
             self._transfer_weights(
-                place, self._find_saved_plan(place, version), failed, kept=version
+                place, self._find_saved_plan(place, version), failed, saved_version=version
             )
         wanted = newest if version is None else version
         if wanted is not None:
@@ -263,7 +263,7 @@ class ParameterTransfers:
         way: ReallocationPlan,
         failed: FailureCallback,
         *,
-        kept: int | None = None,
+        saved_version: int | None = None,
         holds_up: bool = True,
     ) -> None:
         self._weights[place] += 1
@@ -272,7 +272,7 @@ class ParameterTransfers:
             self._get_own_key(place[0]),
             place,
             weights=self._weights[place],
-            saved_version=kept,
+            saved_version=saved_version,
         )
         name = f"moving the weights of {place[0]!r} to {place[1]}"
         self._submit_transfer(way, what, name, _ignore, failed, holds_up=holds_up)
@@ -288,10 +288,10 @@ class ParameterTransfers:
 
     def list_plans(self, role: str) -> list[tuple[str, ReallocationPlan]]:
         """Return (purpose, plan) of all recurring transfers of a role's weights."""
-        found = []
+        plans = []
         for sync in self._experiment.graph.syncs:
             if sync.source == role and not self._has_equal_meshes(sync):
-                found.append(
+                plans.append(
                     (
                         f"to {sync.target} after {sync.after}",
                         self._plans.prepare_plan(*self._resolve_sync(sync)),
@@ -310,10 +310,10 @@ class ParameterTransfers:
                 else:
                     names = self._plans.list_trained(place)
                 way = self._plans.prepare_plan(own, place, names)
-                found.append(
+                plans.append(
                     (f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}", way)
                 )
-        return found
+        return plans
 
     def _submit_transfer(
         self,
@@ -340,7 +340,7 @@ class ParameterTransfers:
         else:
             after = []
         roles = frozenset({what.source[0], what.target[0]} if holds_up else ())
-        told = lambda ends: done(ends[target[0]].value)  # noqa: E731
+        on_finished = lambda ends: done(ends[target[0]].value)  # noqa: E731
 
         def on_failed(error: BaseException) -> None:
             failed(self._plans.preparation_errors.get(way.key) or error)
@@ -349,7 +349,7 @@ class ParameterTransfers:
             name,
             way.ranks,
             _repeat_command(what),
-            told,
+            on_finished,
             on_failed,
             started,
             roles=roles,

@@ -24,9 +24,9 @@ def find_descendants() -> set[ProcessId]:
     """Return the children of this process, their children, and so on."""
     children: dict[int, list[ProcessId]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        found = _read_process(int(folder.name))
-        if found is not None:
-            parent, process = found
+        entry = _read_process(int(folder.name))
+        if entry is not None:
+            parent, process = entry
             children.setdefault(parent, []).append(process)
     below = set()
     todo = [os.getpid()]
@@ -40,8 +40,8 @@ def find_descendants() -> set[ProcessId]:
 def kill_processes(processes: Iterable[ProcessId]) -> None:
     """Send SIGKILL to the processes that still exist."""
     for process in processes:
-        found = _read_process(process.pid)
-        if found is not None and found[1] == process:
+        entry = _read_process(process.pid)
+        if entry is not None and entry[1] == process:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 

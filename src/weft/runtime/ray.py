@@ -72,8 +72,8 @@ class _RayPeers:
 
 def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
     try:
-        found: list[bytes] = ray.get(list(promises), timeout=seconds)
-        return found
+        answers: list[bytes] = ray.get(list(promises), timeout=seconds)
+        return answers
     except GetTimeoutError:
         raise _build_late_error(seconds) from None
     except RayTaskError as error:
@@ -212,12 +212,12 @@ class RayDevices:
             time.sleep(POLL_SECONDS)
             return []
         ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=POLL_SECONDS)
-        found: list[tuple[int, Sequence[CommandReport] | DeviceLoss]] = []
+        responses: list[tuple[int, Sequence[CommandReport] | DeviceLoss]] = []
         for each in ready:
             rank, _ = self._polls.pop(each)
             try:
                 reports: Sequence[CommandReport] = ray.get(each)
-                found.append((rank, reports))
+                responses.append((rank, reports))
                 self._request_reports(rank)
                 self._pipe.report_finished(rank, reports)
             except RayError as error:
@@ -229,42 +229,46 @@ class RayDevices:
                     reason = f"its node {node.address} is lost"
                 else:
                     reason = _describe_error(error)
-                found.append((rank, DeviceLoss(reason)))
+                responses.append((rank, DeviceLoss(reason)))
         for each, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
-                found.append(
+                responses.append(
                     (rank, DeviceLoss(f"it has not responded for {self._cluster.silent_s:g} s"))
                 )
-        return found
+        return responses
 
     def share(self, raw: bytes) -> Any:
         self._cluster.check_local_raylet()
         return ray.put(raw)
 
     def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
-        asked = [self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants]
-        if self._cluster.wait(asked, EXPORT_SECONDS):
+        promises = [self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants]
+        if self._cluster.wait(promises, EXPORT_SECONDS):
             raise _build_late_error(EXPORT_SECONDS)
         self._cluster.check_local_raylet()
-        return _take(asked, EXPORT_SECONDS)
+        return _take(promises, EXPORT_SECONDS)
 
     def peak_memory_gb(self) -> float:
-        asked = [actor.peak_memory_gb.remote() for actor in self._actors]
+        promises = [actor.peak_memory_gb.remote() for actor in self._actors]
         return max(
-            _collect_answers(self._cluster, asked, "its peak memory", EXPORT_SECONDS, self._nodes)
+            _collect_answers(
+                self._cluster, promises, "its peak memory", EXPORT_SECONDS, self._nodes
+            )
         )
 
     def describe_activities(self, ranks: Sequence[int]) -> dict[int, DeviceActivity]:
         if not self._cluster.is_alive():
             return {}
-        asked = {self._actors[rank].activity.remote(): rank for rank in ranks}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ACTIVITY_SECONDS)
-        found: dict[int, DeviceActivity] = {}
+        ranks_by_promise = {self._actors[rank].activity.remote(): rank for rank in ranks}
+        ready, _ = ray.wait(
+            list(ranks_by_promise), num_returns=len(ranks_by_promise), timeout=ACTIVITY_SECONDS
+        )
+        activities: dict[int, DeviceActivity] = {}
         for each in ready:
             with suppress(RayError):
-                found[asked[each]] = ray.get(each)
-        return found
+                activities[ranks_by_promise[each]] = ray.get(each)
+        return activities
 
     def close(self, deadline_s: float) -> None:
         if self._cluster.is_alive():
@@ -497,8 +501,8 @@ class DeviceLaunch:
             START_SECONDS,
             self._nodes,
         )
-        asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
-        _collect_answers(cluster, asked, "the other ranks", START_SECONDS, self._nodes)
+        promises = [actor.join.remote(actors, address, port, self._device) for actor in actors]
+        _collect_answers(cluster, promises, "the other ranks", START_SECONDS, self._nodes)
         cluster.add_processes([each.pid for each in where])
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
@@ -550,11 +554,11 @@ class DeviceLaunch:
             ).remote(rank)
             node = self._node_of_bundle[index]
             own_threads = os.environ.get("OMP_NUM_THREADS") or str(threads[node])
-            told = {**self._environment, "OMP_NUM_THREADS": own_threads}
+            environment = {**self._environment, "OMP_NUM_THREADS": own_threads}
             self._actors.append(actor)
             self._nodes.append(node)
             self._descriptions.append(
-                actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path])
+                actor.prepare.remote(environment, os.getcwd(), [path for path in sys.path if path])
             )
 
 
@@ -570,10 +574,10 @@ def _collect_answers(
     if late:
         ranks = ", ".join(str(rank) for rank, each in enumerate(promises) if each in late)
         raise DevicesLost(f"device {ranks} waited for {what} longer than {seconds:g} s")
-    found = []
+    answers = []
     for rank, each in enumerate(promises):
         try:
-            found.append(ray.get(each))
+            answers.append(ray.get(each))
         except RayTaskError as error:
             if isinstance(error.cause, ConfigError):
                 raise ConfigError(f"device {rank}: {error.cause}") from error
@@ -589,7 +593,7 @@ def _collect_answers(
             else:
                 reason = _describe_error(error)
             raise DevicesLost(f"device {rank} died: {reason}") from error
-    return found
+    return answers
 
 
 def _describe_error(error: BaseException) -> str:

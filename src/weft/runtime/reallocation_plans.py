@@ -94,8 +94,8 @@ class ReallocationPlanCache:
         role = place[0]
         mesh = self._meshes[place[0]]
         names = self.list_common((role, mesh), place, partly=False)
-        told = [self._built[rank].trained[role] for rank in mesh.ranks]
-        trained = frozenset[str]().union(*(each for each in told if each is not None))
+        trained_names = [self._built[rank].trained[role] for rank in mesh.ranks]
+        trained = frozenset[str]().union(*(each for each in trained_names if each is not None))
         return [name for name in names if name in trained] if trained else names
 
     def list_common(self, source: EngineKey, target: EngineKey, *, partly: bool) -> list[str]:
@@ -110,12 +110,12 @@ class ReallocationPlanCache:
 
     def _compute_shapes(self, place: EngineKey) -> dict[str, tuple[int, ...]]:
         """Return full parameter shapes, from the ends of all ranks' slices."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for parts in self.collect_slices(place).values():
             for name, part in parts.items():
                 ends = tuple(each.stop for each in part)
-                found[name] = tuple(map(max, ends, found.get(name, ends)))
-        return found
+                shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
+        return shapes
 
     def collect_slices(
         self, place: EngineKey, names: Iterable[str] | None = None

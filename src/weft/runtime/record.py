@@ -85,13 +85,13 @@ def parse_quickstart(command: Sequence[str]) -> str | None:
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python, weft, torch and transformers."""
-    found = {"weft": __version__, "python": platform.python_version()}
+    versions = {"weft": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read_commit(folder: Path) -> str:

@@ -125,9 +125,9 @@ def find_named_point(path: Path) -> RecoveryPoint:
         raise CheckpointError(f"resume_from={str(path)!r}: there is no such directory")
     run = next((p for p in (path, *path.parents) if (p / "config.yaml").is_file()), None)
     points = RecoveryPointStore(run / "recover") if run else None
-    found = points.list_points() if points else []
-    there = ", ".join(f"step{point.step}" for point in found) or "none"
-    if run is None or not found:
+    existing_points = points.list_points() if points else []
+    there = ", ".join(f"step{point.step}" for point in existing_points) or "none"
+    if run is None or not existing_points:
         raise CheckpointError(
             f"resume_from={str(path)!r}: not a run of weft with a recovery point; to "
             f"start from its weights only, "
@@ -135,7 +135,7 @@ def find_named_point(path: Path) -> RecoveryPoint:
         )
     match = STEP.fullmatch(path.name)
     chosen = []
-    for point in found:
+    for point in existing_points:
         if match is None or point.step == int(match[1]):
             chosen.append(point)
     for point in chosen:

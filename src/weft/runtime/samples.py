@@ -59,7 +59,9 @@ class SampleReader:
             if isinstance(node, MFCDef) and node.method == "generate":
                 calls.append(node)
         self._has_generation = any("completion" in node.output_keys for node in calls)
-        self._names = {made: key for node in calls for key, made in node.output_key_remap.items()}
+        self._names = {
+            output_key: key for node in calls for key, output_key in node.output_key_remap.items()
+        }
         self._keys = list(dict.fromkeys(key for node in graph.nodes for key in node.outputs))
 
     def read_rows(
@@ -136,17 +138,17 @@ class SampleReader:
             return None
         known = set(ids)
         if seen is not None:
-            told = choose_ids(id for id in seen.ids if id in known)[:GROUPS]
+            seen_ids = choose_ids(id for id in seen.ids if id in known)[:GROUPS]
         else:
-            told = []
+            seen_ids = []
         batch = self._group.fetch(
-            told or ids[:GROUPS], [], ["completion", "prompt", "loss_mask", *PAIRS, *self._keys]
+            seen_ids or ids[:GROUPS], [], ["completion", "prompt", "loss_mask", *PAIRS, *self._keys]
         )
         if "completion" not in batch.keys:
             return None
-        if seen is None or not told:
+        if seen is None or not seen_ids:
             return batch
-        return batch.update(seen.select(ids=told).to("cpu"))
+        return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         """Yield a row per completion, with values per token."""
@@ -181,21 +183,21 @@ class SampleReader:
         `trained` is left out if all tokens are trained, `advantages` if they are equal. `advantage`
         is the mean; `log_ratio` is the sum of log-probs minus reference log-probs.
         """
-        made: dict[str, Any] = {"tokens": self._decode_tokens(tokens[:TOKENS])}
+        columns: dict[str, Any] = {"tokens": self._decode_tokens(tokens[:TOKENS])}
         if "logprobs" in values:
-            made["logprobs"] = [round(value, 4) for value in values["logprobs"][:TOKENS]]
+            columns["logprobs"] = [round(value, 4) for value in values["logprobs"][:TOKENS]]
         mask = values.get("loss_mask", [1.0] * len(tokens))
         if not all(mask):
-            made["trained"] = [int(value != 0) for value in mask[:TOKENS]]
+            columns["trained"] = [int(value != 0) for value in mask[:TOKENS]]
         advantages = values.get("advantages", ())
         if len(advantages) > 1 or (advantages and len(tokens) > 1):
-            made["advantage"] = sum(advantages) / len(advantages)
+            columns["advantage"] = sum(advantages) / len(advantages)
             if min(advantages) < max(advantages):
-                made["advantages"] = [round(value, 4) for value in advantages[:TOKENS]]
+                columns["advantages"] = [round(value, 4) for value in advantages[:TOKENS]]
         if "logprobs" in values and "ref_logprobs" in values:
             both = zip(values["logprobs"], values["ref_logprobs"], mask, strict=True)
-            made["log_ratio"] = sum(own - ref for own, ref, counts in both if counts)
-        return made
+            columns["log_ratio"] = sum(own - ref for own, ref, counts in both if counts)
+        return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (index of the completion in the batch, its row)."""
@@ -246,8 +248,8 @@ def _shorten(text: str) -> str:
 
 def _find_reference(values: Sequence[Any]) -> dict[str, Any]:
     """Return {"answer": first usable reference value}, or an empty mapping."""
-    found = next((value for value in values if isinstance(value, str | int | float)), None)
-    return {} if found is None else {"answer": _shorten(str(found))}
+    reference = next((value for value in values if isinstance(value, str | int | float)), None)
+    return {} if reference is None else {"answer": _shorten(str(reference))}
 
 
 def _compute_loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -34,14 +34,14 @@ class ScratchFolder:
 
 def remove_leftovers() -> list[Path]:
     """Remove folders of this user's dead processes and return their paths."""
-    gone = []
+    folders = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         held = _lock_if_abandoned(folder)
         if held is not None:
             shutil.rmtree(folder, ignore_errors=True)
             held.close()
-            gone.append(folder)
-    return gone
+            folders.append(folder)
+    return folders
 
 
 def _lock_if_abandoned(folder: Path) -> IO[str] | None:

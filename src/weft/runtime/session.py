@@ -325,8 +325,8 @@ class Session:
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
         saved = self._saved_step == self.step
-        asked = self._signals.number is not None
-        if self._control.recover_mode != "disabled" and (saved or asked or due["cut"]):
+        has_signal = self._signals.number is not None
+        if self._control.recover_mode != "disabled" and (saved or has_signal or due["cut"]):
             self._write_point()
         if saved:
             self._checkpoints.prune()

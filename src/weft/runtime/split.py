@@ -131,5 +131,5 @@ def join_outputs(
     outputs: Sequence[SequenceSample | None], ids: Sequence[str]
 ) -> SequenceSample | None:
     """Join the outputs of all ranks in the order of `ids`; None if there are no outputs."""
-    made = [each for each in outputs if each is not None and each.num_ids]
-    return SequenceSample.gather(made).select(ids=ids) if made else None
+    samples = [each for each in outputs if each is not None and each.num_ids]
+    return SequenceSample.gather(samples).select(ids=ids) if samples else None

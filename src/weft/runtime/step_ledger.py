@@ -77,14 +77,14 @@ class StepLedger:
     def state_dict(self) -> list[Any]:
         """Return the finished firings as plain values; no firing may be running."""
         assert not self._open_entries, "no firing may be running"
-        found = []
+        rows = []
         for line in self._entries:
             assert line.firing is not None and line.measured is not None, (
                 "measurements without a firing are logged with the step in which they were made"
             )
             firing = line.firing
             measured = line.measured
-            found.append(
+            rows.append(
                 [
                     line.node,
                     list(firing.ids),
@@ -94,7 +94,7 @@ class StepLedger:
                     measured.seconds,
                 ]
             )
-        return found
+        return rows
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         """Restore the firings that `state_dict` returned."""

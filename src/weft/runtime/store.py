@@ -100,14 +100,14 @@ class TensorStore:
                         f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}"
                     )
                 by_origin.setdefault(tuple(held.keys[key] for held in parts), []).append(key)
-            found = []
+            samples = []
             for origin, names in by_origin.items():
-                found.append(self._collect(ids, parts, origin, names))
+                samples.append(self._collect(ids, parts, origin, names))
             return SequenceSample(
                 ids,
-                {key: sample.lengths[key] for sample in found for key in sample.keys},
-                {key: sample.offsets[key] for sample in found for key in sample.keys},
-                {key: value for sample in found for key, value in sample.data.items()},
+                {key: sample.lengths[key] for sample in samples for key in sample.keys},
+                {key: sample.offsets[key] for sample in samples for key in sample.keys},
+                {key: value for sample in samples for key, value in sample.data.items()},
                 self._collect_metadata(ids, parts),
             )
 
@@ -167,11 +167,11 @@ class TensorStore:
         self, ids: tuple[str, ...], parts: Mapping[_StoredBlock, list[str]]
     ) -> dict[str, tuple[Any, ...]]:
         """Return all metadata columns of any id; ids without a value get None."""
-        found: dict[str, tuple[Any, ...]] = {}
+        columns: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
             if len(parts) == 1:
                 (held,) = parts
-                found[name] = tuple(self._batches[held.columns[name]].read_column(name, ids))
+                columns[name] = tuple(self._batches[held.columns[name]].read_column(name, ids))
                 continue
             value: dict[str, Any] = {}
             for held, chosen in parts.items():
@@ -183,8 +183,8 @@ class TensorStore:
                             strict=True,
                         )
                     )
-            found[name] = tuple([value.get(id) for id in ids])
-        return found
+            columns[name] = tuple([value.get(id) for id in ids])
+        return columns
 
     def _collect(
         self,
@@ -199,7 +199,7 @@ class TensorStore:
             by_batch.setdefault(number, []).extend(chosen)
         if len(by_batch) == 1:
             return self._batches[origin[0]].sample.select(ids=ids, keys=keys)
-        found = []
+        samples = []
         for number, chosen in by_batch.items():
-            found.append(self._batches[number].sample.select(ids=chosen, keys=keys))
-        return SequenceSample.gather(found, keys).select(ids=ids)
+            samples.append(self._batches[number].sample.select(ids=chosen, keys=keys))
+        return SequenceSample.gather(samples, keys).select(ids=ids)

@@ -35,9 +35,9 @@ class SupervisorPipe:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SupervisorPipe:
         """Return the connection that the environment describes."""
-        told = environment.get(SUPERVISOR_VARIABLE, "").split(":")
-        if told[2:] == [str(os.getppid())]:
-            return cls(int(told[0]), int(told[1]))
+        fields = environment.get(SUPERVISOR_VARIABLE, "").split(":")
+        if fields[2:] == [str(os.getppid())]:
+            return cls(int(fields[0]), int(fields[1]))
         return cls()
 
     @property

@@ -23,21 +23,21 @@ class TokenDecoder:
         If a character spans several tokens, the last one has the character and the others are
         empty.
         """
-        made: list[str] = []
+        texts: list[str] = []
         waiting: list[int] = []
         for id in ids:
             piece = self._decode_token(id)
             if not waiting and BROKEN not in piece:
-                made.append(piece)
+                texts.append(piece)
                 continue
             waiting.append(id)
             text = self._decode_after_anchor(waiting)
             if BROKEN in text and len(waiting) < 8:
-                made.append("")
+                texts.append("")
                 continue
-            made.append(text)
+            texts.append(text)
             waiting = []
-        return [*made[:-1], self._decode_after_anchor(waiting)] if waiting else made
+        return [*texts[:-1], self._decode_after_anchor(waiting)] if waiting else texts
 
     def _decode_token(self, id: int) -> str:
         if id not in self._texts:

@@ -41,12 +41,12 @@ class AddressWatch:
         self._closed.set()
 
     def _poll_addresses(self) -> None:
-        heard = dict.fromkeys(self._addresses, time.monotonic())
+        last_contact = dict.fromkeys(self._addresses, time.monotonic())
         while self.lost_part is None and not self._closed.wait(INTERVAL_SECONDS):
             for name, place in self._addresses.items():
                 if can_connect(place):
-                    heard[name] = time.monotonic()
-                elif time.monotonic() - heard[name] > self._seconds:
+                    last_contact[name] = time.monotonic()
+                elif time.monotonic() - last_contact[name] > self._seconds:
                     self.lost_part = self._describe_loss(name)
 
     def _describe_loss(self, name: str) -> str:

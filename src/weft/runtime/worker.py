@@ -104,8 +104,8 @@ class Worker:
             error.add_note(f"in {where}")
             raise
         times = {STARTED: started, SECONDS: time.perf_counter() - clock}
-        made = self.store.put(result.outputs) if result.outputs else None
-        return MFCResult(made, {**result.metrics, **times}, result.seen)
+        metadata = self.store.put(result.outputs) if result.outputs else None
+        return MFCResult(metadata, {**result.metrics, **times}, result.seen)
 
     def _run_interface(
         self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
@@ -132,8 +132,8 @@ class Worker:
         if early is None:
             return None
 
-        def announce(made: SequenceSample) -> None:
-            outputs = to_edge_outputs(node, made, made.ids)
+        def announce(sample: SequenceSample) -> None:
+            outputs = to_edge_outputs(node, sample, sample.ids)
             assert outputs is not None
             early.put(OutputsAnnounced(name, self.store.put(outputs)))
 

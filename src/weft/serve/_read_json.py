@@ -50,19 +50,19 @@ class CompactConverter:
     def __init__(self) -> None:
         self._count = 0
 
-    def convert_value(self, found: Any, *, arrays: bool = False) -> Any:
-        if isinstance(found, dict):
-            self._add(len(found))
+    def convert_value(self, parsed: Any, *, arrays: bool = False) -> Any:
+        if isinstance(parsed, dict):
+            self._add(len(parsed))
             value = {}
-            for key, each in found.items():
+            for key, each in parsed.items():
                 value[key] = self.convert_value(each, arrays=arrays or key in ARRAYS)
             return value
-        if not isinstance(found, list):
-            return found
-        if arrays and len(found) >= SHORT and (array := convert_numbers(found)) is not None:
+        if not isinstance(parsed, list):
+            return parsed
+        if arrays and len(parsed) >= SHORT and (array := convert_numbers(parsed)) is not None:
             return array
-        self._add(len(found))
-        return [self.convert_value(each, arrays=arrays) for each in found]
+        self._add(len(parsed))
+        return [self.convert_value(each, arrays=arrays) for each in parsed]
 
     def _add(self, count: int) -> None:
         self._count += count

@@ -134,10 +134,10 @@ def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
         )
     reader = zlib.decompressobj(GZIP_OR_ZLIB)
     try:
-        made = reader.decompress(body, limit + 1)
+        content = reader.decompress(body, limit + 1)
     except zlib.error as error:
         raise RequestRefused(400, f"the body is not valid {encoding}: {error}") from None
-    if len(made) > limit:
+    if len(content) > limit:
         raise RequestRefused(
             413,
             f"the body has more than {limit} bytes once decompressed, the server's --max-body-mb",
@@ -146,4 +146,4 @@ def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
         raise RequestRefused(
             400, f"the body is not valid {encoding}: it is truncated or followed by other data"
         )
-    return made
+    return content

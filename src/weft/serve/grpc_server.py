@@ -119,11 +119,11 @@ class GrpcCallHandlers:
                     f"model {served.name!r} has no output {output.name!r}; it has {served.output}"
                 )
         parameters = messages.read_parameters(request.parameters)
-        made = self._run(self.app.inference_endpoint.infer(served, inputs, parameters), context)
+        tensors = self._run(self.app.inference_endpoint.infer(served, inputs, parameters), context)
         reply = messages.get_message_class("ModelInferResponse")(
             model_name=served.name, model_version=VERSION, id=request.id
         )
-        messages.write_tensors(made, reply.outputs, reply.raw_output_contents)
+        messages.write_tensors(tensors, reply.outputs, reply.raw_output_contents)
         return reply
 
     def _run(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:

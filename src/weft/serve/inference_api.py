@@ -37,9 +37,9 @@ class InferenceEndpoint:
     def get_model(self, name: str, version: str | None) -> ServedModel:
         """Return the model of this name and version. Raises `RequestRefused` if there is none."""
         if name not in self.models or version not in (None, "", VERSION):
-            shown = name if version in (None, "") else f"{name} version {version}"
+            label = name if version in (None, "") else f"{name} version {version}"
             raise RequestRefused(
-                404, f"unknown model {shown[:80]!r}; this server has {', '.join(self.models)}"
+                404, f"unknown model {label[:80]!r}; this server has {', '.join(self.models)}"
             )
         return self.models[name]
 
@@ -55,13 +55,15 @@ class InferenceEndpoint:
             parameters = header.get("parameters") or {}
             if not isinstance(parameters, Mapping):
                 raise DataError("parameters must be an object")
-            made = await exchange.await_unless_disconnected(self.infer(served, inputs, parameters))
+            tensors = await exchange.await_unless_disconnected(
+                self.infer(served, inputs, parameters)
+            )
         except DataError as error:
             raise RequestRefused(400, str(error)) from None
         head = {"model_name": served.name, "model_version": VERSION}
         if header.get("id") is not None:
             head["id"] = header["id"]
-        outputs = {name: made[name] for name in wanted}
+        outputs = {name: tensors[name] for name in wanted}
         raw, length = await self.background.run(pack, head, "outputs", outputs, binary)
         if length is None:
             await exchange.reply(200, raw)
@@ -81,9 +83,9 @@ class InferenceEndpoint:
             raise RequestRefused(
                 429, "the server is at its load limit; try again later", code="overloaded"
             )
-        made = await served.infer(inputs, parameters, self.background)
+        outputs = await served.infer(inputs, parameters, self.background)
         self.metrics.count_tokens(scored=int(inputs[IDS].size))
-        return made
+        return outputs
 
 
 def _read_header_length(exchange: HttpExchange) -> int | None:
@@ -98,17 +100,17 @@ def _read_header_length(exchange: HttpExchange) -> int | None:
 def _read_outputs(header: Mapping[str, Any], served: ServedModel) -> tuple[list[str], set[str]]:
     """Return (names of the requested outputs, those to send as bytes). Raises `DataError`."""
     usual = read_flag(header, "binary_data_output", False)
-    asked = header.get("outputs")
-    if asked is None or asked == []:
-        asked = [{"name": served.output}]
-    if not isinstance(asked, list) or not all(isinstance(entry, Mapping) for entry in asked):
+    entries = header.get("outputs")
+    if entries is None or entries == []:
+        entries = [{"name": served.output}]
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise DataError("outputs must be a list of objects")
-    for entry in asked:
+    for entry in entries:
         if entry.get("name") != served.output:
             raise DataError(
                 f"model {served.name!r} has no output {entry.get('name')!r}; it has {served.output}"
             )
-    if any(read_flag(entry, "binary_data", usual) for entry in asked):
+    if any(read_flag(entry, "binary_data", usual) for entry in entries):
         binary = {served.output}
     else:
         binary = set()

@@ -48,19 +48,19 @@ class CompletionEndpoints:
         self, exchange: HttpExchange, body: Mapping[str, Any], *, chat: bool
     ) -> None:
         """Answer a request. Raises `RequestRefused` if it is invalid or the policy is overloaded."""
-        asked = read_settings(body, self.limits.most_new, self._stop_ids, chat=chat)
+        settings = read_settings(body, self.limits.most_new, self._stop_ids, chat=chat)
         if chat:
             prompts = [await self.background.run(self._encode_chat, body.get("messages"))]
         else:
             prompts = await self.background.run(self._encode_prompts, body.get("prompt"))
-        limits = [self.compute_limit(prompt, asked) for prompt in prompts]
-        if self.policy.worker.load + asked.count * len(prompts) > self.limits.most_load:
+        limits = [self.compute_limit(prompt, settings) for prompt in prompts]
+        if self.policy.worker.load + settings.count * len(prompts) > self.limits.most_load:
             raise RequestRefused(
                 429, "the server is at its load limit; try again later", code="overloaded"
             )
         form = OpenAIResponseForm.make_new(self.policy.name, chat)
-        run = CompletionRun(self, asked, prompts, limits, form)
-        if asked.stream:
+        run = CompletionRun(self, settings, prompts, limits, form)
+        if settings.stream:
             await exchange.await_unless_disconnected(run.stream(exchange))
         else:
             await exchange.reply(200, await exchange.await_unless_disconnected(run.complete()))
@@ -89,12 +89,12 @@ class CompletionEndpoints:
         except (UserError, TimeLimitExceeded) as error:
             late = time.monotonic() - began > TEMPLATE_SECONDS
             if late:
-                said = (
+                message = (
                     f"the chat template takes longer than {TEMPLATE_SECONDS:g} s on these messages"
                 )
             else:
-                said = str(error)
-            raise RequestRefused(400, said, param="messages") from None
+                message = str(error)
+            raise RequestRefused(400, message, param="messages") from None
 
     def _encode_prompts(self, prompt: Any) -> list[list[int]]:
         """Return the prompts as token ids.
@@ -123,15 +123,15 @@ class CompletionEndpoints:
 
     def _check_bytes(self, size: int, param: str) -> None:
         if size > (most := self.limits.prompt_bytes):
-            said = f"the request's text has {size} bytes; the limit is {most}, the server's --max-prompt-kb"
-            raise RequestRefused(400, said, param=param, code="context_length_exceeded")
+            message = f"the request's text has {size} bytes; the limit is {most}, the server's --max-prompt-kb"
+            raise RequestRefused(400, message, param=param, code="context_length_exceeded")
 
     def _check_length(self, length: int) -> None:
         if length > self.limits.most_prompt:
-            said = f"the prompt has {length} tokens; the limit is {self.limits.most_prompt}"
-            raise RequestRefused(400, said, code="context_length_exceeded")
+            message = f"the prompt has {length} tokens; the limit is {self.limits.most_prompt}"
+            raise RequestRefused(400, message, code="context_length_exceeded")
 
-    def compute_limit(self, prompt: Sequence[int], asked: CompletionSettings) -> int:
+    def compute_limit(self, prompt: Sequence[int], settings: CompletionSettings) -> int:
         """Return the maximum number of completion tokens for a prompt.
 
         Raises `RequestRefused` if the prompt is invalid or leaves no room in the context.
@@ -139,14 +139,14 @@ class CompletionEndpoints:
         # Check the length first: checking every id blocks the event loop.
         self._check_length(len(prompt))
         if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.vocab_size:
-            said = f"the prompt must not be empty, and token ids must be 0 to {self.policy.vocab_size - 1}"
-            raise RequestRefused(400, said, param="prompt")
+            message = f"the prompt must not be empty, and token ids must be 0 to {self.policy.vocab_size - 1}"
+            raise RequestRefused(400, message, param="prompt")
         context = self.policy.context
-        room = asked.max_new_tokens if context is None else context - len(prompt)
-        if room < 1 or (room < asked.max_new_tokens and not asked.may_be_fewer):
-            said = f"{len(prompt)} prompt tokens and {asked.max_new_tokens} new tokens exceed the context of {context}"
-            raise RequestRefused(400, said, code="context_length_exceeded")
-        return min(room, asked.max_new_tokens)
+        room = settings.max_new_tokens if context is None else context - len(prompt)
+        if room < 1 or (room < settings.max_new_tokens and not settings.may_be_fewer):
+            message = f"{len(prompt)} prompt tokens and {settings.max_new_tokens} new tokens exceed the context of {context}"
+            raise RequestRefused(400, message, code="context_length_exceeded")
+        return min(room, settings.max_new_tokens)
 
 
 def is_ids(value: Any) -> bool:
@@ -193,10 +193,10 @@ class OpenAIResponseForm:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def build_choice(
-        self, index: int, text: str, finish: str | None, said: Sequence[EmittedToken] | None
+        self, index: int, text: str, finish: str | None, tokens: Sequence[EmittedToken] | None
     ) -> dict[str, Any]:
         """Return one entry of `choices` of a complete answer."""
-        rest = {"finish_reason": finish, "logprobs": self._build_logprobs(said)}
+        rest = {"finish_reason": finish, "logprobs": self._build_logprobs(tokens)}
         if self.chat:
             return {"index": index, "message": {"role": "assistant", "content": text}, **rest}
         return {"index": index, "text": text, **rest}
@@ -206,22 +206,22 @@ class OpenAIResponseForm:
         index: int,
         delta: Mapping[str, str],
         finish: str | None,
-        said: Sequence[EmittedToken] | None,
+        tokens: Sequence[EmittedToken] | None,
     ) -> dict[str, Any]:
         """Return one chunk of a streamed answer."""
-        rest = {"finish_reason": finish, "logprobs": self._build_logprobs(said)}
+        rest = {"finish_reason": finish, "logprobs": self._build_logprobs(tokens)}
         if self.chat:
             own: dict[str, Any] = {"delta": dict(delta)}
         else:
             own = {"text": delta.get("content", "")}
         return {**self.build_head(chunk=True), "choices": [{"index": index, **own, **rest}]}
 
-    def _build_logprobs(self, said: Sequence[EmittedToken] | None) -> dict[str, Any] | None:
-        if said is None:
+    def _build_logprobs(self, tokens: Sequence[EmittedToken] | None) -> dict[str, Any] | None:
+        if tokens is None:
             return None
         if self.chat:
             content = []
-            for s in said:
+            for s in tokens:
                 content.append(
                     {
                         **_build_token(s.piece, s.logprob),
@@ -230,10 +230,10 @@ class OpenAIResponseForm:
                 )
             return {"content": content, "refusal": None}
         return {
-            "tokens": [_decode_piece(s.piece) for s in said],
-            "token_logprobs": [s.logprob for s in said],
-            "top_logprobs": [_map_texts(s) for s in said] if any(s.top for s in said) else None,
-            "text_offset": [s.offset for s in said],
+            "tokens": [_decode_piece(s.piece) for s in tokens],
+            "token_logprobs": [s.logprob for s in tokens],
+            "top_logprobs": [_map_texts(s) for s in tokens] if any(s.top for s in tokens) else None,
+            "text_offset": [s.offset for s in tokens],
         }
 
 
@@ -249,15 +249,15 @@ def _decode_piece(piece: bytes) -> str:
     return piece.decode(errors="replace")
 
 
-def _map_texts(said: EmittedToken) -> dict[str, float]:
+def _map_texts(token: EmittedToken) -> dict[str, float]:
     """Return text -> log-prob of the likeliest tokens and the sampled one.
 
     Of tokens with equal texts the likeliest counts.
     """
-    found: dict[str, float] = {}
-    for piece, logprob in (*said.top, (said.piece, said.logprob)):
-        found.setdefault(_decode_piece(piece), logprob)
-    return found
+    logprobs: dict[str, float] = {}
+    for piece, logprob in (*token.top, (token.piece, token.logprob)):
+        logprobs.setdefault(_decode_piece(piece), logprob)
+    return logprobs
 
 
 @dataclass(frozen=True)
@@ -307,11 +307,11 @@ class CompletionRun:
                     )
             async for index, event in events:
                 new = texts[index].feed(event)
-                said = texts[index].take()
-                if new or said:
-                    shown = said if self.settings.logprobs is not None else None
+                tokens = texts[index].take()
+                if new or tokens:
+                    shown_tokens = tokens if self.settings.logprobs is not None else None
                     await self._send_event(
-                        exchange, self.form.build_chunk(index, {"content": new}, None, shown)
+                        exchange, self.form.build_chunk(index, {"content": new}, None, shown_tokens)
                     )
                 if event.finish is not None:
                     await self._send_event(
@@ -350,19 +350,19 @@ class CompletionRun:
         places = {job.id: index for index, job in enumerate(jobs)}
         for job in jobs:
             worker.generate(job)
-        made = 0
+        num_tokens = 0
         try:
             while any(left.values()):
                 event = await queue.get()
                 if isinstance(event, Exception):
                     raise event
-                made += 1
-                if made % PAUSE == 0:
+                num_tokens += 1
+                if num_tokens % PAUSE == 0:
                     await asyncio.sleep(0)  # `queue.get` does not yield while the queue has items
                 left[event.id] -= event.finish is not None
                 yield places[event.id] * n + event.k, event
         finally:
-            self.endpoints.metrics.count_tokens(sum(map(len, self.prompts)), made)
+            self.endpoints.metrics.count_tokens(sum(map(len, self.prompts)), num_tokens)
             for id, count in left.items():
                 if count:
                     worker.cancel(id)
@@ -370,12 +370,12 @@ class CompletionRun:
     def _build_job(
         self, index: int, tell: Callable[[TokenEvent | Exception], None]
     ) -> CompletionJob:
-        asked = self.settings
-        named = None if asked.seed is None else f"seed {asked.seed}"
+        settings = self.settings
+        named = None if settings.seed is None else f"seed {settings.seed}"
         id = f"{self.form.id}-{index}"
         prompt = self.prompts[index]
         return CompletionJob(
-            id, prompt, asked.count, self.limits[index], asked.sampling, tell, named
+            id, prompt, settings.count, self.limits[index], settings.sampling, tell, named
         )
 
     def _build_texts(self) -> list[GrowingText]:
@@ -393,5 +393,9 @@ class CompletionRun:
 
     def _count_usage(self, texts: Sequence[GrowingText]) -> dict[str, int]:
         prompt = sum(map(len, self.prompts))
-        made = sum(text.count for text in texts)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        completion = sum(text.count for text in texts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }

@@ -148,9 +148,9 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 def build_field_error(name: str, value: Any, rule: str) -> RequestRefused:
     """Return the error for an invalid field value."""
-    shown = repr(value)
+    text = repr(value)
     return RequestRefused(
-        400, f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param=name
+        400, f"{name}={text if len(text) <= 80 else text[:77] + '...'}: {rule}", param=name
     )
 
 

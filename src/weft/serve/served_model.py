@@ -55,13 +55,13 @@ class ServedModel:
         inputs = [_describe_tensor(IDS, "INT32", -1, -1), _describe_tensor(MASK, "INT32", -1, -1)]
         if self.output == LOGPROBS:
             inputs.append(_describe_tensor(STARTS, "INT32", -1, 1))
-        made = _describe_tensor(self.output, "FP32", -1, -1 if self.output == LOGPROBS else 1)
+        output = _describe_tensor(self.output, "FP32", -1, -1 if self.output == LOGPROBS else 1)
         return {
             "name": self.name,
             "versions": [VERSION],
             "platform": PLATFORM,
             "inputs": inputs,
-            "outputs": [made],
+            "outputs": [output],
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
@@ -108,21 +108,21 @@ class ServedModel:
         if self.output == REWARDS:
             scores = await self._score_rows(rows, "scores", 1.0)
             return {REWARDS: np.array([float(score[0]) for score in scores], np.float32)[:, None]}
-        made = np.zeros(inputs[IDS].shape, np.float32)
+        logprobs = np.zeros(inputs[IDS].shape, np.float32)
         wanted = []
         for index, start in enumerate(rows.starts):
             if start < len(rows.tokens[index]):
                 wanted.append(index)
         if wanted:
-            asked = ScoredRows(
+            scored_rows = ScoredRows(
                 [rows.tokens[index] for index in wanted], [rows.starts[index] for index in wanted]
             )
             for index, values in zip(
-                wanted, await self._score_rows(asked, "logprobs", temperature), strict=True
+                wanted, await self._score_rows(scored_rows, "logprobs", temperature), strict=True
             ):
                 at = int(begins[index]) + rows.starts[index]
-                made[index, at : at + len(values)] = values
-        return {LOGPROBS: made}
+                logprobs[index, at : at + len(values)] = values
+        return {LOGPROBS: logprobs}
 
     async def _score_rows(
         self, rows: ScoredRows, want: Any, temperature: float

@@ -172,14 +172,14 @@ def _open_socket(option: str, host: str, port: int) -> socket.socket:
     """Return a socket bound to the port. Raises `ConfigError` if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except OSError as error:
         raise ConfigError(
             f"{option}={port} on --host={host}: {error}; choose another, or port 0 for a free one"
         ) from None
-    return made
+    return listener
 
 
 def _format_address(address: Any) -> str:

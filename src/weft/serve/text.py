@@ -70,10 +70,10 @@ class GrowingText:
         until = self._count_final()
         new = self._text[self._num_emitted : until]
         self._num_emitted = until
-        for said in self._pending_tokens:
-            if said.offset < until:
-                self._emitted_tokens.append(said)
-        self._pending_tokens = [said for said in self._pending_tokens if said.offset >= until]
+        for token in self._pending_tokens:
+            if token.offset < until:
+                self._emitted_tokens.append(token)
+        self._pending_tokens = [token for token in self._pending_tokens if token.offset >= until]
         return new
 
     def take(self) -> list[EmittedToken]:
@@ -84,13 +84,13 @@ class GrowingText:
 
     def _count_final(self) -> int:
         """Return the number of characters that are final."""
-        found = [
+        stop_positions = [
             at
             for stop in self._stops
             if (at := self._text.find(stop, max(0, self._num_emitted - len(stop) + 1))) >= 0
         ]
-        if found:
-            return max(self._num_emitted, min(found))
+        if stop_positions:
+            return max(self._num_emitted, min(stop_positions))
         if self.finish is not None:
             return len(self._text)
         held = [self._match_stop_start(stop) for stop in self._stops]

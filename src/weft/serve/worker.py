@@ -221,13 +221,15 @@ class ServingWorker:
         """Add waiting jobs to the running batch while the generator has room for their settings."""
         while self._waiting_jobs and not self._stopping:
             job = self._waiting_jobs[0]
-            said = repr(job.sampling)
-            if said not in self._settings and len(self._settings) >= MOST_SETTINGS:
+            settings_key = repr(job.sampling)
+            if settings_key not in self._settings and len(self._settings) >= MOST_SETTINGS:
                 return
             self._waiting_jobs.pop(0)
             self._jobs[job.id], self._num_unfinished[job.id] = job, job.count
             try:
-                generator.submit(job.build_requests(self._settings.setdefault(said, job.sampling)))
+                generator.submit(
+                    job.build_requests(self._settings.setdefault(settings_key, job.sampling))
+                )
             except UserError as error:
                 generator.abort([job.id])
                 self._remove_job(job.id)
@@ -260,18 +262,18 @@ class ServingWorker:
                 if scoring.kind == kind and not scoring.future.cancelled():
                     group.append(scoring)
             try:
-                made = self._forward(group) if group else []
+                results = self._forward(group) if group else []
             except Exception as error:
-                made = []
+                results = []
                 for scoring in group:
-                    made.append(self._forward_alone(scoring) if len(group) > 1 else error)
-            for scoring, found in zip(group, made, strict=True):
+                    results.append(self._forward_alone(scoring) if len(group) > 1 else error)
+            for scoring, result in zip(group, results, strict=True):
                 if not scoring.future.set_running_or_notify_cancel():
                     continue
-                if isinstance(found, Exception):
-                    scoring.future.set_exception(found)
+                if isinstance(result, Exception):
+                    scoring.future.set_exception(result)
                 else:
-                    scoring.future.set_result(found)
+                    scoring.future.set_result(result)
         self._change_load(-sum(len(scoring.rows.tokens) for scoring in waiting))
 
     def _forward_alone(self, scoring: ScoringJob) -> list[Vector] | Exception:
@@ -288,15 +290,15 @@ class ServingWorker:
                 rows.append((ids, start))
         want, temperature = group[0].kind
         batch = build_sample([ids for ids, _ in rows], [start for _, start in rows])
-        made = self.engine.forward(
+        output = self.engine.forward(
             batch, frozenset({want}), temperature=temperature, max_tokens=self.max_tokens
         )
-        found = [to_host_array(values) for values in made.select(ids=batch.ids).sequences(want)]
+        vectors = [to_host_array(values) for values in output.select(ids=batch.ids).sequences(want)]
         split: list[list[Vector] | Exception] = []
         for scoring in group:
             count = len(scoring.rows.tokens)
-            split.append(found[:count])
-            del found[:count]
+            split.append(vectors[:count])
+            del vectors[:count]
         return split
 
     def _fail(self, error: Exception) -> None:

@@ -53,14 +53,14 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
 
         dataset = build()
         if is_by_index(dataset):
-            said = _check_map(dataset, build, words)
+            summary = _check_map(dataset, build, words)
         else:
             assert isinstance(dataset, StreamDataset), (
                 f"{make.__name__} has neither __len__ and __getitem__ (samples by index) nor "
                 f"__iter__ (whole batches)"
             )
-            said = _check_stream(dataset, build, words)
-    print(f"check_dataset({make.__name__}): {said}")
+            summary = _check_stream(dataset, build, words)
+    print(f"check_dataset({make.__name__}): {summary}")
 
 
 def build_small_tokenizer() -> Tokenizer:
@@ -178,7 +178,7 @@ def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> No
 
 def _check_keys(samples: Sequence[SequenceSample]) -> None:
     keys = {frozenset(sample.keys) for sample in samples}
-    assert len(keys) == 1, f"samples differ in their keys: {[sorted(found) for found in keys]}"
+    assert len(keys) == 1, f"samples differ in their keys: {[sorted(key_set) for key_set in keys]}"
 
 
 def _check_same_sample(one: SequenceSample, other: SequenceSample, where: str) -> None:

@@ -67,12 +67,12 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
 @contextmanager
 def _disable_progress_bars() -> Iterator[None]:
     """Disable the progress bars of `transformers` within the context."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
+    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             transformers.utils.logging.enable_progress_bar()
 
 

@@ -64,16 +64,16 @@ def check_interface(
     except `support`; `head` is the network's head: lm, value or score.
     """
     assert isinstance(cls, type), f"{cls!r} is not a class; an interface is built as cls(**args)"
-    found = [name for name in CALLS if _has_method(cls, name)]
-    assert found, f"{cls.__name__} implements none of {', '.join(CALLS)}, so no node can call it"
+    methods = [name for name in CALLS if _has_method(cls, name)]
+    assert methods, f"{cls.__name__} implements none of {', '.join(CALLS)}, so no node can call it"
     with tempfile.TemporaryDirectory() as folder:
         bench = InterfaceBench(
             cls, args, build_small_batch() if batch is None else batch, head, Path(folder)
         )
-        for name in found:
+        for name in methods:
             _check_call(bench, name)
         if _has_method(cls, "state_dict") or _has_method(cls, "load_state_dict"):
-            _check_state(bench, found)
+            _check_state(bench, methods)
         if _has_method(cls, "save"):
             _check_save(bench)
 
@@ -263,14 +263,14 @@ def _check_same(one: SequenceSample | None, other: SequenceSample | None, where:
             raise AssertionError(f"{where}: key {key!r}: {error}") from error
 
 
-def _check_state(bench: InterfaceBench, found: Sequence[str]) -> None:
+def _check_state(bench: InterfaceBench, methods: Sequence[str]) -> None:
     for name in ("state_dict", "load_state_dict"):
         assert _has_method(bench.cls, name), (
             f"{bench.cls.__name__} has only one of state_dict and load_state_dict"
         )
     used = bench.build()
     fresh = bench.build()
-    _call(used, found[-1], bench.build_model(), bench.batch)
+    _call(used, methods[-1], bench.build_model(), bench.batch)
     for name, interface in (("one", used), ("two", fresh)):
         write_state(bench.folder / name, interface.state_dict())
     fresh.load_state_dict(read_state(bench.folder / "one"))

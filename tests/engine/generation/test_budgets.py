@@ -31,7 +31,9 @@ def test_a_gpu_gives_a_quarter_but_no_more_than_is_free(
     assert compute_kv_bytes(CUDA, None) == 20 * GIB
     monkeypatch.setattr(budgets, "free_bytes", lambda _: 10 * GIB)
     assert compute_kv_bytes(CUDA, None) == 9 * GIB
-    assert compute_kv_bytes(CUDA, None, kept=4 * GIB) == 13 * GIB, "what is kept is theirs already"
+    assert compute_kv_bytes(CUDA, None, cache_bytes=4 * GIB) == 13 * GIB, (
+        "what is kept is theirs already"
+    )
 
 
 def test_what_the_user_says_holds_and_must_be_there(gpu: None) -> None:
@@ -40,7 +42,7 @@ def test_what_the_user_says_holds_and_must_be_there(gpu: None) -> None:
         ConfigError, match=r"gen.kv_cache_gb=31: 30.0 GiB are free on cuda:0; lower it"
     ):
         compute_kv_bytes(CUDA, 31.0)
-    assert compute_kv_bytes(CUDA, 31.0, kept=GIB) == 31 * GIB
+    assert compute_kv_bytes(CUDA, 31.0, cache_bytes=GIB) == 31 * GIB
     per_token = 2 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_dim * 4
     assert (
         choose_default_budget(LLAMA, CPU, torch.float32, kv_cache_gb=1.0).max_tokens

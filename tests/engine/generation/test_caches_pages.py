@@ -199,7 +199,7 @@ def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[Pag
             version=7,
             eos_ids=(5,),
             budget=budget,
-            kept=kept,
+            reusable_caches=kept,
         ) as generator:
             generator.submit(ragged())
             return tokens(drain(generator))

@@ -97,12 +97,12 @@ def _translate_trainer(
         for name, key in servers.items():
             if environment.get(name):
                 assigned.append(_format_assignment(key, environment[name]))
-    made = ["quickstart", quickstart, "--configs", *names, *assigned]
-    made += ["--verbose"] if "--show_dataset_stats" in done.named else []
+    command = ["quickstart", quickstart, "--configs", *names, *assigned]
+    command += ["--verbose"] if "--show_dataset_stats" in done.named else []
     deepspeed = "--deepspeed" in done.named and "--no-deepspeed" not in done.named
-    made += ["--deepspeed"] if deepspeed else []
-    made += ["--resume_from_checkpoint"] if "--resume_from_checkpoint" in done.named else []
-    return [*made, *done.rest]
+    command += ["--deepspeed"] if deepspeed else []
+    command += ["--resume_from_checkpoint"] if "--resume_from_checkpoint" in done.named else []
+    return [*command, *done.rest]
 
 
 def _take(
@@ -183,11 +183,18 @@ def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[
     """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.get_single("--mode", "sft") or "sft"
-    made = ["data", "counts", "--datasets", *done.named.get("--datasets", ["all"]), "--mode", mode]
-    made += [f"dataset.valid_split={VALID_SPLIT}"]
-    made += ["--output", done.get_single("--output_path", "dataset_counts.csv") or ""]
+    command = [
+        "data",
+        "counts",
+        "--datasets",
+        *done.named.get("--datasets", ["all"]),
+        "--mode",
+        mode,
+    ]
+    command += [f"dataset.valid_split={VALID_SPLIT}"]
+    command += ["--output", done.get_single("--output_path", "dataset_counts.csv") or ""]
     return [
-        *made,
+        *command,
         *(["--detect-language"] if "--detect_language" in done.named else []),
         *done.rest,
     ]
@@ -227,13 +234,13 @@ def find_triton_model(
         names, SectionLibrary.from_folders(folders), base, overrides.parse(list(assigned))
     )
     wanted = {"rm": "rew.path", "sft": "actor.path"}[mode]
-    found: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
-    if not isinstance(found, str):
+    model: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
+    if not isinstance(model, str):
         key = {"rm": "rank_config", "sft": "sft_config"}[mode]
         raise ConfigError(
             f"--configs {' '.join(names)}: no section names a model in {key}.model_name"
         )
-    return found
+    return model
 
 
 def _translate_chat(
@@ -270,7 +277,7 @@ def _translate_chat(
     if model is None:
         raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
     # Translate the flags one by one.
-    made = ["chat", find_newest_run(model)]
+    command = ["chat", find_newest_run(model)]
     for flag, why in UNUSED.items():
         if flag in done.named:
             print(f"{flag} is left out: {why}", file=sys.stderr)
@@ -282,19 +289,19 @@ def _translate_chat(
             "no",
         ):
             value = "0"
-        made += [flag.replace("_", "-"), str(value)] if value is not None else []
+        command += [flag.replace("_", "-"), str(value)] if value is not None else []
     for flag in ("--top_k", "--top_p"):
         if flag not in defaults and flag in done.named:
-            made += [flag.replace("_", "-"), str(done.get_single(flag))]
-    made += ["--no-history"] if set(HISTORY) & set(done.named) else []
-    made += ["--8bit"] if "--8bit" in done.named else []
-    made += (
+            command += [flag.replace("_", "-"), str(done.get_single(flag))]
+    command += ["--no-history"] if set(HISTORY) & set(done.named) else []
+    command += ["--8bit"] if "--8bit" in done.named else []
+    command += (
         ["--system", str(done.get_single("--system_prefix"))]
         if "--system_prefix" in done.named
         else []
     )
-    made += ["--format", str(done.get_single("--format"))] if "--format" in done.named else []
-    return [*made, *done.rest]
+    command += ["--format", str(done.get_single("--format"))] if "--format" in done.named else []
+    return [*command, *done.rest]
 
 
 def _with(

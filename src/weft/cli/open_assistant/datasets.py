@@ -72,7 +72,7 @@ def _convert_entry(entry: Any, index: int) -> dict[str, Any]:
 
 def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a source for the dataset `name` with the given parameters."""
-    made: dict[str, Any] = {"named": name}
+    source: dict[str, Any] = {"named": name}
     given = {}
     for key, value in parameters.items():
         if value is not None:
@@ -88,15 +88,15 @@ def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[
                 f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB_DATASETS)}; give another as "
                 f"data_path, a copy",
             )
-        made["named"] = HUB_DATASETS[hub] if name == "oasst_export" else name
+        source["named"] = HUB_DATASETS[hub] if name == "oasst_export" else name
     for key, value in given.items():
         if key in PARAMETERS:
-            made[PARAMETERS[key]] = value
+            source[PARAMETERS[key]] = value
         elif key in SOURCE_KEYS:
-            made[key] = value
+            source[key] = value
         else:
-            made.setdefault("args", {})[key] = value
-    return made
+            source.setdefault("args", {})[key] = value
+    return source
 
 
 def _join_folder(data_path: str, file: str) -> str:
@@ -108,15 +108,15 @@ def _join_folder(data_path: str, file: str) -> str:
 
 def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
     """Return the entries with their rows per epoch multiplied by `share`."""
-    made = []
+    scaled_entries = []
     for index, entry in enumerate(entries):
         if "weight" in entry:
             raise InvalidDatasetEntry(index, "weight has no share of an epoch; write fraction")
         if "size" in entry:
-            made.append({**entry, "size": max(1, round(entry["size"] * share))})
+            scaled_entries.append({**entry, "size": max(1, round(entry["size"] * share))})
         else:
-            made.append({**entry, "fraction": entry.get("fraction", 1.0) * share})
-    return made
+            scaled_entries.append({**entry, "fraction": entry.get("fraction", 1.0) * share})
+    return scaled_entries
 
 
 def limit_validation(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:

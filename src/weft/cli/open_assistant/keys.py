@@ -142,8 +142,8 @@ def _map_datasets(done: KeyMapping, value: Any) -> None:
 
 
 def _map_loss(done: KeyMapping, value: Any) -> None:
-    found = LOSSES.get((done.mode, value))
-    if found is None:
+    loss = LOSSES.get((done.mode, value))
+    if loss is None:
         known = [name for mode, name in LOSSES if mode == done.mode]
         if any(name == value for _, name in LOSSES) and done.ranks.get("loss_fn", -1) >= 0:
             done.reject(
@@ -154,7 +154,7 @@ def _map_loss(done: KeyMapping, value: Any) -> None:
         else:
             done.reject(value, f"must be one of {', '.join(name for _, name in LOSSES)}")
     elif done.config.algorithm in ("sft", "rw"):
-        done.set_option(found[0], found[1], off=found[1] if found[1] in DEFAULT_LOSSES else None)
+        done.set_option(loss[0], loss[1], off=loss[1] if loss[1] in DEFAULT_LOSSES else None)
     else:
         done.add_note(f"the loss is that of {done.config.algorithm}")
 

@@ -103,9 +103,11 @@ def _map_sft_config(done: KeyMapping, value: Any) -> None:
             continue  # no effect: all layers are trained, or LIMA's dropout ramp ends at 0
         elif key in SFT_CONFIG_TARGETS:
             name = SFT_CONFIG_TARGETS[key]
-            made = DTYPE_NAMES.get(each, each) if key == "dtype" else each
+            option_value = DTYPE_NAMES.get(each, each) if key == "dtype" else each
             for role in done.config.trained_roles if key == "dtype" else ("actor",):
-                at.set_option(f"{role}.{name}", made, off=VALUES_WITHOUT_EFFECT.get(name, object()))
+                at.set_option(
+                    f"{role}.{name}", option_value, off=VALUES_WITHOUT_EFFECT.get(name, object())
+                )
         elif key in ("is_reward_model", "seq2seqmodel", "peft_model", "superhot") and each:
             done.rejections.append(
                 (

@@ -50,15 +50,15 @@ class RowFunctionEncoder:
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         try:
-            made = self.load_function()(row, **self.options)
+            result = self.load_function()(row, **self.options)
         except KeyError as error:
             raise BadRow(f"lacks the key {error.args[0]!r}, which {self.name} reads") from error
-        if not isinstance(made, Mapping):
+        if not isinstance(result, Mapping):
             raise BadRow(
-                f"{self.name} returned a {type(made).__name__}; it must return a row of type "
+                f"{self.name} returned a {type(result).__name__}; it must return a row of type "
                 f"{self.rows}"
             )
-        return list(self.inner.encode(made, tokenizer))
+        return list(self.inner.encode(result, tokenizer))
 
     def load_function(self) -> Callable[..., Any]:
         """Return the function; imports its module if this process has not imported it."""
@@ -70,8 +70,8 @@ class RowFunctionEncoder:
                 module = sys.modules[Path(self.file).stem]
             else:
                 module = importlib.import_module(self.module)
-        found: Callable[..., Any] = vars(module)[self.name]
-        return found
+        function: Callable[..., Any] = vars(module)[self.name]
+        return function
 
 
 class RowDataset:

@@ -316,11 +316,11 @@ def read_plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
 
     Raises `BadRow` if an option adds a system message, which only conversations have.
     """
-    for option, asked in (
+    for option, value in (
         ("system_prefix", tokenizer.additions.prefix),
         ("system_tags", tokenizer.additions.tags),
     ):
-        if asked:
+        if value:
             raise BadRow(
                 f"{key!r} is plain text, and dataset.{option} belongs to conversations; set "
                 f"dataset.args.as_chat=true, or "
@@ -366,16 +366,20 @@ def encode_continuations(
     `may_be_empty`: a last turn without content is accepted as a reply; its end token is trained.
     Raises `BadRow` if a continuation has no turn of the assistant or an empty one.
     """
-    found = []
+    conversations = []
     for number, reply in enumerate(replies, 1):
         where = f" of continuation {number}" if len(replies) > 1 else ""
         check_replies(reply, where, may_be_empty=may_be_empty)
         before = [{**message, "train": False} for message in context]
-        found.append(tokenizer.mask_chat([*before, *reply], tools))
-    unused = frozenset().union(*(each.unused for each in found))
-    cut = merge_omissions(cut for each in found for cut in each.cut)
+        conversations.append(tokenizer.mask_chat([*before, *reply], tools))
+    unused = frozenset().union(*(each.unused for each in conversations))
+    cut = merge_omissions(cut for each in conversations for cut in each.cut)
     return build_group(
-        [each.ids for each in found], [each.mask for each in found], unused=unused, cut=cut, **more
+        [each.ids for each in conversations],
+        [each.mask for each in conversations],
+        unused=unused,
+        cut=cut,
+        **more,
     )
 
 
@@ -390,10 +394,10 @@ def check_replies(
     if not turns:
         raise BadRow(f"there is no turn of the assistant{where}")
     for number, message in enumerate(messages, 1):
-        said = message["content"].strip() or message.get("tool_calls") or message.get(REASONING)
+        content = message["content"].strip() or message.get("tool_calls") or message.get(REASONING)
         if (
             message["role"] == "assistant"
-            and not said
+            and not content
             and not (may_be_empty and number == len(messages))
         ):
             raise BadRow(f"message {number}{where}: the assistant's content is empty")

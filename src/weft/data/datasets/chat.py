@@ -99,8 +99,14 @@ class ChatEncoder:
             messages = [
                 m if index == last else {**m, "train": False} for index, m in enumerate(messages)
             ]
-        found = tokenizer.mask_chat(messages, tools)
-        return build_group([found.ids], [found.mask], part=part, unused=found.unused, cut=found.cut)
+        conversation = tokenizer.mask_chat(messages, tools)
+        return build_group(
+            [conversation.ids],
+            [conversation.mask],
+            part=part,
+            unused=conversation.unused,
+            cut=conversation.cut,
+        )
 
 
 @register_dataset("chat")

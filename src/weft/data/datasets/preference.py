@@ -147,9 +147,9 @@ class PreferenceEncoder:
                 )
             shared = _count_shared(talks)
             context = prepend_system(row, talks[0][:shared])
-            said = [talk[shared:] for talk in talks]
+            continuations = [talk[shared:] for talk in talks]
             return encode_continuations(
-                tokenizer, context, said, None, may_be_empty=True, values=values
+                tokenizer, context, continuations, None, may_be_empty=True, values=values
             )
         return _encode_dialogues(tokenizer, replies, values)
 

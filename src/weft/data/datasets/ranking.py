@@ -100,13 +100,18 @@ class RankingEncoder:
         self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
         """Encode the ranked replies to one message of a tree."""
-        kept = []
+        continuations = []
         for reply in replies[: self.max_replies]:
-            kept.append([{"role": "assistant", "content": reply["text"]}])
+            continuations.append([{"role": "assistant", "content": reply["text"]}])
         context = normalize_messages(trees.to_messages(path))
         part = path[-1]["message_id"]
         return encode_continuations(
-            tokenizer, context, kept, None, values=_build_values(len(kept)), part=part
+            tokenizer,
+            context,
+            continuations,
+            None,
+            values=_build_values(len(continuations)),
+            part=part,
         )
 
 

@@ -38,9 +38,9 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
     Raises `ConfigError` with the nearest names, and for a pair of unknown languages.
     """
     known = _load_entries(files)
-    found = known.get(name) or known.get(name.lower())
-    if found is not None and PAIR not in found.name:
-        return found
+    match = known.get(name) or known.get(name.lower())
+    if match is not None and PAIR not in match.name:
+        return match
     for entry in known.values():
         if PAIR in entry.name and re.match(entry.name.removesuffix(PAIR), name):
             return _build_language_pair(entry, name)
@@ -93,13 +93,13 @@ def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
 
 @cache
 def _load_shipped() -> Mapping[str, CatalogueEntry]:
-    found: dict[str, CatalogueEntry] = {}
+    shipped_entries: dict[str, CatalogueEntry] = {}
     for file in sorted(FOLDER.glob("*.yaml")):
         entries = read_entries(file)
-        twice = found.keys() & entries.keys()
+        twice = shipped_entries.keys() & entries.keys()
         assert not twice, f"{file.name}: {', '.join(twice)} are in another file too"
-        found |= entries
-    return found
+        shipped_entries |= entries
+    return shipped_entries
 
 
 def _parse_registered(name: str, value: Any) -> CatalogueEntry:

@@ -68,12 +68,12 @@ class ReaderContext:
         ).digest()
         return random.Random(int.from_bytes(digest, "little"))
 
-    def accept_texts(self, *said: str) -> bool:
+    def accept_texts(self, *texts: str) -> bool:
         """Return whether none of these texts contains an unwanted phrase.
 
         If one does, the row is counted as skipped.
         """
-        if any(find_unwanted_phrase(text) for text in said):
+        if any(find_unwanted_phrase(text) for text in texts):
             self.skip("unwanted phrases")
             return False
         return True

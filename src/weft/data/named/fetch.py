@@ -198,12 +198,12 @@ def _find_matching(root: Path, pattern: str) -> list[Path]:
         for file in root.rglob("*")
         if file.is_file() and file.name.endswith((*SUFFIXES, ".txt"))
     )
-    shown = []
+    visible_files = []
     for file in files:
         if not any(part.startswith(".") for part in file.relative_to(root).parts):
-            shown.append(file)
+            visible_files.append(file)
     matching: list[Path] = []
-    for f in shown:
+    for f in visible_files:
         if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern):
             matching.append(f)
     return matching

@@ -101,12 +101,14 @@ def prepare(
         )
     reader: Reader = readers.get(entry.reader)
     options, of_form = _split_options(entry, reader, source.args, mode)
-    found = locate(entry, source.path or None, cache)
-    made = _DatasetConversion(entry, reader, options, mode)
+    dataset_files = locate(entry, source.path or None, cache)
+    conversion = _DatasetConversion(entry, reader, options, mode)
     # The folder is hidden, so that it is not read as data if it is inside a folder of copies.
-    folder = cache / ".named" / entry.name / f"{mode}-{made.compute_digest(found, split)}"
+    folder = (
+        cache / ".named" / entry.name / f"{mode}-{conversion.compute_digest(dataset_files, split)}"
+    )
     # Write the rows, and describe the files as a source.
-    report = _read_report(folder) or made.write_rows(found, split, folder)
+    report = _read_report(folder) or conversion.write_rows(dataset_files, split, folder)
     if not report["train"]:
         reasons = (
             ", ".join(f"{count:,} {reason}" for reason, count in report["left_out"].items())
@@ -131,11 +133,11 @@ def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
     """Iterate over notes on left-out rows, left-out parts of conversations, and unread keys."""
     left_out = report["left_out"]
     if left_out:
-        told = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
-        yield f"{name}: {sum(left_out.values()):,} left out ({told})"
+        breakdown = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
+        yield f"{name}: {sum(left_out.values()):,} left out ({breakdown})"
     if report["cut"]:
-        told = ", ".join(f"{part}: {count:,}" for part, count in report["cut"].items())
-        yield f"{name}: parts of conversations left out, by the number of rows ({told})"
+        breakdown = ", ".join(f"{part}: {count:,}" for part, count in report["cut"].items())
+        yield f"{name}: parts of conversations left out, by the number of rows ({breakdown})"
     if report["unread"]:
         yield f"{name}: keys of messages that nothing reads: {', '.join(report['unread'])}"
 
@@ -190,10 +192,10 @@ def _split_options(
 
 def _read_report(folder: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    return found
+    return report
 
 
 @dataclass(frozen=True)
@@ -235,13 +237,13 @@ class _DatasetConversion:
                 parts[1].open("w") as valid,
                 track_unread_keys() as unread,
             ):
-                found, groups = self._write(files.train, train, counted)
+                dataset_type, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
                 if own:
                     of_valid, held = self._write(
                         own, valid, replace(counted, training=False), start=len(groups)
                     )
-                    counts[1], found = len(held), found or of_valid
+                    counts[1], dataset_type = len(held), dataset_type or of_valid
             # Hold out rows for validation if the source has no validation split.
             if split.share > 0 and not own:
                 counts = _divide_rows(parts, hold_out(groups, split.share).tolist())
@@ -251,7 +253,7 @@ class _DatasetConversion:
             for part in parts:
                 part.unlink(missing_ok=True)
         report = {
-            "type": found,
+            "type": dataset_type,
             "train": counts[0],
             "valid": counts[1],
             "left_out": dict(+counted.left_out),
@@ -269,12 +271,12 @@ class _DatasetConversion:
         types: set[str] = set()
         rows = _FileRows(self.entry, files)
         for example in self._read_examples(rows, use):
-            made = to_row(example, self.mode)
+            typed_row = to_row(example, self.mode)
             origin = [rows.place.file, rows.place.line]
-            if made is None:
+            if typed_row is None:
                 use.skip("too little for this mode")
                 continue
-            type, row = made
+            type, row = typed_row
             types.add(type)
             stream.write(
                 json.dumps(

@@ -37,8 +37,10 @@ def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) 
 
     Raises `UserError` as that backend does, and for a role without a path.
     """
-    found = choose_backend(spec)
-    if found.backend == AUTO:
+    resolved_spec = choose_backend(spec)
+    if resolved_spec.backend == AUTO:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
-    engine: Engine = backends.get(found.backend)(found, layout, *([] if mesh is None else [mesh]))
+    engine: Engine = backends.get(resolved_spec.backend)(
+        resolved_spec, layout, *([] if mesh is None else [mesh])
+    )
     return engine

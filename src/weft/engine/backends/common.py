@@ -153,17 +153,17 @@ def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Produ
 
 def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
     """Raise `ConfigError` if the network cannot be quantized as `quantize` asks."""
-    asked = f"quantize={spec.quantize}"
+    setting = f"quantize={spec.quantize}"
     if spec.quantize is None:
         return
     if has_experts:
         raise ConfigError(
-            f"{asked}: experts are not held in few bits yet, and are most of this model; leave it "
+            f"{setting}: experts are not held in few bits yet, and are most of this model; leave it "
             f"out"
         )
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
-            f"{asked}, layout={layout}: every device holds the whole network in few bits; write "
+            f"{setting}, layout={layout}: every device holds the whole network in few bits; write "
             f"d{layout.num_devices}f1, or "
             "leave it out and share the network by f, t or p"
         )

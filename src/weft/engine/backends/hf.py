@@ -81,10 +81,10 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     network.padding = checkpoint_tokens.find_skipped_padding(tokenizer, spec)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        kept = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
-        kept.save(directory)
+        saved_tokenizer = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
+        saved_tokenizer.save(directory)
         module.config.use_cache = use_cache
-        _save(directory, tensors, network, spec, kept)
+        _save(directory, tensors, network, spec, saved_tokenizer)
         module.config.use_cache = False
 
     rates = hf_load.read_dropout_rates(module.config.to_dict())

@@ -80,9 +80,9 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     )
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        kept = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
-        kept.save(directory)
-        _save(directory, tensors, whole, spec, config, kept)
+        saved_tokenizer = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
+        saved_tokenizer.save(directory)
+        _save(directory, tensors, whole, spec, config, saved_tokenizer)
 
     built = BuiltNetwork(
         network=network,
@@ -194,8 +194,8 @@ def _count_adapter_elements(network: Transformer) -> int:
     MLP's last matrix also keeps its input, which is recomputed if there is no adapter.
     """
     experts = network.config.experts
-    kept = 0
-    kept += sum(
+    num_elements = 0
+    num_elements += sum(
         _count_read_elements(block) - _count_dropped_elements(block) for block in network.blocks
     )
     for adapter in lora.find_adapters(network).values():
@@ -204,8 +204,8 @@ def _count_adapter_elements(network: Transformer) -> int:
             copies = experts.top_k
         else:
             copies = 1
-        kept += copies * (rank + (inputs + inputs // 4 if adapter.rate else 0))
-    return -(-kept // len(network.blocks))
+        num_elements += copies * (rank + (inputs + inputs // 4 if adapter.rate else 0))
+    return -(-num_elements // len(network.blocks))
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
@@ -343,8 +343,8 @@ def _resolve_base_path(path: str) -> str:
 
     It is `path`, or the model that `path` names if `path` is a prefix itself.
     """
-    found = read_prefix(path)
-    base = path if found is None else found.base
+    prefix = read_prefix(path)
+    base = path if prefix is None else prefix.base
     if Path(base).expanduser().is_dir():
         return str(Path(base).expanduser().resolve())
     return base

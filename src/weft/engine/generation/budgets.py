@@ -24,16 +24,18 @@ def choose_default_budget(
     device: torch.device,
     dtype: torch.dtype,
     kv_cache_gb: float | None = None,
-    kept: int = 0,
+    cache_bytes: int = 0,
 ) -> GenerationBudget:
     """Return the limits for a device; the KV cache gets the bytes that `compute_kv_bytes` returns.
 
-    `kept` is the number of bytes that the KV cache already has.
+    `cache_bytes` is the number of bytes that the KV cache already has.
     """
     return GenerationBudget(
         max_sequences=MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES),
         max_tokens=max(
-            1, compute_kv_bytes(device, kv_cache_gb, kept) // compute_token_bytes(config, dtype)
+            1,
+            compute_kv_bytes(device, kv_cache_gb, cache_bytes)
+            // compute_token_bytes(config, dtype),
         ),
         max_prefill_tokens=PREFILL_TOKENS.get(device.type, DEFAULT_PREFILL_TOKENS),
         splits_prompts=config.rope is None or config.rope.scaling not in LENGTH_DEPENDENT_SCALINGS,
@@ -45,11 +47,11 @@ def compute_token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int = 0) -> int:
+def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, cache_bytes: int = 0) -> int:
     """Return the maximum bytes of the KV cache.
 
     That is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
-    process can use on the device, and on a GPU at most nine tenths of the free memory. `kept` bytes
+    process can use on the device, and on a GPU at most nine tenths of the free memory. `cache_bytes` bytes
     belong to the KV cache already, and count as free.
 
     Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
@@ -58,11 +60,11 @@ def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int 
         share = int(KV_SHARE * read_memory_bytes(device))
         if device.type != "cuda":
             return share
-        return min(share, int(FREE_SHARE * free_bytes(device)) + kept)
-    asked = int(kv_cache_gb * GIGABYTE)
-    if device.type == "cuda" and asked > (there := free_bytes(device) + kept):
+        return min(share, int(FREE_SHARE * free_bytes(device)) + cache_bytes)
+    requested_bytes = int(kv_cache_gb * GIGABYTE)
+    if device.type == "cuda" and requested_bytes > (there := free_bytes(device) + cache_bytes):
         raise ConfigError(
             f"gen.kv_cache_gb={kv_cache_gb:g}: {there / GIGABYTE:.1f} GiB are free on {device}; "
             f"lower it, or leave it out"
         )
-    return asked
+    return requested_bytes

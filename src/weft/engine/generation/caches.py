@@ -305,11 +305,11 @@ class PageCaches:
         step = np.concatenate(
             [numbers.view(np.int32), cache.step(range(count), rows.last[:count])], axis=1
         )
-        made = self._run_step("greedy" if how.greedy else "sampled", step)
+        output = self._run_step("greedy" if how.greedy else "sampled", step)
 
         def wait_for_tokens() -> SampledRows:
             wait(self._device)
-            tokens, logprobs = made.numpy().T.copy()
+            tokens, logprobs = output.numpy().T.copy()
             return tokens.astype(np.int64), logprobs, None
 
         return wait_for_tokens
@@ -377,12 +377,12 @@ class ReusablePageCaches:
         self, network: Decoder, device: torch.device, budget: GenerationBudget
     ) -> GenerationCaches:
         """Return the caches of the last generator if they suit this one, or new ones."""
-        kept = self._page_caches
+        caches = self._page_caches
         self._page_caches = None
-        if kept is not None:
-            if kept.reuse(network, budget):
-                return kept
-            kept.close()
+        if caches is not None:
+            if caches.reuse(network, budget):
+                return caches
+            caches.close()
         return build_caches(network, device, budget)
 
     def give_back(self, caches: GenerationCaches) -> None:

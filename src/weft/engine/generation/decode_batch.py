@@ -81,11 +81,11 @@ class DecodeBatch:
             block = count // UNIFORMS_PER_BLOCK
             stale = (block != self._block[: len(self)]).nonzero()[0]
             positions = block[stale, None] * UNIFORMS_PER_BLOCK + np.arange(UNIFORMS_PER_BLOCK)
-            made = randomness.draw_uniforms(
+            uniforms = randomness.draw_uniforms(
                 self.keys[stale].repeat(UNIFORMS_PER_BLOCK, 0), positions.ravel()
             )
             self._uniforms[stale], self._block[stale] = (
-                made.reshape(-1, UNIFORMS_PER_BLOCK),
+                uniforms.reshape(-1, UNIFORMS_PER_BLOCK),
                 block[stale],
             )
             self._steps_ahead = UNIFORMS_PER_BLOCK - int((count % UNIFORMS_PER_BLOCK).max())
@@ -113,8 +113,8 @@ class DecodeBatch:
         count += 1
         self._steps_ahead -= 1
         if supports is not None:
-            for kept, support in zip(self._supports, supports, strict=True):
-                kept.append(support)
+            for row_supports, support in zip(self._supports, supports, strict=True):
+                row_supports.append(support)
 
     def remove(self, row: int) -> Live:
         """Remove a row and return its sequence with the sampled tokens.

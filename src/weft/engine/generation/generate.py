@@ -58,13 +58,13 @@ def open_generator(
     eos_ids: Iterable[int],
     budget: GenerationBudget | None = None,
     agree_on_tokens: TokenAgreement = sample_locally,
-    kept: ReusablePageCaches | None = None,
+    reusable_caches: ReusablePageCaches | None = None,
 ) -> Iterator[BatchGenerator]:
     """Open a generator on `network`, which is in evaluation mode until it is closed.
 
     `version` is the weight version that tokens carry. A completion ends with one of `eos_ids`,
     `spec.stop_ids` or `spec.stop`; the latter needs the spec's tokenizer (`ConfigError` without
-    it). `budget` defaults to what the device's memory allows. `kept` has the pages and graphs that
+    it). `budget` defaults to what the device's memory allows. `reusable_caches` has the pages and graphs that
     generators of one network pass on to the next.
 
     Ranks that generate together run the same steps: they need equal budgets, and a `agree_on_tokens` that
@@ -78,21 +78,21 @@ def open_generator(
     network.train(False)
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
-        kept_outside = kept is not None
-        kept = kept or ReusablePageCaches()
+        kept_outside = reusable_caches is not None
+        reusable_caches = reusable_caches or ReusablePageCaches()
         dtype = next(network.parameters()).dtype
         budget = budget or choose_default_budget(
-            network.config, device, dtype, spec.kv_cache_gb, kept.num_bytes
+            network.config, device, dtype, spec.kv_cache_gb, reusable_caches.num_bytes
         )
         generator = BatchGenerator(
-            network, spec, device, version, stop_ids, budget, agree_on_tokens, kept
+            network, spec, device, version, stop_ids, budget, agree_on_tokens, reusable_caches
         )
         try:
             yield generator
         finally:
             generator.close()
             if not kept_outside:
-                kept.drop()
+                reusable_caches.drop()
     finally:
         network.train(mode)
 
@@ -131,14 +131,14 @@ class BatchGenerator:
         stop_ids: frozenset[int],
         budget: GenerationBudget,
         agree_on_tokens: TokenAgreement,
-        kept: ReusablePageCaches,
+        reusable_caches: ReusablePageCaches,
     ) -> None:
         self._network = network
         self._device = device
         self._version = version
         self._agree_on_tokens = agree_on_tokens
-        self._reusable_caches = kept
-        self._caches = kept.take(network, device, budget)
+        self._reusable_caches = reusable_caches
+        self._caches = reusable_caches.take(network, device, budget)
         self._head = LogitsHead(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._min_rows = self._caches.min_rows
@@ -420,7 +420,7 @@ class BatchGenerator:
         ends: list[Literal["stop", "length"] | None] = [None] * count
         for row in finished:
             ends[row] = "stop" if stopped[row] else "length"
-        said = (
+        columns = (
             tokens.tolist(),
             logprobs.tolist(),
             repeat(self._version),
@@ -428,7 +428,7 @@ class BatchGenerator:
             supports or repeat(()),
         )
         events = list(
-            map(TokenEvent, rows.ids, rows.ks, *said, self._settings.take_top_logprobs(count))
+            map(TokenEvent, rows.ids, rows.ks, *columns, self._settings.take_top_logprobs(count))
         )
         for row in reversed(finished):
             live = self._remove_row(row)

@@ -121,17 +121,19 @@ class DecodeGraphs:
     def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
         """Return the graph to run a step in, or None if it runs without one."""
         size = find_graph_size(len(step), self._sizes)
-        found = min((own for of, own in self._graphs if of == kind and own >= size), default=None)
-        if found == size:
+        captured_size = min(
+            (own for of, own in self._graphs if of == kind and own >= size), default=None
+        )
+        if captured_size == size:
             return self._graphs[kind, size]
         self._num_uses[kind, size] += 1
         if self._capture is not None and (
-            found is None or self._num_uses[kind, size] > self._after
+            captured_size is None or self._num_uses[kind, size] > self._after
         ):
-            made = find_graph_size(most, self._sizes) if found is None else size
-            if self._add(kind, step, made):
-                return self._graphs[kind, made]
-        return self._graphs.get((kind, found)) if found is not None else None
+            new_size = find_graph_size(most, self._sizes) if captured_size is None else size
+            if self._add(kind, step, new_size):
+                return self._graphs[kind, new_size]
+        return self._graphs.get((kind, captured_size)) if captured_size is not None else None
 
     def _add(self, kind: str, step: StepArray, size: int) -> bool:
         """Capture a graph of this size, and return whether that succeeded."""

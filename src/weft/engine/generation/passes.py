@@ -157,19 +157,19 @@ class DecoderPasses:
     def _prepare(self, cache: KVCache) -> _PreparedForward | None:
         if not self._is_supported:
             return None
-        found = self._prepared.get(cache)
-        if found is None or found.num_moves != cache.num_moves:
+        prepared = self._prepared.get(cache)
+        if prepared is None or prepared.num_moves != cache.num_moves:
             assert isinstance(self._network, Transformer)
             weights = _collect_weights(self._network, cache)
             if kernels.serves_network(weights):
-                found = _PreparedForward(CachedForward(weights), cache.num_moves)
+                prepared = _PreparedForward(CachedForward(weights), cache.num_moves)
             else:
-                found = None
-            if found is None:
+                prepared = None
+            if prepared is None:
                 self._is_supported = False
                 return None
-            self._prepared[cache] = found
-        return found
+            self._prepared[cache] = prepared
+        return prepared
 
     def _build_pass(self, prepared: _PreparedForward, x: Packed, steps: int = 1) -> CachedPass:
         context = x.attention

@@ -41,14 +41,14 @@ class PrefixIndex:
         """Return the prefixes of a prompt that can be shared, shortest first."""
         last = len(prompt) - 1
         ends = [*range(STRIDE, last, STRIDE), last]
-        found = []
+        levels = []
         mark = 0
         start = 0
         for end in ends if last >= STRIDE else []:
             mark = hash((mark, tuple(prompt[start:end])))
             start = end
-            found.append((end, mark))
-        return tuple(found)
+            levels.append((end, mark))
+        return tuple(levels)
 
     def add(self, levels: Collection[PrefixLevel]) -> None:
         self.counts.update(mark for _, mark in levels)

@@ -109,14 +109,14 @@ def sample(
                 logits[rows], uniforms[rows], spec, None if banned is None else banned[rows]
             )
         )
-    kept = []
+    support_masks = []
     for part in parts:
         if part.support_mask is not None:
-            kept.append(part.support_mask)
+            support_masks.append(part.support_mask)
     return SampledTokens(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.logprobs for part in parts]),
-        torch.cat(kept) if kept else None,
+        torch.cat(support_masks) if support_masks else None,
     )
 
 
@@ -164,9 +164,9 @@ def _sample_part(
         return SampledTokens(tokens := allowed.argmax(dim=-1), _compute_logprobs(scores, tokens))
     if not restricts_vocabulary(spec, logits.shape[-1]):
         return SampledTokens(*_sample_tokens(allowed, scores, uniforms))
-    kept = select_support(allowed.double(), spec)
-    among = scores.masked_fill(~kept, -math.inf)
-    return SampledTokens(*_sample_tokens(among, among, uniforms), kept)
+    support_mask = select_support(allowed.double(), spec)
+    among = scores.masked_fill(~support_mask, -math.inf)
+    return SampledTokens(*_sample_tokens(among, among, uniforms), support_mask)
 
 
 def _scale_logits(logits: Tensor, spec: GenerationSpec) -> Tensor:
@@ -227,26 +227,26 @@ def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
     The likeliest id always remains; ids with a score of minus infinity never do.
     """
     possible = scores > -math.inf
-    kept = possible
+    mask = possible
     if spec.min_p > 0.0:
-        kept = kept & (scores >= scores.amax(dim=-1, keepdim=True) + math.log(spec.min_p))
+        mask = mask & (scores >= scores.amax(dim=-1, keepdim=True) + math.log(spec.min_p))
     vocab = scores.shape[-1]
     limit = min(spec.top_k or vocab, spec.max_support if spec.record_support else vocab, vocab)
     if spec.top_p >= 1.0 and limit == vocab:
-        return kept
+        return mask
     ranked, count = _rank_ids(scores, limit, spec.top_p)
     count = torch.minimum(count, possible.sum(dim=-1))
     threshold = _select(ranked, count - 1).unsqueeze(-1)
     above = scores > threshold
     level = scores == threshold
     wanted = count.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
-    return kept & (above | (level & (level.cumsum(dim=-1) <= wanted)))
+    return mask & (above | (level & (level.cumsum(dim=-1) <= wanted)))
 
 
-def list_supports(kept: Tensor) -> list[list[int]]:
+def list_supports(mask: Tensor) -> list[list[int]]:
     """Return the ids in each row of the mask, in vocabulary order."""
-    counts = kept.sum(dim=-1).tolist()
-    ids = kept.nonzero()[:, 1]
+    counts = mask.sum(dim=-1).tolist()
+    ids = mask.nonzero()[:, 1]
     return [part.tolist() for part in ids.split(counts)]
 
 

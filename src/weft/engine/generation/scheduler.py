@@ -171,11 +171,11 @@ class Scheduler:
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Remove all sequences of these ids, and return them in order of submission."""
         wanted = set(ids)
-        gone = []
+        aborted_sequences = []
         for sequence in self._sequences.values():
             if sequence.id in wanted:
-                gone.append(sequence)
-        for sequence in gone:
+                aborted_sequences.append(sequence)
+        for sequence in aborted_sequences:
             if sequence.key in self.running:
                 self.finish(sequence)
                 continue
@@ -188,7 +188,7 @@ class Scheduler:
             self._forget(sequence)
         self.prefilling = [fill for fill in self.prefilling if fill.new_prefix or fill.sequences]
         self._drop_unused(self._index.counts)
-        return gone
+        return aborted_sequences
 
     def restart(self) -> None:
         """Return all admitted sequences to the head of the queue.

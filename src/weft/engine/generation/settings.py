@@ -106,8 +106,8 @@ class SettingsTable:
                     f"none"
                 )
             spec = _convert_stop_texts(spec)
-            found = self.specs.index(spec) if spec in self.specs else self._add(spec)
-            self._index_by_id[id(given)] = (given, found)
+            index = self.specs.index(spec) if spec in self.specs else self._add(spec)
+            self._index_by_id[id(given)] = (given, index)
         return self._index_by_id[id(given)][1]
 
     def sample(
@@ -131,10 +131,10 @@ class SettingsTable:
         for kind in np.unique(settings).tolist():
             rows = np.flatnonzero(settings == kind)
             where = put(rows, logits.device)
-            tokens[rows], logprobs[rows], kept = self._sample_kind(
+            tokens[rows], logprobs[rows], row_supports = self._sample_kind(
                 logits[where], uniforms[where], kind, done[rows]
             )
-            for row, support in zip(rows.tolist(), kept or [()] * len(rows), strict=True):
+            for row, support in zip(rows.tolist(), row_supports or [()] * len(rows), strict=True):
                 supports[row] = support
         return tokens, logprobs, supports if self._default_spec.record_support else None
 
@@ -146,10 +146,10 @@ class SettingsTable:
         supports = None
         drawn = sampling.sample(logits, uniforms, spec, self._build_ban(kind, done, logits.device))
         if spec.record_support:
-            kept: Sequence[Sequence[int]] = [()] * len(logits)
+            id_lists: Sequence[Sequence[int]] = [()] * len(logits)
             if drawn.support_mask is not None:
-                kept = sampling.list_supports(drawn.support_mask)
-            supports = [tuple(ids) for ids in kept]
+                id_lists = sampling.list_supports(drawn.support_mask)
+            supports = [tuple(ids) for ids in id_lists]
         if drawn.tokens.is_cpu:
             return drawn.tokens.numpy(), drawn.logprobs.numpy().astype(np.float64), supports
         tokens, logprobs = drawn.stacked.cpu().numpy().T
@@ -160,9 +160,13 @@ class SettingsTable:
 
         The last rows are those of the last call of `sample`; the others have none.
         """
-        found = self._top_logprobs
+        top_logprobs = self._top_logprobs
         self._top_logprobs = None
-        return repeat(()) if found is None else [()] * (count - len(found)) + found
+        return (
+            repeat(())
+            if top_logprobs is None
+            else [()] * (count - len(top_logprobs)) + top_logprobs
+        )
 
     def _find_top_logprobs(
         self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
@@ -177,7 +181,7 @@ class SettingsTable:
                 kinds.append(kind)
         if not kinds:
             return None
-        found: list[TopLogprobs] = [()] * len(settings)
+        top_logprobs: list[TopLogprobs] = [()] * len(settings)
         for kind in kinds:
             rows = np.flatnonzero(settings == kind)
             banned = self._build_ban(kind, done[rows], logits.device)
@@ -187,10 +191,10 @@ class SettingsTable:
             for row, own, values in zip(
                 rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True
             ):
-                found[row] = tuple(
+                top_logprobs[row] = tuple(
                     (id, value) for id, value in zip(own, values, strict=True) if value > -math.inf
                 )
-        return found
+        return top_logprobs
 
     def build_graph_sampling(
         self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
@@ -245,10 +249,10 @@ def _convert_stop_texts(spec: GenerationSpec) -> GenerationSpec:
     """
     if not spec.stop or spec.tokenizer is None:
         return spec
-    found = {text: spec.tokenizer.find_special_id(text) for text in spec.stop}
-    ids = [id for id in found.values() if id is not None]
+    special_ids = {text: spec.tokenizer.find_special_id(text) for text in spec.stop}
+    ids = [id for id in special_ids.values() if id is not None]
     return replace(
         spec,
-        stop=[text for text, id in found.items() if id is None],
+        stop=[text for text, id in special_ids.items() if id is None],
         stop_ids=[*spec.stop_ids, *ids],
     )

@@ -165,9 +165,9 @@ class HFNetwork(nn.Module):
             members.setdefault(stop - start, []).append(start)
         members.pop(0, None)
         index = []
-        for length, found in members.items():
+        for length, sequence_starts in members.items():
             index.append(
-                torch.tensor(found, device=x.tokens.device)[:, None]
+                torch.tensor(sequence_starts, device=x.tokens.device)[:, None]
                 + torch.arange(length, device=x.tokens.device)
             )
         states = [self.run(x.tokens[cells]).flatten(0, 1) for cells in index]
@@ -183,10 +183,11 @@ class HFNetwork(nn.Module):
         digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)
         stored = digits[:, None].to(context.cache.dtype)
         context.cache.write(0, context, stored, stored)
-        kept = (context.cache.read(0, context)[0][:, 0].to(torch.int64) << shifts).sum(-1)
+        cached_tokens = (context.cache.read(0, context)[0][:, 0].to(torch.int64) << shifts).sum(-1)
         new, totals = context.new.tolist(), (context.used + context.new).tolist()
         whole = pack(
-            [tokens[:total] for tokens, total in zip(kept, totals, strict=True)], x.tokens.device
+            [tokens[:total] for tokens, total in zip(cached_tokens, totals, strict=True)],
+            x.tokens.device,
         )
         states = self.compute_hidden(whole).split(totals)
         return torch.cat(

@@ -149,7 +149,7 @@ def _check_head(
                 f"backend=hf: the classifier of a {kind} model is no single linear layer, so it "
                 f"gives no values"
             )
-        found = HeadLayer(layers[0])
+        head_layer = HeadLayer(layers[0])
         wanted = [module(input_ids=probe[None]).logits[0, -1:] for probe in probes]
         states = [state[-1] for state in alone]
     else:
@@ -164,13 +164,13 @@ def _check_head(
             if values.get(key) is not None:
                 scale = scale / values[key] if divides else scale * values[key]
         softcap = next((values[key] for key in SOFTCAPS if values.get(key) is not None), None)
-        found = HeadLayer(layer, scale, softcap)
+        head_layer = HeadLayer(layer, scale, softcap)
         wanted = [module(input_ids=probe[None]).logits[0] for probe in probes]
         states = alone
     for state, logits in zip(states, wanted, strict=True):
         if (
             _compute_difference(
-                found.projection.compute_logits(state * found.scale), logits.float()
+                head_layer.projection.compute_logits(state * head_layer.scale), logits.float()
             )
             > TOLERANCE
         ):
@@ -178,7 +178,7 @@ def _check_head(
                 f"backend=hf: what a {kind} model does to its logits after the output layer is "
                 f"not known to weft"
             )
-    return found
+    return head_layer
 
 
 @contextmanager
@@ -191,16 +191,16 @@ def _hold_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
     """
     blocks = list(_iterate_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    kept: dict[int, list[_ParameterLocation]] = {}
+    locations: dict[int, list[_ParameterLocation]] = {}
     handles = [
         handle
         for block in blocks
         for handle in (
             block.register_forward_pre_hook(
-                lambda block, _: kept.__setitem__(id(block), _widen(block, set()))
+                lambda block, _: locations.__setitem__(id(block), _widen(block, set()))
             ),
             block.register_forward_hook(
-                lambda block, *_: _put_back(kept.pop(id(block), [])), always_call=True
+                lambda block, *_: _put_back(locations.pop(id(block), [])), always_call=True
             ),
         )
     ]
@@ -233,19 +233,19 @@ def _widen(module: nn.Module, but: Container[int]) -> list[_ParameterLocation]:
 
     Parameters with ids in `but` are left alone. Tied parameters stay tied.
     """
-    found: list[_ParameterLocation] = []
+    locations: list[_ParameterLocation] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.dtype in HALF and id(parameter) not in but:
             owner, _, own = name.rpartition(".")
-            found.append(_ParameterLocation(module.get_submodule(owner), own, parameter))
+            locations.append(_ParameterLocation(module.get_submodule(owner), own, parameter))
     wide = {}
-    for place in found:
+    for place in locations:
         wide[id(place.parameter)] = nn.Parameter(
             place.parameter.detach().float(), requires_grad=False
         )
-    for place in found:
+    for place in locations:
         setattr(place.owner, place.name, wide[id(place.parameter)])
-    return found
+    return locations
 
 
 def _put_back(places: Iterable[_ParameterLocation]) -> None:

@@ -130,7 +130,7 @@ def choose_master_device(spec: ModelSpec, device: torch.device) -> torch.device 
 
 def _list_offload_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Return a note for each offload option that has no effect because the device is a CPU."""
-    asked = {
+    offload_options = {
         "optimizer.offload=true": (
             spec.trained and spec.optimizer.offload,
             "masters and optimizer state are",
@@ -138,7 +138,7 @@ def _list_offload_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...
         "offload=true": (spec.offload, "weights are"),
     }
     there = []
-    for option, (on, what) in asked.items():
+    for option, (on, what) in offload_options.items():
         if on and device.type == HOST.type:
             there.append((option, what))
     return tuple(
@@ -236,11 +236,11 @@ class TorchEngine:
         how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
         parts = microbatches.split_batch(batch, max_tokens, "sequence")
         work = ScoringProcessor(self._network, how, self._device)
-        made = []
+        outputs = []
         for each in self._collectives.run(self._network, parts, work, trains=False):
             if each is not None:
-                made.append(each)
-        return microbatches.join(made, batch.ids) if made else _build_empty_sample(want)
+                outputs.append(each)
+        return microbatches.join(outputs, batch.ids) if outputs else _build_empty_sample(want)
 
     def train(
         self,
@@ -303,7 +303,7 @@ class TorchEngine:
         The loss is computed in float32 on the CPU. Raises the same errors as `forward`.
         """
         total = self._collectives.reduce_denominators(loss.denominators(batch))
-        made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
+        outputs = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
         own = MinibatchSums(0.0, [])
         if batch.num_ids:
             layout = PackLayout.from_sample(batch)
@@ -311,7 +311,9 @@ class TorchEngine:
             for key in ("prompt", "completion", "loss_mask"):
                 if key in batch.data:
                     text.append(key)
-            network = SampleRows(batch.select(keys=text).update(made), layout, HOST, torch.float32)
+            network = SampleRows(
+                batch.select(keys=text).update(outputs), layout, HOST, torch.float32
+            )
             out: dict[str, Any] = {name: network[name] for name in loss.outputs}
             value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
             own = MinibatchSums(float(value), to_plain_stats([stats]))
@@ -331,9 +333,14 @@ class TorchEngine:
             opened = part.generating(spec, self.version, self._kept)
         else:
             network = cast(Decoder, self._network)
-            kept = self._kept
+            reusable_caches = self._kept
             opened = open_generator(
-                network, spec, device=self._device, version=self.version, eos_ids=(), kept=kept
+                network,
+                spec,
+                device=self._device,
+                version=self.version,
+                eos_ids=(),
+                reusable_caches=reusable_caches,
             )
         with opened as generator:
             yield generator
@@ -415,10 +422,10 @@ class TorchEngine:
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
-        kept = set(self._collectives.select_saved_names(dict.fromkeys(owners.values())))
+        assigned_names = set(self._collectives.select_saved_names(dict.fromkeys(owners.values())))
         chosen = {}
         for key, value in held.items():
-            if owners[key] in kept:
+            if owners[key] in assigned_names:
                 chosen[key] = value
         places = {}
         for key, value in chosen.items():

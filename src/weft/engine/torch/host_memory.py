@@ -57,7 +57,7 @@ class HostMemory:
     ) -> None:
         self._lane = lane
         self._blocks: dict[int, _TensorStorage] = {}  # by the tensor's identity
-        found: dict[int, _TensorStorage] = {}  # by the storage's address
+        blocks_by_address: dict[int, _TensorStorage] = {}  # by the storage's address
         self._groups: list[list[_TensorStorage]] = [[] for _ in groups]
         still = {id(each) for each in constant}
         for number, tensors in enumerate(groups):
@@ -65,9 +65,9 @@ class HostMemory:
                 address, size = get_storage(tensor)
                 if not size:
                     continue
-                block = found.get(address)
+                block = blocks_by_address.get(address)
                 if block is None:
-                    block = found[address] = _TensorStorage(tensor, number, size, True)
+                    block = blocks_by_address[address] = _TensorStorage(tensor, number, size, True)
                     self._groups[number].append(block)
                 block.constant &= id(tensor) in still
                 self._blocks[id(tensor)] = block

@@ -331,10 +331,10 @@ class MasterWeights:
         `CheckpointError` if parameters absent from `tensors` were changed, because their original
         values are lost.
         """
-        gone = sorted(set(self.changed_tensors) - set(tensors))
-        if gone:
+        missing_names = sorted(set(self.changed_tensors) - set(tensors))
+        if missing_names:
             raise CheckpointError(
-                f"the saved state lacks {', '.join(gone[:5])}, which was changed since it was read"
+                f"the saved state lacks {', '.join(missing_names[:5])}, which was changed since it was read"
             )
         for name, values in tensors.items():
             _check_known(name, self._canonical)
@@ -377,11 +377,11 @@ def _check_wide(name: str, part: StoredParameter) -> None:
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:
     """Replace these parameters by ones of `dtype`; tied parameters stay tied."""
     chosen = set(names)
-    made = dict[nn.Parameter, nn.Parameter]()
+    replacements = dict[nn.Parameter, nn.Parameter]()
     for name, parameter in network.named_parameters():
         if name in chosen and parameter.dtype != dtype:
-            made[parameter] = nn.Parameter(parameter.detach().to(dtype))
+            replacements[parameter] = nn.Parameter(parameter.detach().to(dtype))
     for module in network.modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in made:
-                setattr(module, own, made[parameter])
+            if parameter in replacements:
+                setattr(module, own, replacements[parameter])

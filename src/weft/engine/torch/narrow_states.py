@@ -108,12 +108,12 @@ class BFloat16Moments:
         generator = self._generators.setdefault(device, torch.Generator(device))
         low, high = derive_key(0, "round optimizer states", rule.number, self._names[id(parameter)])
         generator.manual_seed(int(low) | (int(high) & 0x7FFFFFFF) << 32)
-        for values, gradient, *kept in _iterate_pieces(
+        for values, gradient, *moments in _iterate_pieces(
             parameter, *(state[name] for name in MOMENTS)
         ):
-            exact = [each.to(values.dtype) for each in kept]
+            exact = [each.to(values.dtype) for each in moments]
             rule.update(values, gradient, *exact)
-            for each, value in zip(kept, exact, strict=True):
+            for each, value in zip(moments, exact, strict=True):
                 each.copy_(round_stochastically(value, generator))
 
     def encode_state(self, state: State) -> State:
@@ -178,29 +178,29 @@ class EightBitMoments:
     def get_levels(self, name: str, device: torch.device) -> Tensor:
         """Return the values of the 256 codes for a scale of 1, `[256]`, in ascending order."""
         if (name, device) not in self._levels:
-            made = self._library.create_dynamic_map(signed=name == MOMENTS[0])
-            self._levels[name, device] = made.to(device=device, dtype=torch.float32)
+            levels = self._library.create_dynamic_map(signed=name == MOMENTS[0])
+            self._levels[name, device] = levels.to(device=device, dtype=torch.float32)
         return self._levels[name, device]
 
     def encode_state(self, state: State) -> State:
-        made: State = {}
+        encoded: State = {}
         for name in MOMENTS:
             codes = state[name].cpu()
             scales = state[name + SCALES].cpu()
-            made[name] = decode_values(codes, scales, self.get_levels(name, codes.device))
-            made[name + SCALES] = scales
-        return made
+            encoded[name] = decode_values(codes, scales, self.get_levels(name, codes.device))
+            encoded[name + SCALES] = scales
+        return encoded
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
-        made: State = {}
+        decoded: State = {}
         for name in MOMENTS:
             values = saved[name].to(parameter.device, torch.float32)
             scales = saved.get(name + SCALES)
             known = None if scales is None else scales.to(values.device)
-            made[name], made[name + SCALES] = encode_values(
+            decoded[name], decoded[name + SCALES] = encode_values(
                 values, known, self.get_levels(name, values.device)
             )
-        return made
+        return decoded
 
 
 class NarrowAdamW(EagerOptimizer):
@@ -293,13 +293,13 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 def decode_values(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     """Return level times scale of each code, in float32 and in the shape of `codes`."""
-    made = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+    values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     per_piece = zip(
-        made.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
+        values.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
     )
     for to, code, scale in per_piece:
         torch.mul(levels[code.int()], _repeat_scales(scale, len(to)), out=to)
-    return made.view(codes.shape)
+    return values.view(codes.shape)
 
 
 def encode_values(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,8 +322,8 @@ def encode_values(values: Tensor, scales: Tensor | None, levels: Tensor) -> tupl
         rows = nn.functional.pad(value, (0, -len(value) % BLOCK)).view(-1, BLOCK)
         most = rows.abs().amax(1)
         if scales is not None:
-            made = _find_nearest(rows, known, between)
-            same = (levels[made.int()] * known[:, None] == rows).all(1)
+            nearest_codes = _find_nearest(rows, known, between)
+            same = (levels[nearest_codes.int()] * known[:, None] == rows).all(1)
             most = torch.where(same, known, most)
         scale.copy_(most)
         to.copy_(_find_nearest(rows, most, between).view(-1)[: len(value)])
@@ -340,9 +340,9 @@ def _repeat_scales(scales: Tensor, count: int) -> Tensor:
     return scales[:, None].expand(-1, BLOCK).reshape(-1)[:count]
 
 
-def _iterate_pieces(parameter: nn.Parameter, *kept: Tensor) -> Iterator[list[Tensor]]:
-    """Iterate over flat pieces of (values, gradient, *kept), each of at most `PIECE` elements."""
+def _iterate_pieces(parameter: nn.Parameter, *states: Tensor) -> Iterator[list[Tensor]]:
+    """Iterate over flat pieces of (values, gradient, *states), each of at most `PIECE` elements."""
     assert parameter.grad is not None
-    whole = [parameter.view(-1), parameter.grad.reshape(-1), *(each.view(-1) for each in kept)]
+    whole = [parameter.view(-1), parameter.grad.reshape(-1), *(each.view(-1) for each in states)]
     for piece in zip(*(each.split(PIECE) for each in whole), strict=True):
         yield list(piece)

@@ -195,9 +195,9 @@ class NetworkSource:
         "Initializing new word embeddings for pretrained language models").
         """
         rows, *rest = where
-        kept = slice(rows.start, min(max(added_from, rows.start), rows.stop))
-        old = reader.read(name, (kept, *rest))
-        new = rows.stop - kept.stop
+        old_rows = slice(rows.start, min(max(added_from, rows.start), rows.stop))
+        old = reader.read(name, (old_rows, *rest))
+        new = rows.stop - old_rows.stop
         if not new:
             return old
         mean = reader.read(name, (slice(0, added_from), *rest)).double().mean(0, keepdim=True)

@@ -71,13 +71,15 @@ def list_decayed_names(network: nn.Module) -> frozenset[str]:
 
 def list_embedding_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of embeddings and of heads tied to one."""
-    found = set()
+    parameter_ids = set()
     for m in network.modules():
         if isinstance(m, nn.Embedding | Embedding):
             for parameter in m.parameters(recurse=False):
-                found.add(id(parameter))
+                parameter_ids.add(id(parameter))
     return frozenset(
-        n for n, part in find_canonical_parameters(network).items() if id(part.parameter) in found
+        n
+        for n, part in find_canonical_parameters(network).items()
+        if id(part.parameter) in parameter_ids
     )
 
 
@@ -312,18 +314,22 @@ class Optimizer:
         """Return a parameter's state from its saved form, which may have other dtypes."""
         if isinstance(self._optimizer, NarrowAdamW):
             return self._optimizer.decode_state(parameter, saved)
-        made = {}
+        slot_values = {}
         for slot, value in saved.items():
             if not optimizer_states.is_scales(slot):
-                made[slot] = value
+                slot_values[slot] = value
         steps = {}
-        for slot, value in made.items():
+        for slot, value in slot_values.items():
             if not value.dim():
                 steps[slot] = value.clone()
         if self._optimizer.defaults.get("fused"):
             steps = {slot: value.to(parameter.device) for slot, value in steps.items()}
         return {
-            **{slot: value.to(parameter, copy=True) for slot, value in made.items() if value.dim()},
+            **{
+                slot: value.to(parameter, copy=True)
+                for slot, value in slot_values.items()
+                if value.dim()
+            },
             **steps,
         }
 

@@ -123,14 +123,14 @@ def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict
 
 def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
     """Map saved names to this rank's names; scales of other slices are left out."""
-    found = {}
+    own_names = {}
     for written_as in keys:
         own = written_as.partition("@")[0]
         if not is_scales(own):
-            found[written_as] = written_as
+            own_names[written_as] = written_as
         elif own.rsplit("/", 1)[0] in places and written_as == _append_slice(own, places):
-            found[written_as] = own
-    return found
+            own_names[written_as] = own
+    return own_names
 
 
 def _append_slice(key: str, places: Mapping[str, Slice]) -> str:

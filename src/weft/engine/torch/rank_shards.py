@@ -126,8 +126,8 @@ def build_rank_shard(
         places=held[mesh.rank],
         make_collectives=build_collectives,
         shards=shards,
-        generating=lambda spec, version, kept: _open_generator(
-            source, network, stages, mesh, device, spec, version, kept
+        generating=lambda spec, version, caches: _open_generator(
+            source, network, stages, mesh, device, spec, version, caches
         ),
     )
 
@@ -165,8 +165,13 @@ def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -
             mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now
         ),
         shards=None,
-        generating=lambda spec, version, kept: open_generator(
-            cast(Decoder, network), spec, device=device, version=version, eos_ids=(), kept=kept
+        generating=lambda spec, version, caches: open_generator(
+            cast(Decoder, network),
+            spec,
+            device=device,
+            version=version,
+            eos_ids=(),
+            reusable_caches=caches,
         ),
     )
 
@@ -180,7 +185,7 @@ def _open_generator(
     device: torch.device,
     spec: GenerationSpec,
     version: int,
-    kept: ReusablePageCaches,
+    reusable_caches: ReusablePageCaches,
 ) -> Iterator[Generator]:
     """Open a generator on this rank's part of the network.
 
@@ -194,7 +199,8 @@ def _open_generator(
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agree_on_budget(
-        choose_default_budget(layers, device, dtype, spec.kv_cache_gb, kept.num_bytes), mesh
+        choose_default_budget(layers, device, dtype, spec.kv_cache_gb, reusable_caches.num_bytes),
+        mesh,
     )
     # Context-parallel ranks use the tokens that the first of them draws.
     if mesh.count_ranks("context") > 1:
@@ -211,7 +217,7 @@ def _open_generator(
             eos_ids=(),
             budget=budget,
             agree_on_tokens=agree_on_tokens,
-            kept=None if apart else kept,
+            reusable_caches=None if apart else reusable_caches,
         ) as generator:
             yield generator
         return

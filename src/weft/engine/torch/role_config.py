@@ -41,27 +41,27 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
     Raises `ConfigError` if the two conflict.
     """
     there = config.prefix_tokens
-    asked = spec.prefix.num_tokens
+    num_tokens = spec.prefix.num_tokens
     trains = spec.trained or spec.mirrors
-    if asked and config.family in NO_PREFIX:
+    if num_tokens and config.family in NO_PREFIX:
         raise ConfigError(
-            f"prefix.num_tokens={asked}: PEFT cannot save a prefix of a {config.family} "
+            f"prefix.num_tokens={num_tokens}: PEFT cannot save a prefix of a {config.family} "
             f"model in; use lora.r"
         )
-    if there and trains and asked != there:
+    if there and trains and num_tokens != there:
         raise ConfigError(
-            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={asked}; write "
+            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={num_tokens}; write "
             f"prefix.num_tokens={there} to "
             "train it further, or give the path of the model it belongs to"
         )
-    if asked and trains and config.learned_positions is not None:
+    if num_tokens and trains and config.learned_positions is not None:
         places = config.learned_positions - config.position_offset
-        if asked >= places:
+        if num_tokens >= places:
             raise ConfigError(
-                f"prefix.num_tokens={asked}: leaves no room in the {places} positions of "
+                f"prefix.num_tokens={num_tokens}: leaves no room in the {places} positions of "
                 f"{spec.path}"
             )
-    return replace(config, prefix_tokens=asked) if trains and asked else config
+    return replace(config, prefix_tokens=num_tokens) if trains and num_tokens else config
 
 
 def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:

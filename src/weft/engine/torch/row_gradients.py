@@ -99,9 +99,11 @@ def _compute_gradients(
         value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
         if not value.requires_grad:
             return {}
-        made = torch.autograd.grad(value * scale, list(known.values()), allow_unused=True)
+        optional_gradients = torch.autograd.grad(
+            value * scale, list(known.values()), allow_unused=True
+        )
     gradients: dict[Output, Tensor] = {}
-    for key, by in zip(known, made, strict=True):
+    for key, by in zip(known, optional_gradients, strict=True):
         if by is not None:
             gradients[key] = by
     return gradients

@@ -66,10 +66,10 @@ class PassResults:
                 for id in ids
             )
         )
-        made = MinibatchSums(
+        sums = MinibatchSums(
             sum(values), _resolve_stats(stats), wrong, sum(self.tokens), operations
         )
-        return made, float(grad_norm)
+        return sums, float(grad_norm)
 
 
 @dataclass(frozen=True)
@@ -115,22 +115,22 @@ class BatchedReadback:
 
     def register(self, value: Any) -> _PendingNumber:
         """Return a placeholder that has the number's value after `read_all` was called."""
-        made = _PendingNumber()
+        placeholder = _PendingNumber()
         if isinstance(value, Tensor):
-            self._waiting.append((value.detach(), made))
+            self._waiting.append((value.detach(), placeholder))
         else:
-            made.value = float(value)
-        return made
+            placeholder.value = float(value)
+        return placeholder
 
     def read_all(self) -> None:
         """Copy all registered numbers to the host, and set their placeholders."""
         by_device: dict[torch.device, list[tuple[Tensor, _PendingNumber]]] = {}
-        for value, made in self._waiting:
-            by_device.setdefault(value.device, []).append((value, made))
+        for value, placeholder in self._waiting:
+            by_device.setdefault(value.device, []).append((value, placeholder))
         for waiting in by_device.values():
-            found = torch.stack([value.reshape(()).double() for value, _ in waiting]).tolist()
-            for (_, made), number in zip(waiting, found, strict=True):
-                made.value = number
+            numbers = torch.stack([value.reshape(()).double() for value, _ in waiting]).tolist()
+            for (_, placeholder), number in zip(waiting, numbers, strict=True):
+                placeholder.value = number
 
 
 def to_plain_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
@@ -283,10 +283,10 @@ class OptimizerStep:
             ids = list(minibatch.ids)
             what = "gradient"
         if ids:
-            shown = ", ".join(ids[:SHOWN]) + (
+            id_list = ", ".join(ids[:SHOWN]) + (
                 f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
             )
-            reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {shown}"
+            reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {id_list}"
             if self.on_nonfinite == "stop":
                 raise NotFinite(
                     f"{reason}; lower the learning rate, look at these samples, or set "
@@ -368,8 +368,8 @@ class _TrainingProcessor:
         if (uneven := _compute_imbalance(prepared)) is not None:
             value = value + step.aux_loss.compute(uneven) / self.total[SEQUENCES]
             stats = {**stats, "balance_loss": Sum(uneven.detach(), len(prepared.layout.lengths))}
-        if (kept := keep_outputs(part, out, self.passes.chosen)) is not None:
-            self.passes.seen.append(kept)
+        if (chosen_outputs := keep_outputs(part, out, self.passes.chosen)) is not None:
+            self.passes.seen.append(chosen_outputs)
         self.passes.losses.append(value.detach())
         self.passes.stats.append(stats)
         self.passes.ids.append(microbatches.list_sample_ids(part))

@@ -165,14 +165,14 @@ class _AttendRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         tensors = {"q": q, "k": k, "v": v, "out": out, "grad_out": gradients[0].contiguous()}
-        made = [x.new_zeros(x.shape) for x in (q, k, v)]
-        tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), made, strict=True))
+        input_gradients = [x.new_zeros(x.shape) for x in (q, k, v)]
+        tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), input_gradients, strict=True))
         for part in ctx.parts:
             library.call(
                 "weft_attend_backward",
                 _build_arguments(part.own, ctx.scale, True, part.window, lse, **tensors),
             )
-        return made[0], made[1], made[2], None, None
+        return input_gradients[0], input_gradients[1], input_gradients[2], None, None
 
 
 def _split_heads(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:

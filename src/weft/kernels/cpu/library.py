@@ -80,33 +80,33 @@ def load_library() -> ctypes.CDLL | None:
 
 def _choose_variant() -> str | None:
     """Return the variant that `WEFT_NATIVE` selects, or `native`; None for no kernels."""
-    asked = os.environ.get(SWITCH, "").strip().lower()
-    if asked in ("", "1", "native"):
+    variant = os.environ.get(SWITCH, "").strip().lower()
+    if variant in ("", "1", "native"):
         return "native"
-    if asked == "0":
+    if variant == "0":
         return None
-    if asked not in VARIANTS:
+    if variant not in VARIANTS:
         raise ConfigError(
-            f"{SWITCH}={asked} names no variant of weft's kernels; leave it unset for all "
+            f"{SWITCH}={variant} names no variant of weft's kernels; leave it unset for all "
             f"instructions of the processor, or "
             f"set one of {', '.join(VARIANTS)}, or 0 for torch's own kernels"
         )
-    lacking = list_missing_instructions(asked)
+    lacking = list_missing_instructions(variant)
     if lacking:
         raise ConfigError(
-            f"{SWITCH}={asked} needs {', '.join(lacking)}, which this processor does not have; "
+            f"{SWITCH}={variant} needs {', '.join(lacking)}, which this processor does not have; "
             f"leave {SWITCH} unset for all "
             "instructions that it has"
         )
-    return asked
+    return variant
 
 
 def list_missing_instructions(variant: str) -> list[str]:
     """Return the instructions of a variant that this processor does not have."""
-    found = {
+    cpu_flags = {
         word for line in _read_processor() if line.startswith("flags") for word in line.split()
     }
-    return [name for name in VARIANTS[variant] if name not in found]
+    return [name for name in VARIANTS[variant] if name not in cpu_flags]
 
 
 def _build_flags(variant: str) -> tuple[str, ...]:
@@ -173,8 +173,8 @@ def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
     """Return the first command that is GCC, and the output of its version query."""
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            if "gcc version" in (said := _run([*command, "-v"])):
-                return command, said
+            if "gcc version" in (version_output := _run([*command, "-v"])):
+                return command, version_output
     raise FileNotFoundError(
         f"none of {', '.join(command[0] for command in commands)} is GCC's C++ compiler"
     )
@@ -184,15 +184,15 @@ def _load(
     compiler: list[str], version: str, flags: tuple[str, ...], cache: Path | None
 ) -> ctypes.CDLL:
     if cache is not None:
-        kept = cache / f"kernels-{_compute_fingerprint(version, flags)}.so"
-        if kept.is_file() and _is_ours(kept):
+        cached_path = cache / f"kernels-{_compute_fingerprint(version, flags)}.so"
+        if cached_path.is_file() and _is_ours(cached_path):
             with contextlib.suppress(OSError):  # not a loadable library: compile it again
-                return ctypes.CDLL(str(kept))
+                return ctypes.CDLL(str(cached_path))
     with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
         built = _compile([*compiler, *flags], Path(folder))
         built.chmod(0o700)
         if cache is not None:
-            built = built.rename(kept)  # atomic, since another process can do the same
+            built = built.rename(cached_path)  # atomic, since another process can do the same
         return ctypes.CDLL(str(built))
 
 
@@ -250,12 +250,12 @@ def _find_cache() -> Path | None:
 
 def _is_ours(path: Path) -> bool:
     """Return True if the path belongs to this user and nobody else can write to it."""
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _describe_error(error: Exception) -> str:
-    said = getattr(error, "stderr", None) or str(error)
-    if str(said).strip():
-        return str(said).strip().splitlines()[0]
+    message = getattr(error, "stderr", None) or str(error)
+    if str(message).strip():
+        return str(message).strip().splitlines()[0]
     return type(error).__name__

@@ -34,7 +34,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_gradients(
     logits: Tensor,
-    found: SoftmaxStatistics,
+    stats: SoftmaxStatistics,
     labels: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
@@ -44,7 +44,7 @@ def to_gradients(
     `grad_logprob` and `grad_entropy`, [R], are the gradients by each row's log-prob of its label
     and by its entropy.
     """
-    assert grad_entropy is None or found.entropy is not None
+    assert grad_entropy is None or stats.entropy is not None
     assert (
         all(x is None or x.dtype == logits.dtype for x in (grad_logprob, grad_entropy))
         and labels.dtype == torch.int64
@@ -54,4 +54,4 @@ def to_gradients(
         grad_logprob.contiguous(),
         None if grad_entropy is None else grad_entropy.contiguous(),
     )
-    library.call("weft_logit_gradients", logits, found.lse, found.entropy, *given, *logits.shape)
+    library.call("weft_logit_gradients", logits, stats.lse, stats.entropy, *given, *logits.shape)

@@ -57,15 +57,15 @@ def find_features() -> FlashFeatures:
     return FlashFeatures.from_function(load_kernel())
 
 
-def choose(device: torch.device, asked: str) -> str | None:
+def choose(device: torch.device, version: str) -> str | None:
     """Select the flash attention version of this process; return a message for the user, or None.
 
-    `asked` is "fa2" (torch's own), "fa3" (Shah et al. 2024, arXiv:2407.08608; its package replaces
+    `version` is "fa2" (torch's own), "fa3" (Shah et al. 2024, arXiv:2407.08608; its package replaces
     torch's kernels) or "auto" (version 3 if the device is a Hopper and the package is installed).
     torch has one version at a time for all devices. Raises `RuntimeError` if "fa3" is not
     available.
     """
-    if asked == "fa2":
+    if version == "fa2":
         if find_active_implementation() == THIRD:
             torch.nn.attention.restore_flash_attention_impl()
         return None
@@ -76,7 +76,7 @@ def choose(device: torch.device, asked: str) -> str | None:
         obstacle = _activate()
     else:
         obstacle = f"{device} is no GPU of compute capability {HOPPER}.x"
-    if asked == "fa3" and obstacle is not None:
+    if version == "fa3" and obstacle is not None:
         raise RuntimeError(obstacle)
     if not fits:
         return None

@@ -90,9 +90,9 @@ def _attend_prefixes(
     The queries of all rows of a prefix are multiplied with its keys at once, so the keys are read
     once.
     """
-    kept = torch.promote_types(grouped.dtype, torch.float32)
+    lse_dtype = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)
-    lse = grouped.new_full(grouped.shape[:3], -torch.inf, dtype=kept)
+    lse = grouped.new_full(grouped.shape[:3], -torch.inf, dtype=lse_dtype)
     for group in context.groups:
         stop = int(group.prefix.used[0])
         count = len(group.rows)

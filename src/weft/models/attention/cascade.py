@@ -81,10 +81,10 @@ class _CascadeAttention(torch.autograd.Function):
             tail = (0, 0, 0, in_vectors(length, q.device) - length)
             padded = [F.pad(x, tail) if part.causal or x is cells[0] else x for x in cells]
             seen = attend_to(padded[0], padded[1], padded[2], scale, causal=part.causal)
-            found = seen.out[:, :, :length]
+            part_out = seen.out[:, :, :length]
             sums = seen.lse[:, :, :length]
             new = AttentionState(
-                _to_rows(found, part.queries),
+                _to_rows(part_out, part.queries),
                 _to_rows(sums.unsqueeze(-1), part.queries).squeeze(-1),
             )
             # The causal part is the first of each row; merge the others with it.
@@ -130,8 +130,8 @@ class _CascadeAttention(torch.autograd.Function):
                 scale=ctx.scale,
             )
             _add(grad_q, queries, _to_rows(part_q, queries))
-            for total, found in ((grad_k, part_k), (grad_v, part_v)):
-                summed = found if group == 1 else found.unflatten(1, (-1, group)).sum(2)
+            for total, part_grad in ((grad_k, part_k), (grad_v, part_v)):
+                summed = part_grad if group == 1 else part_grad.unflatten(1, (-1, group)).sum(2)
                 _add(total, keys, _to_rows(summed, keys))
         return grad_q, grad_k, grad_v, None, None
 

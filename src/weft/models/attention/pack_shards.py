@@ -43,7 +43,7 @@ class PackShard:
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Pieces of each sequence in each run of this rank's tokens."""
-        found = []
+        pieces_by_run = []
         row = 0
         for start, stop in self.runs:
             pieces = []
@@ -52,9 +52,9 @@ class PackShard:
                 high = min(end, stop)
                 if low < high:
                     pieces.append((row + low - start, high - low, first, high - first))
-            found.append(tuple(pieces))
+            pieces_by_run.append(tuple(pieces))
             row += stop - start
-        return tuple(found)
+        return tuple(pieces_by_run)
 
     @cached_property
     def dense(self) -> Dense:

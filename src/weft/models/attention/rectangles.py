@@ -122,8 +122,8 @@ def attend_masked(
     if spec.softcap is not None:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
     logits = logits.masked_fill(~seen, float("-inf"))
-    kept = torch.promote_types(q.dtype, torch.float32)
-    weights = torch.softmax(logits, dim=-1, dtype=kept).to(q.dtype)
+    softmax_dtype = torch.promote_types(q.dtype, torch.float32)
+    weights = torch.softmax(logits, dim=-1, dtype=softmax_dtype).to(q.dtype)
     return torch.matmul(weights if drop is None else drop(weights), v)
 
 

@@ -111,15 +111,15 @@ def list_rectangles(
             )
         return rectangles
     runs = key.fused.split_runs(where[0]) if key.fused else [(where[0], where[0])]
-    found = []
+    row_rectangles = []
     for fused_rows, rows in runs:
         source = (fused_rows, *where[1:])
-        found.append(
+        row_rectangles.append(
             CheckpointRectangle(
                 key.hf, source[::-1] if key.transpose else source, (rows, *where[1:])
             )
         )
-    return found
+    return row_rectangles
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class KeyMap:
     @classmethod
     def from_templates(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
         """Create the map from templates; those with `{i}` are repeated for every layer, in order."""
-        found: dict[str, Key] = {}
+        keys_by_name: dict[str, Key] = {}
         for key in templates:
             for bound in (
                 [key.bind_layer(i) for i in range(num_layers)] if "{i}" in key.name else [key]
             ):
-                assert bound.name not in found, f"two keys for {bound.name}"
-                found[bound.name] = bound
-        return cls(found)
+                assert bound.name not in keys_by_name, f"two keys for {bound.name}"
+                keys_by_name[bound.name] = bound
+        return cls(keys_by_name)
 
     def select(self, names: Iterable[str]) -> KeyMap:
         """Return the map of only these parameters; raises `KeyError` for an unknown one."""
@@ -154,8 +154,8 @@ class KeyMap:
 
     def group_by_hf_name(self) -> dict[str, list[Key]]:
         """Return the parameters in each tensor of the checkpoint, in order."""
-        found: dict[str, list[Key]] = {}
+        groups: dict[str, list[Key]] = {}
         for key in self.keys.values():
             for name in key.list_hf_names():
-                found.setdefault(name, []).append(key)
-        return found
+                groups.setdefault(name, []).append(key)
+        return groups

@@ -157,7 +157,7 @@ class PageTables:
         source = self.table[rows[shared], before[shared] // page]
         # Go page by page: if all users of a page write to it, the last one keeps it.
         copied = []
-        kept = []
+        old_pages = []
         for row, place, old in zip(
             rows[shared].tolist(), (before[shared] // page).tolist(), source.tolist(), strict=True
         ):
@@ -165,7 +165,7 @@ class PageTables:
                 continue
             self.pages.remove_users(np.array([old], np.int32))
             self.table[row, place] = self.pages.allocate(1)[0]
-            kept.append(old)
+            old_pages.append(old)
             copied.append(self.table[row, place])
         # Add pages to rows that have too few.
         short = np.flatnonzero(wanted > self.page_counts[rows])
@@ -173,7 +173,7 @@ class PageTables:
             held = int(self.page_counts[row])
             self.table[row, held:count] = self.pages.allocate(count - held)
             self.page_counts[row] = count
-        return PageCopies(np.array(kept, np.int32), np.array(copied, np.int32))
+        return PageCopies(np.array(old_pages, np.int32), np.array(copied, np.int32))
 
     def compute_token_indices(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]

@@ -121,11 +121,11 @@ class PagePool:
             self.config,
             (len(self.pages), self.pages.page_size, self.config.num_kv_heads, self.config.head_dim),
         )
-        made = []
+        tensors = []
         for _ in range(2 * config.num_layers):
-            made.append(torch.zeros(shape, device=self.device, dtype=self.dtype))
-        self.keys = made[: config.num_layers]
-        self.values = made[config.num_layers :]
+            tensors.append(torch.zeros(shape, device=self.device, dtype=self.dtype))
+        self.keys = tensors[: config.num_layers]
+        self.values = tensors[config.num_layers :]
 
     def reserve(self, count: int) -> None:
         """Make room for `count` pages, or for as many as the pool may have.

@@ -109,12 +109,12 @@ class Cached:
         The rows are the new tokens, the keys are those of the slot, new ones included. Keys are
         numbered by rows of `head_dim` floats in the cache.
         """
-        found = np.empty((len(self.new), 4), np.int64)
-        found[:, 0] = self.new.cumsum() - self.new
-        found[:, 1] = self.new
-        found[:, 2] = self.slots * (self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2))
-        found[:, 3] = self.used + self.new
-        return torch.from_numpy(found)
+        segments = np.empty((len(self.new), 4), np.int64)
+        segments[:, 0] = self.new.cumsum() - self.new
+        segments[:, 1] = self.new
+        segments[:, 2] = self.slots * (self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2))
+        segments[:, 3] = self.used + self.new
+        return torch.from_numpy(segments)
 
     @cached_property
     def places(self) -> Tensor:
@@ -133,7 +133,7 @@ class Cached:
         for prefix, (first, end) in zip(self.prefixes, pairwise(self.dense.starts), strict=True):
             if prefix is not None:
                 tokens.setdefault(id(prefix), (prefix, []))[1].extend(range(first, end))
-        return [(prefix, torch.tensor(found)) for prefix, found in tokens.values()]
+        return [(prefix, torch.tensor(indices)) for prefix, indices in tokens.values()]
 
     def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
@@ -385,10 +385,10 @@ class KVCache:
             linked = [self._prefixes[slot] for slot in slots.tolist()]
             for row, prefix in enumerate(linked):
                 members.setdefault(id(prefix), []).append(row)
-            found = ((linked[rows[0]], rows) for rows in members.values())
+            prefix_rows = ((linked[rows[0]], rows) for rows in members.values())
             groups = tuple(
                 PrefixGroup.from_rows(prefix, rows, self.device)
-                for prefix, rows in found
+                for prefix, rows in prefix_rows
                 if prefix is not None
             )
             self._groups = (slots.tobytes(), groups)
@@ -447,9 +447,9 @@ class KVCache:
 
     def _reshape(self, slots: int, room: int) -> None:
         self.num_moves += 1
-        kept = min(slots, self.num_slots)
-        filled = int(self.used[:kept].max(initial=0))
-        runs = _split_runs(self.places[:kept])
+        num_copied = min(slots, self.num_slots)
+        filled = int(self.used[:num_copied].max(initial=0))
+        runs = _split_runs(self.places[:num_copied])
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
                 new = self._new(
@@ -459,10 +459,10 @@ class KVCache:
                     new[slot, :, :filled] = old[place, :, :filled]
                 stored[layer] = new
         self.places = np.arange(slots)
-        more = slots - kept
-        self.used = np.concatenate([self.used[:kept], np.zeros(more, np.int64)])
-        self.before = np.concatenate([self.before[:kept], np.zeros(more, np.int64)])
-        self._prefixes = self._prefixes[:kept] + [None] * more
+        more = slots - num_copied
+        self.used = np.concatenate([self.used[:num_copied], np.zeros(more, np.int64)])
+        self.before = np.concatenate([self.before[:num_copied], np.zeros(more, np.int64)])
+        self._prefixes = self._prefixes[:num_copied] + [None] * more
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:

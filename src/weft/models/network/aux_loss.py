@@ -78,7 +78,7 @@ class MoEAuxLoss:
         return sums / (self.lengths if self.whole is None else self.whole)[:, None]
 
 
-def choose_aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
+def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:
     """Return the weight of the auxiliary loss in training.
 
     This is the option if it is set, else `router_aux_loss_coef` of config.json if that sets
@@ -86,15 +86,15 @@ def choose_aux_loss_weight(config: TransformerConfig, asked: float | None) -> fl
     network has no experts.
     """
     if config.experts is None:
-        if asked:
+        if coefficient:
             raise ConfigError(
-                f"router_aux_loss_coef={asked}: the option balances experts, and a "
+                f"router_aux_loss_coef={coefficient}: the option balances experts, and a "
                 f"{config.family} model has none; "
                 "leave it out"
             )
         return 0.0
-    if asked is not None:
-        return asked
+    if coefficient is not None:
+        return coefficient
     values: dict[str, Any] = dict(config.extra)
     if values.get("output_router_logits"):
         return float(values.get("router_aux_loss_coef", DEFAULT_AUX_LOSS_WEIGHT))

@@ -47,9 +47,9 @@ def compute_outputs(
         given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
     rest = want - given - TOP_OUTPUTS
     known = None if given and rest else x.row_gradient  # needs all outputs at once
-    made: dict[Output, Tensor] = {}
+    outputs: dict[Output, Tensor] = {}
     if given:
-        made |= compute_given_outputs(
+        outputs |= compute_given_outputs(
             hidden,
             x.labels,
             cast(Tensor, x.ids),
@@ -62,9 +62,9 @@ def compute_outputs(
         top = compute_top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
         for name, value in top.items():
             if name in want:
-                made[name] = value
+                outputs[name] = value
     if rest:
-        made |= token_outputs.compute_token_outputs(
+        outputs |= token_outputs.compute_token_outputs(
             hidden,
             x.labels,
             projection,
@@ -73,7 +73,7 @@ def compute_outputs(
             support=support,
             gradient=known,
         )
-    return made
+    return outputs
 
 
 @torch.no_grad()
@@ -93,9 +93,9 @@ def compute_top_outputs(
     """
     size = projection.vocab_size
     count = min(top.count, size if top.below is None else min(size, top.below))
-    kept = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     ids = hidden.new_empty(len(hidden), count, dtype=torch.int32)
-    logprobs = hidden.new_empty(len(hidden), count + 1, dtype=kept)
+    logprobs = hidden.new_empty(len(hidden), count + 1, dtype=dtype)
     for rows in token_outputs.split_rows(len(hidden), chunk or projection.count_chunk_rows()):
         logits, _ = _compute_logits(hidden[rows], projection, temperature)
         likeliest = _find_likeliest(logits, count, top.below, projection.split)
@@ -243,13 +243,13 @@ class _EventLogprobs:
         else:
             total = grad_event.sum(dim=1) + grad_label
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
-        made = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
+        grad_logits = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
         # This also overwrites the NaN that results if there are no other ids.
-        _scatter_values(made, ids, grad_event[:, :-1], split)
+        _scatter_values(grad_logits, ids, grad_event[:, :-1], split)
         if grad_label is None:
-            return made
+            return grad_logits
         own = torch.where(labels >= 0, grad_label, torch.zeros_like(grad_label))
-        return made.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None])
+        return grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None])
 
 
 def _gather_logits(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
@@ -300,13 +300,13 @@ class _EventChunk:
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:
             grad_event = torch.zeros_like(self.events.logprobs)
-        made = self.events.compute_logits_gradient(
+        grad_logits = self.events.compute_logits_gradient(
             self._logits, self._ids, grad_event, self._labels, grad_label, self._projection.split
         )
         scale = torch.full_like(self.logprobs, 1.0 / self._temperature)
         total.add(
             rows,
-            token_outputs.apply_cap_gradient(made, self._capped, self._projection.softcap),
+            token_outputs.apply_cap_gradient(grad_logits, self._capped, self._projection.softcap),
             scale,
         )
 
@@ -323,12 +323,12 @@ class _GivenLogprobs(torch.autograd.Function):
         ids: Tensor,
         settings: _EventSettings,
     ) -> tuple[Tensor, Tensor]:
-        kept = torch.promote_types(hidden.dtype, torch.float32)
-        given = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=kept)
-        logprobs = hidden.new_zeros(len(ids), dtype=kept)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        given = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=dtype)
+        logprobs = hidden.new_zeros(len(ids), dtype=dtype)
         projection = settings.build_projection(weight, bias)
         total = None
-        found = dict[Output, Tensor]()
+        output_grads = dict[Output, Tensor]()
         if settings.gradient is not None and any(ctx.needs_input_grad):
             total = ProjectionGradients(
                 hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
@@ -339,17 +339,17 @@ class _GivenLogprobs(torch.autograd.Function):
             )
             given[rows], logprobs[rows] = chunk.events.logprobs, chunk.logprobs
             if settings.gradient is not None and total is not None:
-                made = settings.gradient({"given_logprobs": given, "logprobs": logprobs})
+                chunk_grads = settings.gradient({"given_logprobs": given, "logprobs": logprobs})
                 for name in OUTPUTS if settings.labelled else OUTPUTS[:1]:
-                    if name in made:
-                        found.setdefault(name, torch.zeros_like(made[name]))[rows] = made[name][
-                            rows
-                        ]
-                chunk.add(total, rows, found)
+                    if name in chunk_grads:
+                        output_grads.setdefault(name, torch.zeros_like(chunk_grads[name]))[rows] = (
+                            chunk_grads[name][rows]
+                        )
+                chunk.add(total, rows, output_grads)
             del chunk  # free it before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
-        ctx.made = None if total is None else (total, found)
+        ctx.made = None if total is None else (total, output_grads)
         ctx.set_materialize_grads(False)
         return given, logprobs
 
@@ -360,13 +360,13 @@ class _GivenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, ids = ctx.saved_tensors
         settings: _EventSettings = ctx.settings
-        made: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
+        precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # free the gradients, except those of the parameters
-        if made is not None and all(
-            token_outputs.is_same_gradient(value, made[1].get(name))
+        if precomputed is not None and all(
+            token_outputs.is_same_gradient(value, precomputed[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)
         ):
-            return made[0].cast()
+            return precomputed[0].cast()
         known = {}
         for name, value in zip(OUTPUTS, gradients, strict=True):
             if value is not None:

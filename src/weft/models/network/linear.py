@@ -104,8 +104,8 @@ class Linear(nn.Module):
         if len(self.adapters):
             return self._reduce_output(self._apply_adapters(x, bias, dropout), share)
         if self.narrow is not None and torch.compiler.is_compiling():
-            made = self.narrow(x, self.weight)
-            return self._reduce_output(made if bias is None else made + bias, share)
+            output = self.narrow(x, self.weight)
+            return self._reduce_output(output if bias is None else output + bias, share)
         if self.is_quantized:
             return self._reduce_output(quantized.linear(x, self.weight, bias), share)
         return self._reduce_output(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
@@ -123,9 +123,9 @@ class Linear(nn.Module):
 
     def find_adapter(self, part: str) -> Adapter | None:
         """Return the adapter of a part, or None."""
-        found = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
-        assert found is None or isinstance(found, Adapter)
-        return found
+        adapter = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
+        assert adapter is None or isinstance(adapter, Adapter)
+        return adapter
 
     def _reduce_output(self, y: Tensor, share: RowShare | None) -> Tensor:
         if self.reduce is None:
@@ -137,7 +137,7 @@ class Linear(nn.Module):
         self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
     ) -> Tensor:
         """Compute each part separately, so that its result does not depend on the others' adapters."""
-        made = []
+        outputs = []
         for part in self.parts:
             weight = self.weight[self.find_rows(part)]
             own = None if bias is None else bias[self.find_rows(part)]
@@ -146,16 +146,16 @@ class Linear(nn.Module):
                 dropped = adapter.apply_dropout(x, dropout)
                 a = adapter.lora_a
                 b = adapter.lora_b
-                made.append(
+                outputs.append(
                     apply_adapter(
                         x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums
                     )
                 )
             elif isinstance(weight, Quantized):
-                made.append(quantized.linear(x, weight, own))
+                outputs.append(quantized.linear(x, weight, own))
             else:
-                made.append(kernels.linear(x, weight, own))
-        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+                outputs.append(kernels.linear(x, weight, own))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 class DownLinear(Linear):
@@ -185,10 +185,10 @@ class DownLinear(Linear):
                 kernels.activated(x, self.gated, self.activation), dropout, share
             )
         bias = self.bias if self.reduce is None else None
-        made = kernels.activated_linear(
+        output = kernels.activated_linear(
             x, self.gated, self.weight, bias, self.activation, self.gradient_sum
         )
-        return self._reduce_output(made, share)
+        return self._reduce_output(output, share)
 
 
 class _AdaptedLinear(torch.autograd.Function):

@@ -72,11 +72,11 @@ def add(
             raise ConfigError(
                 f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}"
             )
-    found = []
+    layer_names = []
     for name in there:
         if name.rsplit(".", 1)[1] in (targets or TARGETS):
-            found.append(name)
-    attach_ranks(network, dict.fromkeys(found, (r, alpha / r)), dropout)
+            layer_names.append(name)
+    attach_ranks(network, dict.fromkeys(layer_names, (r, alpha / r)), dropout)
 
 
 def draw_initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -116,7 +116,7 @@ def attach_ranks(
 
 def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
     """Return (module, its part) of each layer that can have an adapter, by canonical name."""
-    found: dict[str, tuple[Linear | ExpertStack, str]] = {}
+    layers: dict[str, tuple[Linear | ExpertStack, str]] = {}
     for path, module in network.named_modules():
         place = number_block(path, getattr(network, "held_layers", None))
         if not place.startswith("blocks."):
@@ -125,23 +125,23 @@ def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, st
             parent = place.rpartition(".")[0]
             for part in module.parts:
                 if part in TARGETS:
-                    found[f"{parent}.{part}"] = (module, part)
+                    layers[f"{parent}.{part}"] = (module, part)
         elif isinstance(module, ExpertStack):
-            found[place] = (module, "")
-    return found
+            layers[place] = (module, "")
+    return layers
 
 
 def find_adapters(network: nn.Module) -> dict[str, Adapter]:
     """Return each layer's adapter by the layer's canonical name."""
-    found = {}
+    adapters = {}
     for name, (module, part) in _find_layers(network).items():
         if isinstance(module, ExpertStack):
             adapter = module.adapter
         else:
             adapter = module.find_adapter(part)
         if adapter is not None:
-            found[name] = adapter
-    return found
+            adapters[name] = adapter
+    return adapters
 
 
 def list_adapters(layer: Linear) -> list[Adapter]:

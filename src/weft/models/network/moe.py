@@ -57,8 +57,8 @@ class ExpertStack(nn.Module):
                 kernels.grouped_linear(x if dropped is None else dropped, adapter.lora_a, groups)
                 * adapter.scale
             )
-            made = kernels.grouped_linear(x, self.weight, groups)
-            return made + kernels.grouped_linear(low, adapter.lora_b, groups)
+            base_output = kernels.grouped_linear(x, self.weight, groups)
+            return base_output + kernels.grouped_linear(low, adapter.lora_b, groups)
         # Without a grouped kernel, compute one expert after the other.
         parts = x.split(groups.sizes)
         sizes = groups.sizes

@@ -47,18 +47,18 @@ def find_canonical_parameters(network: nn.Module) -> dict[str, StoredParameter]:
 
     Parameters of modules that are not weft's keep the names they have there.
     """
-    found: dict[str, StoredParameter] = {}
+    parameters: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
     for path, module in network.named_modules():
         for name, stored in _iterate_module(path, module):
             key = id(stored.parameter), 0 if stored.rows is None else stored.rows.start
             if key not in seen:
                 seen.add(key)
-                found[name] = stored
+                parameters[name] = stored
     layers = getattr(network, "held_layers", None)
     if layers is None:
-        return found
-    return {number_block(name, layers): stored for name, stored in found.items()}
+        return parameters
+    return {number_block(name, layers): stored for name, stored in parameters.items()}
 
 
 def find_canonical_values(network: nn.Module) -> dict[str, Tensor]:

@@ -119,8 +119,10 @@ def insert_prefix(
         ).long()
     before = begins.cumsum(0)  # prefixes up to each segment's first token
     # Find the new index of each token of the pack.
-    kept = torch.arange(num_tokens, device=device)
-    kept = kept + count * before.repeat_interleave(bounds.diff(), output_size=num_tokens)
+    pack_places = torch.arange(num_tokens, device=device)
+    pack_places = pack_places + count * before.repeat_interleave(
+        bounds.diff(), output_size=num_tokens
+    )
     # Find the indices of the prefixes' tokens: before the first token of each sequence.
     if isinstance(context, Dense):
         first = bounds[:-1]
@@ -134,7 +136,7 @@ def insert_prefix(
     )
     # Invert both, and assign every token to a sequence.
     order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
-    order[kept] = torch.arange(num_tokens, device=device)
+    order[pack_places] = torch.arange(num_tokens, device=device)
     order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
     owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(
         num_tokens - 1
@@ -143,8 +145,10 @@ def insert_prefix(
     bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
     wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):
-        wide = _build_prefixed(context, wide.dense, kept, count)
-    return InsertedPrefix(wide, _reorder_rotation(rotation, order), order, kept, owner, copies)
+        wide = _build_prefixed(context, wide.dense, pack_places, count)
+    return InsertedPrefix(
+        wide, _reorder_rotation(rotation, order), order, pack_places, owner, copies
+    )
 
 
 def overwrite_prefix(
@@ -192,8 +196,8 @@ def _is_continuation(joins: tuple[PrefixContinuation, ...], start: int) -> bool:
     return any(join.continuation[0] <= start < join.continuation[1] for join in joins)
 
 
-def _build_prefixed(context: Prefixed, dense: Dense, kept: Tensor, count: int) -> Prefixed:
-    places = kept.tolist()
+def _build_prefixed(context: Prefixed, dense: Dense, pack_places: Tensor, count: int) -> Prefixed:
+    places = pack_places.tolist()
     joins = tuple(
         PrefixContinuation(
             (places[join.prefix[0]] - count, places[join.prefix[1] - 1] + 1),
@@ -201,7 +205,7 @@ def _build_prefixed(context: Prefixed, dense: Dense, kept: Tensor, count: int) -
         )
         for join in context.continuations
     )
-    return Prefixed(dense, joins, kept[context.last_tokens])
+    return Prefixed(dense, joins, pack_places[context.last_tokens])
 
 
 def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | None:

@@ -43,11 +43,11 @@ class Quantized(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, kind: Kind, dtype: torch.dtype) -> Quantized:
         shape = (codes.shape[0], codes.shape[1] * (2 if kind == "4bit" else 1))
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
-        made.codes = codes
-        made.scales = scales
-        made.kind = kind
-        return cast(Quantized, made)
+        wrapper = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        wrapper.codes = codes
+        wrapper.scales = scales
+        wrapper.kind = kind
+        return cast(Quantized, wrapper)
 
     @classmethod
     def build_empty(
@@ -82,10 +82,10 @@ class Quantized(Tensor):
             return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
         shape = tuple(self.shape)
         scales = self.scales.reshape(-1)
-        made: Tensor = _import_library().dequantize_4bit(
+        matrix: Tensor = _import_library().dequantize_4bit(
             self.codes, scales, BLOCK, FORM, shape, self.dtype
         )
-        return made
+        return matrix
 
     def store_rounded(self, values: Tensor) -> None:
         """Round these values and store them."""
@@ -160,8 +160,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The backward pass keeps only the rounded form of W.
     """
     assert isinstance(weight, Quantized)
-    made: Tensor = _QuantizedLinear.apply(x, weight, bias)
-    return made
+    output: Tensor = _QuantizedLinear.apply(x, weight, bias)
+    return output
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -208,15 +208,15 @@ def allocate_memory(network: nn.Module, device: torch.device) -> None:
     for module in network.modules():
         if isinstance(getattr(module, "weight", None), Quantized):
             held.append(module)
-    made = []
+    replacements = []
     for module in held:
-        made.append(
+        replacements.append(
             (module, cast(Quantized, cast(Tensor, module.weight).detach()).to_device(device))
         )
     for module in held:
         module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
     network._apply(lambda tensor: _allocate(tensor, device))
-    for module, weight in made:
+    for module, weight in replacements:
         module.weight = nn.Parameter(weight, requires_grad=False)
 
 

@@ -42,10 +42,10 @@ class SamplingSupport:
         """Return the support of some rows, in rising order."""
         chosen = np.zeros(len(self.host_counts), np.bool_)
         chosen[rows] = True
-        kept = np.flatnonzero(np.repeat(chosen, self.host_counts))
+        indices = np.flatnonzero(np.repeat(chosen, self.host_counts))
         device = self.ids.device
         return SamplingSupport(
-            self.ids[kernels.put(kept, device)],
+            self.ids[kernels.put(indices, device)],
             self.counts[kernels.put(rows, device)],
             self.host_counts[rows],
         )
@@ -57,13 +57,13 @@ class SamplingSupport:
         """
         first = int(self.ends[rows.start] - self.host_counts[rows.start])
         size = ids.stop - ids.start
-        kept = self.ids[first : int(self.ends[rows.stop - 1])]
+        support_ids = self.ids[first : int(self.ends[rows.stop - 1])]
         here = self.counts[rows]
         # Ids outside the span are written to an extra last column.
         outside = (here > 0)[:, None].repeat(1, size + 1)
-        row = torch.arange(len(here), device=kept.device)
+        row = torch.arange(len(here), device=support_ids.device)
         for at, of_row in (
-            (row.repeat_interleave(here, output_size=len(kept)), kept),
+            (row.repeat_interleave(here, output_size=len(support_ids)), support_ids),
             (row, labels),
         ):
             local = of_row - ids.start

@@ -214,11 +214,11 @@ class _RowSoftmax:
         # Weft's kernel computes the gradient from the statistics.
         if self.statistics is not None:
             if settings.softcap is not None and self.logits is self.capped:
-                made = self.capped.clone()
+                grad_logits = self.capped.clone()
             else:
-                made = self.logits
-            kernels.to_gradients(made, self.statistics, labels, grad_logprob, grad_entropy)
-            return apply_cap_gradient(made, self.capped, settings.softcap), whole
+                grad_logits = self.logits
+            kernels.to_gradients(grad_logits, self.statistics, labels, grad_logprob, grad_entropy)
+            return apply_cap_gradient(grad_logits, self.capped, settings.softcap), whole
         # Torch computes it from the log-probs.
         assert self.logp is not None
         if grad_entropy is None:
@@ -229,10 +229,12 @@ class _RowSoftmax:
             ), -grad_logprob / settings.temperature
         p = self.logp.exp()
         finite = _replace_infinite(self.logp, settings)
-        made = p * -grad_logprob[:, None]
-        made.scatter_add_(1, labels[:, None], grad_logprob[:, None])
-        made -= grad_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
-        return apply_cap_gradient(made, self.capped, settings.softcap), whole
+        grad_logits = p * -grad_logprob[:, None]
+        grad_logits.scatter_add_(1, labels[:, None], grad_logprob[:, None])
+        grad_logits -= (
+            grad_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
+        )
+        return apply_cap_gradient(grad_logits, self.capped, settings.softcap), whole
 
 
 @dataclass(frozen=True)
@@ -254,15 +256,15 @@ def _compute_results(
     if settings.split is not None:
         return _compute_split_results(logits, capped, labels, settings, settings.split)
     if kernels.serves(logits):
-        found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
-        own = logits.gather(1, labels[:, None])[:, 0] - found.lse
+        statistics = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
+        own = logits.gather(1, labels[:, None])[:, 0] - statistics.lse
         return _ChunkResults(
-            _RowSoftmax(logits, capped, found, None),
+            _RowSoftmax(logits, capped, statistics, None),
             labels,
             own,
-            found.lse,
-            found.entropy,
-            found.best,
+            statistics.lse,
+            statistics.entropy,
+            statistics.best,
         )
     logp = torch.log_softmax(logits, dim=-1)
     own = logp.gather(1, labels[:, None])[:, 0]
@@ -287,19 +289,21 @@ def _compute_split_results(
     lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
     """
     labels = to_local_ids(labels, logits.shape[1], split)
-    found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
-    lse = split.logsumexp(found.lse)
+    statistics = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
+    lse = split.logsumexp(statistics.lse)
     own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
     logprobs = split.sum(torch.where(labels >= 0, own, torch.zeros_like(own))) - lse
     entropy = None
     best = None
-    if found.entropy is not None:
-        share = (found.lse - lse).exp()
-        mean = torch.where(share > 0, share * (found.lse - found.entropy), torch.zeros_like(share))
+    if statistics.entropy is not None:
+        share = (statistics.lse - lse).exp()
+        mean = torch.where(
+            share > 0, share * (statistics.lse - statistics.entropy), torch.zeros_like(share)
+        )
         entropy = lse - split.sum(mean)
-    if found.best is not None:
+    if statistics.best is not None:
         best = split.argmax(
-            logits.gather(1, found.best[:, None])[:, 0], found.best + split.first_id
+            logits.gather(1, statistics.best[:, None])[:, 0], statistics.best + split.first_id
         )
     whole = kernels.SoftmaxStatistics(lse, entropy, None)
     return _ChunkResults(
@@ -319,10 +323,10 @@ class _TokenOutputs(torch.autograd.Function):
         labels: Tensor,
         settings: _TokenOutputSettings,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kept = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = hidden.new_zeros(len(labels), dtype=kept)
-        entropies = hidden.new_zeros(len(labels) if settings.entropy else 0, dtype=kept)
-        top1 = hidden.new_zeros(len(labels) if settings.top1 else 0, dtype=kept)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_zeros(len(labels), dtype=dtype)
+        entropies = hidden.new_zeros(len(labels) if settings.entropy else 0, dtype=dtype)
+        top1 = hidden.new_zeros(len(labels) if settings.top1 else 0, dtype=dtype)
         lse = torch.zeros_like(logprobs)
         outputs: dict[Output, Tensor] = {"logprobs": logprobs}
         if settings.entropy:
@@ -345,7 +349,7 @@ class _TokenOutputs(torch.autograd.Function):
             if known.entropy is not None:
                 entropies[rows] = known.entropy
             if known.best is not None:
-                top1[rows] = (known.best == labels[rows]).to(kept)
+                top1[rows] = (known.best == labels[rows]).to(dtype)
             if settings.gradient is not None and total is not None:
                 for name, value in settings.gradient(outputs).items():
                     given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
@@ -370,15 +374,15 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _TokenOutputSettings = ctx.settings
-        made: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
+        precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # free the gradients, except those of the parameters
         # Use the gradients of the forward pass if they are for these gradients of the outputs.
         if (
-            made is not None
-            and is_same_gradient(gradients[0], made[1].get("logprobs"))
-            and is_same_gradient(gradients[1], made[1].get("entropy"))
+            precomputed is not None
+            and is_same_gradient(gradients[0], precomputed[1].get("logprobs"))
+            and is_same_gradient(gradients[1], precomputed[1].get("entropy"))
         ):
-            return made[0].cast()
+            return precomputed[0].cast()
         # Else compute the logits again.
         total = ProjectionGradients(
             hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum

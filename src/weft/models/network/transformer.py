@@ -199,19 +199,19 @@ class Transformer(nn.Module):
         if self.is_last_stage and not mean:
             rows = find_score_rows(x, self.padding) if self.kind == "score" else x.rows
         shared = None if self.sharing is None else self.sharing(x.tokens, rows)
-        found = self.compute_hidden(x, rows, states, shared)
+        hidden = self.compute_hidden(x, rows, states, shared)
         if not self.is_last_stage:
-            return found
+            return hidden
         # Apply the head.
         if self.kind == "lm":
-            found = gather_inputs(
-                found, None if shared is None else shared.wanted_share, self.enter
+            hidden = gather_inputs(
+                hidden, None if shared is None else shared.wanted_share, self.enter
             )
             outputs: dict[Output, Tensor] = self.head(
-                found, x, want, self._tied_matrix, temperature, support
+                hidden, x, want, self._tied_matrix, temperature, support
             )
             return outputs
-        values: Tensor = self.score(found)
+        values: Tensor = self.score(hidden)
         values = values if shared is None else shared.wanted_share.gather_replicated(values)
         if mean:
             return {"scores": average_scores(values, x.attention)}

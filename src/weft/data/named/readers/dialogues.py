@@ -95,15 +95,15 @@ def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str
 
 def _join_turns(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
     """Join consecutive turns of one speaker with newlines; return None if a turn is None."""
-    found: list[tuple[str, str]] = []
+    joined_turns: list[tuple[str, str]] = []
     for turn in turns:
         if turn is None:
             return None
-        if found and found[-1][0] == turn[0]:
-            found[-1] = turn[0], f"{found[-1][1]}\n{turn[1]}"
+        if joined_turns and joined_turns[-1][0] == turn[0]:
+            joined_turns[-1] = turn[0], f"{joined_turns[-1][1]}\n{turn[1]}"
         else:
-            found.append(turn)
-    return found
+            joined_turns.append(turn)
+    return joined_turns
 
 
 @register_reader("gpt4all")
@@ -120,12 +120,12 @@ def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
                 raise BadRow(
                     "'conversation' has an entry of both User and Bot; each is of one of them"
                 )
-            said = []
+            utterances = []
             for line in row["conversation"]:
                 for who in ("User", "Bot"):
                     if line.get(who):
-                        said.append((who, line[who].strip()))
-            turns = _join_turns(said) or []
+                        utterances.append((who, line[who].strip()))
+            turns = _join_turns(utterances) or []
         if len(turns) < 2 or turns[0][0] != "User":
             use.skip("begun by the bot, or no reply")
         elif use.accept_texts(*(text for _, text in turns)):
@@ -174,7 +174,7 @@ def marked(
     `max_count` is the maximum number of examples.
     """
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
-    found = []
+    dialogues = []
     for row in rows:
         pieces = marks.split(str(row[column] or ""))
         turns = (
@@ -189,12 +189,12 @@ def marked(
         ):
             use.skip("turns that do not alternate, or an empty one")
         else:
-            found.append([text for _, text in turns])
+            dialogues.append([text for _, text in turns])
     if min_length is not None or max_count is not None:
-        use.make_random("order").shuffle(found)
+        use.make_random("order").shuffle(dialogues)
     yield from (
         make_example(make_alternating_messages(turns, lang=lang))
-        for turns in _merge_dialogues(found, min_length)[:max_count]
+        for turns in _merge_dialogues(dialogues, min_length)[:max_count]
     )
 
 
@@ -268,12 +268,12 @@ def by_system(
         if not all(turn.strip() for turn in turns):
             use.skip("an empty question or answer")
             continue
-        said = open_ones.setdefault(str(row[system] or ""), [])
-        said += turns
-        if len(str(row[system] or "")) + sum(map(len, said)) >= max_char_len:
-            yield _build_example(str(row[system] or ""), said)
+        conversation = open_ones.setdefault(str(row[system] or ""), [])
+        conversation += turns
+        if len(str(row[system] or "")) + sum(map(len, conversation)) >= max_char_len:
+            yield _build_example(str(row[system] or ""), conversation)
             del open_ones[str(row[system] or "")]
-    yield from (_build_example(head, said) for head, said in open_ones.items())
+    yield from (_build_example(head, conversation) for head, conversation in open_ones.items())
 
 
 def _build_example(head: str, turns: list[str]) -> Example:

@@ -69,15 +69,15 @@ def question_answer(
     of characters.
     """
     pairs = PairReader(use, options)
-    found = (
+    examples = (
         each
         for index, row in enumerate(rows)
         if (each := pairs.read(row, use.make_random(index))) is not None
     )
     yield from (
-        found
+        examples
         if fill_min_length is None
-        else _fill_conversations(list(found), int(fill_min_length), use)
+        else _fill_conversations(list(examples), int(fill_min_length), use)
     )
 
 
@@ -89,9 +89,9 @@ class PairReader:
     options: PairOptions
 
     def __post_init__(self) -> None:
-        said = self.options.get("context_as", "prompt")
-        if said not in ("prompt", "tag"):
-            raise ConfigError(f"{self.use.name}: context_as={said!r}: must be prompt or tag")
+        placement = self.options.get("context_as", "prompt")
+        if placement not in ("prompt", "tag"):
+            raise ConfigError(f"{self.use.name}: context_as={placement!r}: must be prompt or tag")
 
     def read(self, row: Row, random: Random) -> Example | None:
         """Return the example of a row, or None if it is left out, which `use` counts."""
@@ -116,9 +116,9 @@ class PairReader:
         else:
             context = ""
         tag = {"context": context} if options.get("context_as") == "tag" else {}
-        asked = f"{question}\n\n{context}" if context and not tag else question
+        prompt = f"{question}\n\n{context}" if context and not tag else question
         turns = make_alternating_messages(
-            [asked],
+            [prompt],
             fill_template(options["system"], row, random) if "system" in options else None,
             lang=lang,
         )
@@ -216,20 +216,20 @@ def each(
     for index, row in enumerate(rows):
         random = use.make_random(index)
         question = fill_template(prompt, row, random)
-        found = pick_value(answers, row, random) or []
-        beside = (pick_value(labels, row, random) or []) if labels else [""] * len(found)
-        if isinstance(found, str) or len(found) != len(beside):
+        entries = pick_value(answers, row, random) or []
+        beside = (pick_value(labels, row, random) or []) if labels else [""] * len(entries)
+        if isinstance(entries, str) or len(entries) != len(beside):
             raise BadRow(f"{answers!r} and {labels!r} must be lists of one length")
-        for said, label in zip(found, beside, strict=True):
-            asked = question
-            answer = said
+        for entry, label in zip(entries, beside, strict=True):
+            user_text = question
+            answer = entry
             if templates:
                 form = random.choice(templates)
-                asked = form[0].format(question, label)
-                answer = form[1].format(said, label)
-            if asked.strip() and answer.strip():
+                user_text = form[0].format(question, label)
+                answer = form[1].format(entry, label)
+            if user_text.strip() and answer.strip():
                 yield Example(
-                    [make_user_message(asked)], [make_assistant_message(answer)], group=question
+                    [make_user_message(user_text)], [make_assistant_message(answer)], group=question
                 )
             else:
                 use.skip("an empty question or answer")

@@ -60,7 +60,7 @@ def pairs(
         better = pick_value(chosen, row, random)
         worse = pick_value(rejected, row, random)
         if isinstance(better, str):
-            asked = make_alternating_messages(
+            context = make_alternating_messages(
                 [fill_template(prompt or "prompt", row, random)],
                 fill_template(system, row, random) if system else None,
             )
@@ -70,14 +70,14 @@ def pairs(
             ]
         else:
             talks = [normalize_messages(better), normalize_messages(worse)]
-            asked = talks[0][:-1]
+            context = talks[0][:-1]
             replies = [talk[-1] for talk in talks]
-            if not asked and prompt:
-                asked = [make_user_message(fill_template(prompt, row, random))]
+            if not context and prompt:
+                context = [make_user_message(fill_template(prompt, row, random))]
             if talks[1][:-1] not in ([], talks[0][:-1]):
                 use.skip("conversations that differ before the last turn")
                 continue
-        yield from _build_comparison(asked, replies, use)
+        yield from _build_comparison(context, replies, use)
 
 
 def _build_comparison(
@@ -87,15 +87,15 @@ def _build_comparison(
     group: str | None = None,
 ) -> Iterator[Example]:
     """Yield an example of replies, best first; skip the row if they are empty or equal."""
-    kept = [reply for reply in replies if reply["content"].strip()]
+    nonempty_replies = [reply for reply in replies if reply["content"].strip()]
     if not context or context[-1]["role"] != "user" or not context[-1]["content"].strip():
         use.skip("an empty question")
-    elif len({reply["content"] for reply in kept}) < 2:
+    elif len({reply["content"] for reply in nonempty_replies}) < 2:
         use.skip("replies that are empty or alike")
     else:
-        use.cut["tool calls of a reply"] += any("tool_calls" in reply for reply in kept)
-        use.cut["thoughts of a reply"] += any(REASONING in reply for reply in kept)
-        yield Example(context, kept, group=group or _find_opening(context))
+        use.cut["tool calls of a reply"] += any("tool_calls" in reply for reply in nonempty_replies)
+        use.cut["thoughts of a reply"] += any(REASONING in reply for reply in nonempty_replies)
+        yield Example(context, nonempty_replies, group=group or _find_opening(context))
 
 
 def _find_opening(context: Sequence[Message]) -> str:
@@ -155,31 +155,33 @@ def scored(
     `answers` lists [column of an answer, columns of its scores, ...]; the scores are added. All
     rows with the same question, or the same value of the column `group`, make one example.
     """
-    found: dict[str, tuple[str, dict[str, float]]] = {}
+    groups: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
         random = use.make_random(index)
         question = fill_template(prompt, row, random)
-        said = {}
+        answer_scores = {}
         for answer, *scores in answers:
             text = fill_template(answer, row, random)
             text = text if options.get("references", True) else REFERENCE.sub("", text)
-            said[text] = sum(read_number(pick_value(score, row, random), score) for score in scores)
-        if "" in said or len(said) < len(answers):
+            answer_scores[text] = sum(
+                read_number(pick_value(score, row, random), score) for score in scores
+            )
+        if "" in answer_scores or len(answer_scores) < len(answers):
             use.skip("answers that are empty or alike")
             continue
         key = fill_template(group, row, random) if group else question
-        found.setdefault(key, (question, {}))[1].update(said)
-    for key, (question, replies) in found.items():
+        groups.setdefault(key, (question, {}))[1].update(answer_scores)
+    for key, (question, replies) in groups.items():
         best: list[str] = []
         for text in sorted(replies, key=lambda text: -replies[text]):
             if not best or replies[best[-1]] - replies[text] >= options.get("least_gap", 0.0):
                 best.append(text)
-        made = [
+        reply_messages = [
             make_assistant_message(text, lang=options.get("lang"))
             for text in best[: options.get("max_answers", 5)]
         ]
         yield from _build_comparison(
-            [make_user_message(question, lang=options.get("lang"))], made, use, key
+            [make_user_message(question, lang=options.get("lang"))], reply_messages, use, key
         )
 
 
@@ -225,11 +227,11 @@ def _build_summaries(
     post: str, texts: Sequence[str], use: ReaderContext, index: int
 ) -> Iterator[Example]:
     if post.strip():
-        asked = use.make_random(index).choice(SUMMARIZE).format(post)
+        prompt = use.make_random(index).choice(SUMMARIZE).format(post)
     else:
-        asked = ""
+        prompt = ""
     yield from _build_comparison(
-        [make_user_message(asked)], [make_assistant_message(text) for text in texts], use, post
+        [make_user_message(prompt)], [make_assistant_message(text) for text in texts], use, post
     )
 
 
@@ -249,8 +251,12 @@ def ranked_list(
     The prompt is a question, or a dialogue in the `\\n\\nHuman:` form.
     """
     for index, row in enumerate(rows):
-        asked = fill_template(prompt, row, use.make_random(index))
-        turns = _split_turns(asked) if dialogue.HUMAN in asked else [make_user_message(asked)]
+        prompt_text = fill_template(prompt, row, use.make_random(index))
+        turns = (
+            _split_turns(prompt_text)
+            if dialogue.HUMAN in prompt_text
+            else [make_user_message(prompt_text)]
+        )
         asked_last = max(
             (number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"),
             default=0,

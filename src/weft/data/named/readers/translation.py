@@ -109,29 +109,29 @@ def divemt(
 
     Languages without prompts are left out.
     """
-    found = []
+    pairs = []
     for row in rows:
         language = ISO.get(str(row["subject_id"]).split("_")[0])
         if language is None:
             use.skip("languages without prompts")
         else:
-            found.append((row["src_text"], row["tgt_text"], "en", language))
-    yield from _build_examples(found, use, mix_probability)
+            pairs.append((row["src_text"], row["tgt_text"], "en", language))
+    yield from _build_examples(pairs, use, mix_probability)
 
 
 def _build_examples(
     pairs: list[tuple[str, str, str, str]], use: ReaderContext, mix: float
 ) -> Iterator[Example]:
-    asked = [_build_prompt(pair, use.make_random(index)) for index, pair in enumerate(pairs)]
-    for index, pair in enumerate(asked):
+    exchanges = [_build_prompt(pair, use.make_random(index)) for index, pair in enumerate(pairs)]
+    for index, pair in enumerate(exchanges):
         random = use.make_random("before", index)
         first = index // RUN_LENGTH * RUN_LENGTH
         others = []
-        for each in range(first, min(first + RUN_LENGTH, len(asked))):
+        for each in range(first, min(first + RUN_LENGTH, len(exchanges))):
             if each != index:
                 others.append(each)
         if others and random.random() < mix:
-            before: tuple[str, ...] = asked[random.choice(others)]
+            before: tuple[str, ...] = exchanges[random.choice(others)]
         else:
             before = ()
         yield make_example(

@@ -59,8 +59,8 @@ def _build_examples(tree: Row, wanted: message_trees.TreeFilter, mode: str) -> I
     elif mode == "rm":
         for path, replies in message_trees.iterate_rankings(tree, wanted):
             context = message_trees.to_messages(path)
-            said = message_trees.to_messages(replies)
-            yield Example(context, said, id=path[-1]["message_id"], group=group)
+            reply_messages = message_trees.to_messages(replies)
+            yield Example(context, reply_messages, id=path[-1]["message_id"], group=group)
     else:
         for path in message_trees.iterate_prompts(tree, wanted):
             yield Example(message_trees.to_messages(path), id=path[-1]["message_id"], group=group)
