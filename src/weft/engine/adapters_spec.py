@@ -42,7 +42,7 @@ class PrefixSpec:
 
 
 class AdaptedRoleOptions(Protocol):
-    """Options of a role that `check_adapters` compares with its adapters."""
+    """Interface of the role options that `check_adapters` checks against adapters."""
 
     lora: LoRASpec
     prefix: PrefixSpec

@@ -1,4 +1,4 @@
-"""The engine's contract: one role's network on one layout.
+"""Interface of engines: an engine runs one role's network on one layout.
 
 Signatures are frozen (docs/architecture.md).
 """
@@ -48,7 +48,7 @@ class StepStats:
     """Result of one optimizer step.
 
     `metrics` contains the loss's reduced statistics plus `loss`, `grad_norm`, `learning_rate`,
-    `num_tokens` (tokens that went through the network, prompts included) and `seconds`.
+    `num_tokens` (tokens that the network processed, prompts included) and `seconds`.
     """
 
     metrics: Mapping[str, float]
@@ -61,7 +61,7 @@ class StepStats:
 class Request:
     """One completion to sample.
 
-    `k` is its index among the completions of `id`; `step` seeds its random draws. `generated`
+    `k` is the completion's index among those of `id`. `step` seeds the random numbers. `generated`
     contains the tokens sampled before an abort, with log-probs and versions; sampling continues
     after them.
     """
@@ -72,7 +72,7 @@ class Request:
     step: int = 0
     generated: Partial | None = None
     max_new_tokens: int | None = None  # limit of this request, below that of the settings
-    # settings of this request (see `SettingsTable.index`); None: the generator's
+    # settings of this request (see `SettingsTable.find_index`); None: the generator's
     sampling: GenerationSpec | None = None
     # id that seeds the draws, if it isn't `id`; requests with equal ids use equal random numbers
     draws_as: str | None = None
@@ -108,7 +108,10 @@ class TokenEvent(NamedTuple):
 
 
 class Generator(Protocol):
-    """Sampler of completions with continuous batching; each `step` samples for open requests."""
+    """Sampler of completions with continuous batching.
+
+    Each `step` samples tokens for the requests that are not finished.
+    """
 
     def submit(self, requests: Sequence[Request]) -> None: ...
     def step(self) -> list[TokenEvent]: ...
@@ -128,8 +131,9 @@ class Generator(Protocol):
 
 
 class Engine(Protocol):
-    """Interface of an engine; SPMD: every rank calls it with its data-parallel part of the batch.
+    """Interface of an engine.
 
+    Engines are SPMD: every rank calls a method with its data-parallel part of the batch.
     `temperature` divides the logits, as in the sampler. `max_tokens` limits the tokens of one
     forward pass: larger batches are split into micro-batches.
     """
@@ -146,7 +150,10 @@ class Engine(Protocol):
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        """Return the outputs `want` by id; `top` selects the ids of `top_ids` and `top_logprobs`."""
+        """Return the outputs named in `want` for each id.
+
+        `top` selects the ids of the outputs top_ids and top_logprobs.
+        """
         ...
 
     def train(
@@ -169,7 +176,7 @@ class Engine(Protocol):
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
-        """Return `loss` and the loss's summary of a batch, without a step."""
+        """Return the loss of a batch and the loss's metrics, without a training step."""
         ...
 
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]: ...
@@ -183,14 +190,17 @@ class Engine(Protocol):
     def offload(self, what: Literal["weights", "optimizer"]) -> None: ...
     def onload(self, what: Literal["weights", "optimizer"]) -> None: ...
     def save_model(self, d: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face directory (weights, config, generation config, tokenizer) that
-        `transformers` loads.
+        """Write a Hugging Face directory that `transformers` can load.
+
+        It contains weights, config, generation config and tokenizer.
         """
         ...
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Facts for the run's report: family, num_parameters, num_trainable, vocab_size,
-        num_layers, flops_per_token.
+        """Facts for the run's report.
+
+        The keys are family, num_parameters, num_trainable, vocab_size, num_layers and
+        flops_per_token.
         """
         ...

@@ -22,8 +22,9 @@ PLACES = "places"  # metadata key: slice of the whole tensor for each tensor, as
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Slice] | None = None
 ) -> None:
-    """Write tensors from any device; `places` are their slices of the whole tensors.
+    """Write tensors from any device to a safetensors file.
 
+    `places` maps names to the slices of the whole tensors that are written; None if all are whole.
     Raises `RunError` if writing fails.
     """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
@@ -108,7 +109,7 @@ def _open_tensors(path: Path) -> Any:
 
 
 def _read_slices(path: Path) -> dict[str, Slice | None]:
-    """Return each tensor's slice of the whole tensor; None if it was saved whole."""
+    """Return the slice that the file has of each tensor; None for tensors saved whole."""
     with _open_tensors(path) as file:
         cut = json.loads((file.metadata() or {}).get(PLACES, "{}"))
         return {
@@ -118,7 +119,7 @@ def _read_slices(path: Path) -> dict[str, Slice | None]:
 
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write JSON values.
+    """Write `values` to a JSON file.
 
     Floats are exact: Python writes the shortest text that reads back as the same number.
     """
@@ -133,7 +134,7 @@ def write_values(path: Path, values: Mapping[str, Any]) -> None:
 def read_values(path: Path) -> dict[str, Any]:
     """Return the values that `write_values` wrote.
 
-    Raises `CheckpointError` for a missing or broken file.
+    Raises `CheckpointError` for a missing or damaged file.
     """
     try:
         values = json.loads(path.read_text())

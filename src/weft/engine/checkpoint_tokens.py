@@ -35,8 +35,9 @@ def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
     """Return the padding token before which a reward model's score is read, or None.
 
     It is set for a reward model trained with `transformers` whose padding token (EOS) also ends
-    texts: its score was read one token before the end, and still is. weft's own checkpoints have a
-    padding token that ends no text (`choose_padding`), so nothing is skipped.
+    texts. In its training, the score was read one token before the end, so it is still read there.
+    weft's own checkpoints have a padding token that ends no text (`choose_padding`), so nothing is
+    skipped.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None
@@ -51,9 +52,9 @@ def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Token
     """Return the tokenizer for a role's checkpoints; a reward model's padding ends no text.
 
     `transformers` reads a score at the last token that is not padding. If the padding token also
-    ends texts (usually EOS), it reads one token early. Another special token that ends no text then
-    becomes the padding token of the checkpoint. If the vocabulary has none, the checkpoint has no
-    padding token, and `transformers` scores one sequence at a time.
+    ends texts (usually EOS), it reads the score one token early. Another special token that ends no
+    text then becomes the padding token of the checkpoint. If the vocabulary has none, the
+    checkpoint has no padding token, and `transformers` scores one sequence at a time.
     """
     stops = set(tokenizer.list_stop_ids())
     free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops

@@ -1,8 +1,8 @@
 """Communication between the ranks of one layout during a call of the engine.
 
-The engine, its step and its optimizer are written for one rank; all communication goes through a
-`Collectives`. On one device it returns the rank's own values. Layouts of several devices have
-another implementation of this protocol.
+The engine, its step and its optimizer are written for one rank; all communication uses the protocol
+`Collectives`. `LocalCollectives` is for one device and returns the rank's own values. Layouts of
+several devices have another implementation (`weft.engine.mesh_collectives`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Outputs = dict[Output, Tensor]
 class PreparedPass:
     """A micro-batch prepared for the network.
 
-    `part` is None for a filler, whose outputs have weight 0. `scatter_outputs` puts the outputs of the
-    computed rows among zeros. `rows` is the loss's input, if there is a loss.
+    `part` is None for a filler, whose outputs have weight 0. `spread` scatters the outputs of the
+    computed rows to all rows, with zeros for the others. `rows` is the loss's input, if there is a
+    loss.
     """
 
     part: SequenceSample | None
@@ -40,7 +41,7 @@ class PreparedPass:
 
 
 class MicrobatchProcessor(Protocol[T_co]):
-    """Processing of every micro-batch of a call, on one rank."""
+    """Interface for processing the micro-batches of a call on one rank."""
 
     def prepare(self, part: SequenceSample) -> PreparedPass: ...
     def build_filler(self) -> PreparedPass:
@@ -48,21 +49,24 @@ class MicrobatchProcessor(Protocol[T_co]):
         ...
 
     def finish(self, prepared: PreparedPass, out: Outputs) -> T_co:
-        """Return the result of a micro-batch's outputs; in training, the loss to backpropagate."""
+        """Return the result of a micro-batch with outputs `out`; in training, its loss."""
         ...
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
-        """Return the loss that the layers of a pipeline stage other than the last add."""
+        """Return the additional loss of a pipeline stage other than the last, or None."""
         ...
 
 
 class Collectives(Protocol):
-    """Communication between ranks; every rank calls each method, in the same order."""
+    """Interface of the communication between ranks.
+
+    Every rank must call the same methods in the same order.
+    """
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return sums over the data-parallel ranks, in float64.
+        """Return each denominator summed over the data-parallel ranks, in float64.
 
-        Called before the first forward pass of a minibatch.
+        Must be called before the first forward pass of a minibatch.
         """
         ...
 
@@ -83,19 +87,20 @@ class Collectives(Protocol):
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum partial gradients over ranks in place, after all micro-batches.
 
-        A parameter without a gradient here gets one if another rank has one.
+        A parameter without a gradient on this rank gets one if another rank has one.
         """
         ...
 
     def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the L2 norm over the gradients of all ranks, as a scalar.
+        """Return the L2 norm of the gradients of all ranks, as a scalar tensor.
 
-        Each element is counted once. `gradients` are by canonical name.
+        Elements that several ranks have are counted once. `gradients` maps canonical names to this
+        rank's gradients.
         """
         ...
 
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
-        """Return small plain values of every data-parallel rank, in rank order.
+        """Return the small plain values `own` of every data-parallel rank, in rank order.
 
         With `stages`, the values of every pipeline stage are included.
         """
@@ -113,7 +118,7 @@ class Collectives(Protocol):
         ...
 
     def name_file(self, stem: str) -> str:
-        """Return the name of this rank's file."""
+        """Return the name of this rank's file of the kind `stem`, such as "optimizer"."""
         ...
 
 
@@ -144,7 +149,7 @@ def run_microbatch(
 
 
 class LocalCollectives:
-    """Implement `Collectives` for a layout of one device, without communication."""
+    """`Collectives` for a layout of one device, without communication."""
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)

@@ -1,4 +1,4 @@
-"""Facts and settings of the device: choice, speed, memory and determinism. Keeps no state."""
+"""Choice, speed, memory and determinism of the device. The module keeps no state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose_device() -> torch.device:
 def resolve_device(name: str | None) -> torch.device:
     """Return the device named by the option `device`, or the best one for None.
 
-    Raises `ConfigError` if it cannot be used.
+    Raises `ConfigError` if the device cannot be used.
     """
     return choose_device() if name is None else _parse_device(name)
 
@@ -61,8 +61,8 @@ def _parse_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which `device` is the current CUDA device of this thread.
 
-    Each thread has a current device, by default 0. Kernels launched on a device other than that of
-    their tensors silently give garbage.
+    Each thread has a current device, by default 0. Kernels that are launched on a device other than
+    that of their tensors silently compute wrong values.
     """
     if device.type == "cuda":
         current: AbstractContextManager[None] = torch.cuda.device(device)
@@ -94,9 +94,9 @@ def measure_peak_memory_gib(device: torch.device) -> float:
 
 
 def read_memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device; for a CPU, the memory that the process may use.
+    """Return the device's memory in bytes; for a CPU, the memory that the process may use.
 
-    A cgroup (of a container) may limit it.
+    The latter may be limited by a cgroup, as in a container.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -118,7 +118,7 @@ def read_cgroup_limits(
 ) -> list[int]:
     """Return the memory limits in bytes of this process's cgroup (v1 or v2) and its ancestors.
 
-    Returns an empty list on other systems than Linux.
+    The result is empty on systems other than Linux.
     """
     limits = []
     lines = groups.read_text().splitlines() if groups.is_file() else []
@@ -160,7 +160,7 @@ def set_deterministic(enabled: bool) -> None:
 def keep_sums_wide(device: torch.device) -> None:
     """Make a GPU add the partial sums of half-precision matmuls in float32.
 
-    By default the parts of split sums are rounded first.
+    By default, they are rounded to half precision before they are added.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -170,7 +170,7 @@ def keep_sums_wide(device: torch.device) -> None:
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
     """Select the flash attention named by the option `flash_attention`; return notes for the user.
 
-    Raises `ConfigError` if it is not available.
+    Raises `ConfigError` if that version is not available.
     """
     try:
         note = flash.choose(device, version)
@@ -182,7 +182,8 @@ def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
 def set_threads(count: int) -> None:
     """Set the number of torch's threads, unless it is already `count`.
 
-    An equal count isn't set again, because any call makes small matmuls of MKL wait for each other.
+    Setting an equal number again is avoided, because any such call makes small matmuls of MKL wait
+    for each other.
     """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
@@ -213,8 +214,8 @@ def describe_numerics(device: torch.device) -> dict[str, Any]:
 def describe_hardware(device: torch.device) -> dict[str, Any]:
     """Return facts about the device for display.
 
-    They are its `name` and `memory` in bytes; for a GPU its `driver` and the maker's peak rates
-    (`tflops`, `gb_per_s`), for a CPU its `cores`. Unknown facts are left out.
+    The keys are `name` and `memory` (in bytes); for a GPU also `driver` and the maker's peak rates
+    `tflops` and `gb_per_s`, and for a CPU `cores`. Unknown facts are left out.
     """
     if device.type != "cuda":
         return {
@@ -251,7 +252,7 @@ def format_hardware(facts: Mapping[str, Any], called: str) -> str:
 
 
 def _read_processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name as its maker gives it, or else its architecture."""
+    """Return the processor's model name, or its architecture if the name is unknown."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     named = []
     for line in lines:
@@ -278,7 +279,10 @@ def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) ->
 
 @functools.cache
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best FLOP/s of several large matmuls of random matrices; measured once."""
+    """Return the highest rate, in FLOP/s, of several large matmuls of random matrices.
+
+    The rate is measured once and then cached.
+    """
     return max(
         _measure_rate(size, device, dtype)
         for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])

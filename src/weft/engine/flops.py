@@ -14,12 +14,11 @@ import numpy.typing as npt
 class TokenCost:
     """Operations of a network per token.
 
-    `products`: number of parameters that a token is multiplied with, including the experts it is
-    routed to and excluding the embedding, which is a look-up. `late`: number of those that are
-    applied only to rows whose output is read (the head, and the part of the last layer after
-    attention). `attention`:
-    layers x heads x head size. `backward`: cost of a backward pass in forward passes: 2, or 1 if
-    most weights are frozen and need no gradient.
+    `products` is the number of parameters that a token is multiplied with, including the experts it
+    is routed to and excluding the embedding, which is a look-up. `late` is the number of those that
+    are applied only to rows whose output is read: the head, and the part of the last layer after
+    attention. `attention` is layers x heads x head size. `backward` is the cost of a backward pass
+    in forward passes: 2, or 1 if most weights are frozen and need no gradient.
     """
 
     products: int
@@ -32,10 +31,11 @@ class TokenCost:
     ) -> float:
         """Return the operations of a forward and backward pass over segments of these lengths.
 
-        They are 2 per parameter and token, and 4 per head entry and (query, key) pair. Causal
-        attention has L (L + 1) / 2 pairs in a segment (Chowdhery et al. 2022, arXiv:2204.02311,
-        appendix B, counts all L^2), and `across` more between segments. Outputs are read at `rows`
-        tokens, or at all if it is None. Recomputation is not counted.
+        They are 2 per parameter and token, and 4 per head dimension and (query, key) pair. Causal
+        attention has L (L + 1) / 2 pairs in a segment of length L (Chowdhery et al. 2022,
+        arXiv:2204.02311, appendix B, counts all L^2), and `across` more pairs between segments.
+        Outputs are read at `rows` tokens, or at all tokens if it is None. Recomputation is not
+        counted.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
@@ -43,7 +43,7 @@ class TokenCost:
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
     def split_over_ranks(self, ranks: int) -> TokenCost:
-        """Return the cost of one of `ranks` that share the tokens of every pack."""
+        """Return one rank's cost per token if `ranks` ranks share the tokens of every pack."""
         return replace(
             self,
             products=self.products // ranks,
@@ -53,19 +53,19 @@ class TokenCost:
 
     @property
     def flops_per_token(self) -> float:
-        """Matmul operations of a trained token."""
+        """Number of matmul operations per token in training."""
         return (1 + self.backward) * 2.0 * self.products
 
 
 class BestMatmulRate:
-    """Best observed rate of matmuls on a device: measured, or that of a faster step."""
+    """Best rate of matmuls on a device: the measured rate, or that of a faster training step."""
 
     def __init__(self, measure: Callable[[], float]) -> None:
         self._measure = measure
 
     @functools.cached_property
     def best(self) -> float:
-        """Operations a second; measured on first use."""
+        """Operations per second; measured on first use."""
         return self._measure()
 
     def compute_mfu(self, operations: float, seconds: float) -> float:
@@ -121,16 +121,15 @@ PEAKS: tuple[tuple[str, PeakRates], ...] = (
 
 
 def parse_gpu_model(name: str) -> str | None:
-    """Return the GPU's model, such as A100 80GB SXM, from its driver name, or None.
+    """Return the GPU model for a driver name, or None if it is not in the table.
 
-    The driver's name of that example is `NVIDIA A100-SXM4-80GB`. Returns None if the table lacks
-    the GPU.
+    For example, `NVIDIA A100-SXM4-80GB` gives `A100 80GB SXM`.
     """
     words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
     return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)
 
 
 def find_peak_rates(name: str) -> PeakRates | None:
-    """Return the peak of the GPU with this driver name, or None if the table lacks it."""
+    """Return the peak rates of the GPU with this driver name, or None if the table lacks it."""
     model = parse_gpu_model(name)
     return None if model is None else dict(PEAKS)[model]

@@ -1,6 +1,6 @@
-"""Limits of options of a model and of sampling.
+"""Limits on options of models and of sampling.
 
-Values beyond a limit are treated as mistakes, or would give results that are not finite.
+Values beyond a limit are treated as mistakes, or would lead to results that are not finite.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def find_stop_ids_problem(ids: Sequence[int]) -> str | None:
 
 
 def find_cache_problem(gb: float) -> str | None:
-    """Return what is wrong with a limit of the KV cache in GiB, or None."""
+    """Return what is wrong with a size limit of the KV cache in GiB, or None."""
     if not gb > 0.0:
         return "keys and values need memory; write a number above 0, or leave it out"
     return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"

@@ -1,8 +1,8 @@
 """Estimate of a run's memory from sizes alone: plain values in, bytes out, no torch.
 
 Permanent memory of a role (parameters, masters, optimizer state) is summed over the roles of a
-device. Memory during a call (activations, gradients, KV cache, offloaded tensors of its role) is
-counted once, for the largest call, because calls run one after another.
+device. Memory during a call (activations, gradients, KV cache, and offloaded tensors of the role)
+is counted once, for the largest call, because calls run one after another.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """Sizes of a packed decoder.
+    """Sizes of a decoder that computes packed sequences.
 
-    `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, summed
-    over the experts that a token is routed to; `gated`: the MLP has a gate; `vocab`: 1 for a value
-    or score head; `embedding`: elements of the embedding's matrix; `adapters`: elements of a token
-    that a layer's adapters keep; `fused`: the MLP recomputes the activation and its product with
-    the gated part instead of keeping them; `capped`: logits have a soft cap; `row_ranks`: ranks
-    that share the rows of the stream of states; `shards`: ranks that share the parameters: each has
-    `parameters` of them and gathers a block's when it is computed; `rounded`: number of quantized
-    elements, which take `rounded_bytes` and are dequantized one matrix at a time.
+    `query` and `key` are the number of heads times the head size, of queries and of keys. `inner`
+    is the width of the MLP, summed over the experts that a token is routed to; `gated` is set if
+    the MLP has a gate. `vocab` is 1 for a value or score head. `embedding` is the number of
+    elements of the embedding matrix. `adapters` is the number of elements per token that a layer's
+    adapters keep. `fused` is set if the MLP recomputes the activation and its product with the
+    gated part instead of keeping them, `capped` if logits have a soft cap.
+
+    `row_ranks` is the number of ranks that share the rows of the residual stream. `shards` is the
+    number of ranks that share the parameters: each has `parameters` of them, and gathers those of a
+    block when it computes the block. `rounded` is the number of quantized elements, which take
+    `rounded_bytes` bytes and are dequantized one matrix at a time.
     """
 
     parameters: int
@@ -69,16 +72,16 @@ class NetworkShape:
 
     @property
     def block_elements(self) -> int:
-        """Average elements of a whole block."""
+        """Average number of elements of a whole block."""
         return -(-(self.all_parameters - self.embedding_elements) // max(1, self.layers))
 
     def count_saved_per_token(self) -> int:
-        """Return the number of elements of a token that a layer keeps for its backward pass.
+        """Return the number of elements per token that a layer keeps for its backward pass.
 
         They are the hidden states before attention and before the MLP, the results of both norms,
         q, k, v, the result of attention, the results of the MLP's first matrices and, if the MLP
-        isn't fused, as many again for the activation and the product. Norm results are those of all
-        rows, as attention and MLP read them.
+        isn't fused, as many again for the activation and the product. Norm results are counted for
+        the rows of all ranks, because attention and MLP read all of them.
         """
         return (
             2 * (self.stream_width + self.hidden)
@@ -89,32 +92,32 @@ class NetworkShape:
         )
 
     def count_saved_in_last_layer(self, tokens: int, rows: int) -> int:
-        """Return the elements that the last layer keeps for its backward pass.
+        """Return the number of elements that the last layer keeps for its backward pass.
 
-        It computes the part after attention only for `rows` of its `tokens`. For these it keeps the
-        result of attention once more; for the others it keeps neither the stream before the MLP nor
-        anything computed from it, by adapters or otherwise.
+        The layer computes everything after attention only for `rows` of its `tokens`. For these
+        rows it keeps the result of attention a second time. For the other tokens it keeps neither
+        the hidden state before the MLP nor anything computed from it, by adapters or otherwise.
         """
         late = self.stream_width + self.hidden + self._mlp_saved + self.adapters
         return tokens * (self.count_saved_per_token() - late) + rows * (late + self.query)
 
     @property
     def stream_width(self) -> int:
-        """Elements of a token's state between attention and MLP on a rank that shares rows."""
+        """Elements per token between attention and MLP on a rank: hidden size / `row_ranks`."""
         return -(-self.hidden // self.row_ranks)
 
     @property
     def largest_matrix(self) -> int:
-        """Elements of the largest matrix of a block."""
+        """Number of elements of the largest matrix of a block."""
         return self.hidden * max((2 if self.gated else 1) * self.inner, self.query + 2 * self.key)
 
     @property
     def _mlp_saved(self) -> int:
-        """Elements that the MLP keeps of a token for its backward pass."""
+        """Number of elements per token that the MLP keeps for its backward pass."""
         return (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
 
     def count_working_per_token(self) -> int:
-        """Return the peak number of elements of a token alive within one layer's backward pass."""
+        """Return the peak number of elements per token that exist in one layer's backward pass."""
         return 3 * self.hidden + (4 if self.gated else 3) * self.inner
 
 
@@ -122,13 +125,15 @@ class NetworkShape:
 class MemorySettings:
     """Settings of a role and its device that determine memory.
 
-    `chunk_rows`: tokens whose logits exist at once; `recompute`: every n-th layer is recomputed (0:
-    none); `offload_optimizer`: masters and optimizer state are never on the device; `weights_leave`
-    and `optimizer_leaves`: weights and optimizer state are in host memory between the role's calls.
+    `chunk_rows` is the number of tokens whose logits exist at once. Every `recompute`-th layer is
+    recomputed (0: none). With `offload_optimizer`, masters and optimizer state are never on the
+    device. With `weights_leave` and `optimizer_leaves`, weights and optimizer state are in host
+    memory between the role's calls.
 
-    Three are for float32 on CPUs. `packs`: products copy their right operand into another format;
-    `in_place`: weft's kernels replace logits by their statistics and gradients without a copy;
-    `adds_rows`: the look-up of a tied embedding adds its rows to the head's gradient.
+    Three settings are for float32 on CPUs. With `packs`, matrix products copy their right operand
+    into another format. With `in_place`, weft's kernels replace logits by their statistics and
+    gradients without a copy. With `adds_rows`, the look-up of a tied embedding adds its rows to the
+    head's gradient.
     """
 
     dtype: str
@@ -154,9 +159,10 @@ class MemorySettings:
 class CallDemand:
     """Largest memory demands of one call.
 
-    `tokens` and `rows` are those of the largest micro-batch, `parts` the number of micro-batches of
-    a minibatch, `cache_tokens` the slots of the KV cache times their length, with at most
-    `cache_limit` bytes, and `sequences` the number decoded together.
+    `tokens` and `rows` are those of the largest micro-batch; `parts` is the number of micro-batches
+    in a minibatch. `cache_tokens` is the number of slots in the KV cache times their length,
+    `cache_limit` the cache's maximum size in bytes. `sequences` is the number of sequences that are
+    decoded together.
     """
 
     tokens: int = 0
@@ -173,8 +179,8 @@ class CallDemand:
 class RoleMemory:
     """Memory of one role in bytes.
 
-    `call` is the peak of a call on top of `permanent`; gradients and activations don't peak
-    together. `away` is the part of `permanent` that is in host memory between calls.
+    `call` is the peak of a call in addition to `permanent`; gradients and activations don't peak at
+    the same time. `away` is the part of `permanent` that is in host memory between calls.
     """
 
     parameters: int
@@ -195,7 +201,7 @@ class RoleMemory:
 def estimate(
     shape: NetworkShape, settings: MemorySettings, works: Iterable[CallDemand]
 ) -> RoleMemory:
-    """Return the memory of one role for these calls."""
+    """Return the memory that one role needs for the calls `works`."""
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
         return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
@@ -229,11 +235,12 @@ def estimate(
 
 
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
-    """Return the bytes of parameters and gradients that sharing ranks gather at once.
+    """Return the bytes of parameters and gradients that a rank has gathered from others at once.
 
     With `reshards`, the gathered parameters are the embedding, the output matrix, the current block
-    and the next one; otherwise all parameters. Gathered gradients are those of one block before it
-    is scattered, or all if gradients of several micro-batches are summed unsharded (`adds_up`).
+    and the next one; otherwise they are all parameters. Gathered gradients are those of one block
+    before it is scattered, or all gradients if those of several micro-batches are summed unsharded
+    (`adds_up`).
     """
     if shape.shards == 1:
         return 0
@@ -249,7 +256,10 @@ def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds
 
 
 def _count_state_bytes(shape: NetworkShape, settings: MemorySettings, trainable: int) -> int:
-    """Return the bytes of the optimizer state; with 8-bit states embeddings keep float32."""
+    """Return the bytes of the optimizer state.
+
+    With 8-bit states, those of embeddings stay in float32.
+    """
     wide = 0
     if settings.state_dtype == "8bit" and trainable == shape.parameters:
         wide = min(-(-shape.embedding // shape.shards), trainable)
@@ -266,7 +276,7 @@ def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
 def _estimate_call(
     shape: NetworkShape, settings: MemorySettings, trainable: int, work: CallDemand
 ) -> tuple[int, int, int]:
-    """Return the bytes of (activations, cache, peak) of one call."""
+    """Return (activations, cache, peak) of one call, in bytes."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     if settings.packs and shape.vocab > 1:

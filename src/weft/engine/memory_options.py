@@ -1,4 +1,4 @@
-"""Smallest GPU for a training run, and options with which the run fits a smaller one; no torch.
+"""Smallest GPU for a training run, and options with which the run fits on a smaller one; no torch.
 
 The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`).
 """
@@ -27,7 +27,7 @@ EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """One role: its network, settings and calls."""
+    """Network, settings and calls of one role, from which its memory is estimated."""
 
     shape: NetworkShape
     settings: MemorySettings
@@ -55,8 +55,8 @@ class MemoryOption:
 def list_memory_options(cases: Cases) -> list[MemoryOption]:
     """Return the current settings and alternatives that need less memory.
 
-    The alternatives are recomputation, and recomputation with one more change. Omitted are changes
-    already made, and adapters if they are refused (fp8).
+    The alternatives are recomputation, and recomputation with one more change. Changes already made
+    are left out, and so are adapters where they are not supported (fp8).
     """
     option = "gradient_checkpointing=true"
     again = _change_trained(cases, lambda s: replace(s, recompute=1))
@@ -87,7 +87,7 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
 
 
 def find_install_command(*options: str) -> str:
-    """Return the command that installs missing packages of these options, or ""."""
+    """Return the command that installs what these options need, or "" if nothing is missing."""
     extras = []
     for option in options:
         if option in EXTRAS and not _is_installed(EXTRAS[option][0]):
@@ -100,7 +100,7 @@ def _is_installed(package: str) -> bool:
 
 
 def format_fit(cases: Cases, begin: str) -> Iterator[str]:
-    """Yield a line that begins with `begin` and names the smallest GPU that holds the run.
+    """Yield a line that begins with `begin` and names the smallest GPU on which the run fits.
 
     Further lines name options with which the run fits on smaller GPUs, or the least memory needed.
     """
@@ -168,7 +168,7 @@ def _format_size(number: float) -> str:
 
 
 def _estimate_total(cases: Cases) -> float:
-    """Return the bytes of a GPU with all roles, or of each of several GPUs."""
+    """Return the bytes that all roles need on the GPU, or on each of several GPUs."""
     return float(
         compute_peak(
             {name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}
@@ -177,7 +177,7 @@ def _estimate_total(cases: Cases) -> float:
 
 
 def _change_trained(cases: Cases, change: Callable[[MemorySettings], MemorySettings]) -> Cases:
-    """Apply `change` to the settings of the trained roles."""
+    """Return the roles with `change` applied to the settings of those that are trained."""
     trained = {}
     for name, case in cases.items():
         trained[name] = (
@@ -206,7 +206,7 @@ def _with_adapters(case: MemoryCase) -> MemoryCase:
 
 
 def _shard_case(case: MemoryCase, ranks: int) -> MemoryCase:
-    """Return one rank's part of a trained role; other roles are whole on every rank."""
+    """Return one rank's part of a trained role; other roles are returned unchanged."""
     if not case.settings.trained:
         return case
     shape = case.shape

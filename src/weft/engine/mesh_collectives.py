@@ -1,4 +1,4 @@
-"""Implementation of `weft.engine.collectives.Collectives` for several devices, with collectives."""
+"""Implementation of `weft.engine.collectives.Collectives` for several devices."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice 
 
 @dataclass(frozen=True)
 class MeshCollectives:
-    """Implement `Collectives` for one rank of `mesh`.
+    """`Collectives` for one rank of `mesh`.
 
-    `holdings` are the slices of parameters on each rank, `shapes` the shapes of whole parameters.
-    `stored` returns this rank's parameters. `config` is the configuration of the whole network, or
-    None if the network isn't split. `shards` is set if FSDP2 shards the network, `pipeline` if the
-    layout has several stages.
+    `holdings` maps each rank to its slices of parameters, and `shapes` contains the shapes of whole
+    parameters. `stored` returns this rank's parameters. `config` is the configuration of the whole
+    network, or None if the network isn't split. `shards` is set if FSDP2 shards the network,
+    `pipeline` if the layout has several stages.
     """
 
     mesh: RankMesh
@@ -145,9 +145,9 @@ class MeshCollectives:
             )
 
     def _find_separate_experts(self) -> set[int]:
-        """Return ids of expert parameters whose gradients need separate data-parallel sums.
+        """Return the ids of expert parameters whose gradients need separate data-parallel sums.
 
-        They exist if ranks have different experts and FSDP2 doesn't already sum their gradients.
+        There are none if all ranks have the same experts, or if FSDP2 sums the gradients already.
         """
         if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()
@@ -192,9 +192,9 @@ class MeshCollectives:
     # -- parameters
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Gather whole parameters in host memory of the mesh's first rank, one tensor at a time.
+        """Gather whole parameters into host memory of the mesh's first rank, one tensor at a time.
 
-        Only pieces that the first rank lacks are sent.
+        Only slices that the first rank lacks are sent.
         """
         first = self.mesh.mesh.ranks[0]
         group = self.mesh.all_ranks_group
@@ -237,9 +237,9 @@ class MeshCollectives:
         return buffer.cpu()
 
     def _iterate_slices(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
-        """Iterate over a parameter's distinct slices, each with a rank that has it.
+        """Iterate over (rank, slice) for each distinct slice of a parameter.
 
-        The rank is `first` if it has the slice.
+        The rank is one that has the slice, if possible `first`.
         """
         slices: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
@@ -275,7 +275,7 @@ class MeshCollectives:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Set missing gradients to zeros for parameters with a gradient on another rank."""
+        """Set missing gradients to zero for parameters that have a gradient on another rank."""
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
@@ -290,7 +290,10 @@ class MeshCollectives:
 
 
 def _group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements.
+
+    A larger tensor has a bucket of its own.
+    """
     bucket: list[Tensor] = []
     for each in tensors:
         if bucket and (

@@ -17,8 +17,9 @@ def split_batch(
 ) -> list[SequenceSample]:
     """Split a batch into parts of at most `max_tokens` tokens.
 
-    `group` keeps ids whole; `sequence` splits the completions of an id that is too large for one
-    part. Raises `ConfigError` naming `max_tokens_per_microbatch` if that is impossible.
+    With unit "group", ids stay whole; with "sequence", the completions of an id that is too large
+    for one part are split. Raises `ConfigError` naming `max_tokens_per_microbatch` if the batch
+    cannot be split into such parts.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
@@ -32,13 +33,13 @@ def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
 
 
 def list_sample_ids(part: SequenceSample) -> list[str]:
-    """Return the original ids, also if groups were split."""
+    """Return the original ids of a part's samples, even if groups were split."""
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
 
 
 def list_sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
-    """Return (id, index of the completion within its id) of every sequence.
+    """Return (id, index of the completion within its id) for every sequence.
 
     The keys do not depend on how groups were split.
     """

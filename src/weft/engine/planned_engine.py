@@ -21,9 +21,10 @@ MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf
 def describe_planned_engine(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return `Engine.description` of the mesh's first rank, without weights and device.
+    """Return `Engine.description` of the mesh's first rank, without weights or a device.
 
-    A user's own backend reports its name only. Raises `UserError` as the backend does.
+    For a user's own backend, only the backend's name is known. Raises `UserError` as the backend
+    does.
     """
     spec = choose_backend(spec)
     if spec.backend not in MODULES:

@@ -13,7 +13,7 @@ from weft.writing import rename, resolve_destination
 
 
 def label_work(name: str) -> AbstractContextManager[object]:
-    """Return a context manager whose work has this name in a trace."""
+    """Return a context manager that labels the work within it with `name` in a trace."""
     label: AbstractContextManager[object] = torch.profiler.record_function(name)
     return label
 

@@ -10,7 +10,7 @@ from weft.extras import install
 
 
 def check_quantize(spec: ModelSpec, role: str = "") -> None:
-    """Raise `ConfigError` if `quantize` conflicts with other options or lacks its library."""
+    """Raise `ConfigError` if `quantize` conflicts with other options or its library is missing."""
     if spec.quantize is None:
         return
     dot = f"{role}." if role else ""

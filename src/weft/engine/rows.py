@@ -2,8 +2,8 @@
 
 Each completion of a group is laid out as its prompt followed by its tokens; common prefixes are
 repeated or, on request, shared. The row of a completion token is the hidden state of the token
-before it. If the prompt is empty, the first token has no token before it: its row is the token's
-own hidden state, with mask, log-prob and value 0.
+before it. If the prompt is empty, the first token has no token before it. Its row is then its own
+hidden state, with mask, log-prob and value 0.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LEAST_PROMPT = 16
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Positions of a micro-batch's sequences in the pack; all arrays are int64 `[S]`.
+    """Layout of a micro-batch's sequences in a pack; all arrays are int64 `[S]`.
 
-    Sequences may share a prefix of their prompts, which is in the pack once, before all of them. A
-    prompt's last token is never shared: the generator computes it with the completion, and rounding
-    is then the same.
+    Sequences may share a prefix of their prompts. The pack then contains the prefix once, before
+    all of these sequences. A prompt's last token is never shared: the generator computes it with
+    the completion, so that both round in the same way.
     """
 
     group: Index  # index of the sequence's id
@@ -53,7 +53,7 @@ class PackLayout:
 
     @classmethod
     def from_sample(cls, sample: SequenceSample) -> PackLayout:
-        """Return the layout without sharing: every completion has its own prompt.
+        """Return the layout without sharing: every completion has its own copy of the prompt.
 
         Raises `DataError` if there are no completions, or if a completion and its prompt are both
         empty.
@@ -121,36 +121,40 @@ class PackLayout:
 
     @property
     def num_saved_tokens(self) -> int:
-        """Number of tokens saved by sharing."""
+        """Number of tokens that are not computed again because they are shared."""
         return int((self.prefix - self.lead_lengths).sum())
 
     @cached_property
     def order(self) -> Index:
-        """Order of the sequences in the pack, `[S]`; those with one prefix are adjacent."""
+        """Indices of the sequences in pack order, `[S]`; those that share a prefix are adjacent."""
         return np.argsort(self.first, kind="stable")
 
     @cached_property
     def lead_lengths(self) -> Index:
-        """Tokens of a shared prefix directly before its first sequence, `[S]`; 0 elsewhere."""
+        """Number of shared-prefix tokens placed directly before each sequence, `[S]`.
+
+        It is 0 except for the first sequence that shares the prefix.
+        """
         return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
     def segment_lengths(self) -> Index:
-        """Lengths of the segments: shared prefixes, continuations and whole sequences."""
+        """Lengths of the pack's segments: shared prefixes, continuations and whole sequences."""
         both = np.stack([self.lead_lengths, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
     @cached_property
     def starts(self) -> Index:
-        """Start of each completion in the pack, `[S]`."""
+        """Index of each completion's first token in the pack, `[S]`."""
         ends = np.empty_like(self.length)
         ends[self.order] = np.cumsum((self.lead_lengths + self.lengths - self.prefix)[self.order])
         return ends - self.length
 
     def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
-        """Return the index in the pack of each sequence's rows, and a mask of those that exist.
+        """Return the index of each row in the pack, and a mask of the rows that exist.
 
-        Each completion token has a row, followed by `extra` rows.
+        Each completion has one row per token, followed by `extra` rows. Only the row of a first
+        token after an empty prompt does not exist.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -159,7 +163,7 @@ class PackLayout:
         return np.where(exists, row, row + 1), exists
 
     def list_joins(self) -> tuple[PrefixContinuation, ...]:
-        """Return each shared prefix and its continuations as spans of the pack."""
+        """Return the spans of each shared prefix and of its continuations in the pack."""
         ends = self.starts + self.length
         joins = []
         for first in self.order[self.lead_lengths[self.order] > 0]:
@@ -181,7 +185,7 @@ class PackLayout:
 def pack(
     sample: SequenceSample, layout: PackLayout, device: torch.device, *, extra: int = 0
 ) -> Packed:
-    """Return the network's input, with every sequence once.
+    """Return the network's input for a micro-batch, packed as `layout` describes.
 
     `extra` rows follow each sequence's last token (values need one). The label of an extra row is
     the sequence's last token and is not read.
@@ -222,9 +226,9 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 
 
 class _SumBySequence(torch.autograd.Function):
-    """Sum rows `[N]` by sequence to `[S]`.
+    """Autograd function that sums rows `[N]` by sequence to `[S]`.
 
-    The backward pass is `_RepeatByRow`'s forward pass; both directions add in row order and are
+    The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order and are
     bitwise reproducible.
     """
 
@@ -241,7 +245,7 @@ class _SumBySequence(torch.autograd.Function):
 
 
 class _RepeatByRow(torch.autograd.Function):
-    """Repeat each sequence's value `[S]` at each of its rows `[N]`."""
+    """Autograd function that repeats each sequence's value `[S]` at each of its rows `[N]`."""
 
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
@@ -262,9 +266,9 @@ class _RepeatByRow(torch.autograd.Function):
 
 
 class SampleRows:
-    """Input of a loss for one micro-batch: implements `weft.algorithms.base.RowBatch`.
+    """Input of a loss for one micro-batch; implements `weft.algorithms.base.RowBatch`.
 
-    Floating-point values have the dtype `dtype`.
+    Floating-point values are converted to `dtype`.
     """
 
     def __init__(
@@ -295,9 +299,10 @@ class SampleRows:
     def __getitem__(self, key: str) -> Tensor:
         """Return the values of a key.
 
-        The shape is `[N]` for one value per completion token (the first L if there are L + 1), `[N,
-        K]` for K values per token, `[S]` for one value per sequence or id. Raises `KeyError` if the
-        sample lacks the key, `DataError` for any other shape.
+        The shape is `[N]` for one value per completion token, `[N, K]` for K values per token, and
+        `[S]` for one value per sequence or id. If a completion of L tokens has L + 1 values, the
+        last one is dropped. Raises `KeyError` if the sample lacks the key, and `DataError` for any
+        other shape.
         """
         if key not in self._known:  # cached: a loss reads its keys again for every chunk of rows
             self._known[key] = self._read(key)
@@ -331,14 +336,15 @@ class SampleRows:
         return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """Repeat sequence values `[S]` at each row `[N]`."""
+        """Repeat each sequence's value, `[S]`, at each of its rows, `[N]`."""
         return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the indices `[P]`, `[P]` of (better, worse) sequences, in index order.
+        """Return the indices of the better and of the worse sequence of each pair, both `[P]`.
 
-        Both are in the same group and comparison, and the better one has the smaller rank. Without
-        the key `comparison`, a group is one comparison.
+        The sequences of a pair are in the same group and comparison, and the better one has the
+        smaller rank. Without the key `comparison`, each group is one comparison. Pairs are in index
+        order.
         """
         rank = to_host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)
@@ -363,7 +369,7 @@ class SampleRows:
 
 
 def build_support(sample: SequenceSample, device: torch.device) -> SamplingSupport | None:
-    """Return the ids kept by top-k, top-p or min-p at each row, or None if the batch has none."""
+    """Return the ids kept by top-k, top-p or min-p at each row, or None if the batch lacks them."""
     if "support" not in sample.data:
         return None
     counts = to_host_array(sample.data["support_counts"])
@@ -373,7 +379,7 @@ def build_support(sample: SequenceSample, device: torch.device) -> SamplingSuppo
 
 
 def build_given_ids(sample: SequenceSample, device: torch.device) -> Tensor:
-    """Return the ids whose log-probs are wanted at each row, int `[N, K]`.
+    """Return the ids whose log-probs are requested at each row, int `[N, K]`.
 
     Raises `DataError` if the batch has none.
     """
@@ -387,9 +393,9 @@ def build_given_ids(sample: SequenceSample, device: torch.device) -> Tensor:
 def to_sample(
     sample: SequenceSample, layout: PackLayout, out: Mapping[str, Tensor]
 ) -> SequenceSample:
-    """Return the network's outputs by the ids of `sample`, on the CPU.
+    """Return the network's outputs on the CPU, grouped by the ids of `sample`.
 
-    Shapes are `[L + 1]` for values, `[1]` for scores and `[L]` for all others.
+    Shapes are `[L + 1]` for values, `[1]` for scores and `[L]` or `[L, K]` for all others.
     """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}

@@ -21,7 +21,7 @@ KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
-    """Return the `IDS` ids that are kept.
+    """Return the `IDS` ids whose outputs are kept.
 
     Ranks may choose among their own ids first: choosing among the results of all ranks gives the
     same ids as choosing among all ids.
@@ -34,9 +34,9 @@ def keep_outputs(
 ) -> SequenceSample | None:
     """Return the outputs of the chosen ids of a micro-batch.
 
-    Each completion has `logprobs` [L] or `scores` [1], without gradient, on their device. Returns
-    None if no chosen id is in the micro-batch, if a group was split, or if the loss reads neither
-    output.
+    Each completion has `logprobs` [L] or `scores` [1], without gradients, on the device of `out`.
+    Returns None if no chosen id is in the micro-batch, if a group was split, or if the loss reads
+    neither output.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

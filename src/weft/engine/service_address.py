@@ -27,8 +27,8 @@ class ServiceAddress:
     def parse(cls, role: str, url: str, spec: ServiceSpec) -> ServiceAddress:
         """Parse and check a URL.
 
-        Raises `ConfigError` for a URL that is not a model's, or one to which the token would be
-        sent unencrypted; the message does not contain the token.
+        Raises `ConfigError` for a URL that does not name a model, or one to which the token would
+        be sent unencrypted; the message does not contain the token.
         """
         parsed = http.split_base_url(
             f"{role}.url", url, ("http", "https", "grpc", "grpcs"), EXAMPLE, TOKEN_VARIABLE

@@ -41,7 +41,7 @@ STARTS = "prompt_length"
 
 @dataclass
 class ServiceClient:
-    """Client that replaces `Engine.forward` for a role whose network is at `place`.
+    """Client that replaces `Engine.forward` for a role whose network is served at `place`.
 
     `role` is the name of the role in error messages.
     """
@@ -61,7 +61,7 @@ class ServiceClient:
     ) -> SequenceSample:
         """Return `scores` [1] or `logprobs` [L] of each completion, float32.
 
-        Raises `RunError` with role, URL and cause if no answer comes after all retries, and
+        Raises `RunError` with role, URL and cause if there is no answer after all retries, and
         `ConfigError` for an output that the model does not provide.
         """
         (wanted,) = want
@@ -104,7 +104,10 @@ class ServiceClient:
     def _map_concurrently(
         self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
     ) -> list[list[Any]]:
-        """Return the answers in order; after a failure no more requests are sent."""
+        """Send the parts concurrently with `ask`, and return the answers in order.
+
+        After a failure, no more requests are sent.
+        """
         self._closing.clear()
         with ThreadPoolExecutor(self.spec.concurrency) as pool:
             futures = [pool.submit(ask, part) for part in parts]
@@ -116,7 +119,10 @@ class ServiceClient:
                 raise
 
     def _choose_output(self, wanted: str, temperature: float) -> str:
-        """Return the model's output to read. Raises `ConfigError` if none is suitable."""
+        """Return the name of the model's output to read.
+
+        Raises `ConfigError` if none is suitable.
+        """
         if self._known is None:
             self._known = self._call_with_retries(self._transport.fetch_metadata)
         candidates = []
@@ -139,9 +145,9 @@ class ServiceClient:
         return candidates[0]
 
     def _ask(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
-        """Send one request; return a number per row, or the log-probs of each row's completion.
+        """Send one request; return the scores of the rows, or the log-probs of their completions.
 
-        Raises `RunError` if the answer has another shape than the request.
+        Raises `RunError` if the shape of the answer does not match the request.
         """
         assert self._known is not None
         inputs = self._build_inputs(rows, self._known.inputs)
@@ -180,7 +186,7 @@ class ServiceClient:
         return logprobs
 
     def _build_inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the rows, padded at the end, in the types of the model's inputs."""
+        """Return the rows, padded at the end, as input tensors of the model's data types."""
         longest = max(len(ids) for ids, _ in rows)
         arrays = {
             IDS: np.array([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows]),
@@ -194,7 +200,10 @@ class ServiceClient:
         return result
 
     def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
-        """Return the answer, with retries if they may help. Raises `RunError`."""
+        """Return the answer of `ask`, which is called again after a failure if that may help.
+
+        Raises `RunError` if the last attempt fails, too.
+        """
         jitter = random.Random()
         attempt = 0
         while isinstance(came := ask(), RequestFailure):

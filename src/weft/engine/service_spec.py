@@ -17,7 +17,7 @@ NO_NETWORK = ("null", SERVICE)  # backends without a network in this process
 
 @dataclass
 class ServiceSpec:
-    """Options of the requests to a server."""
+    """Options for requests to a server."""
 
     timeout_s: float = option(60.0, "maximum seconds of one request", at_least=0.001)
     retries: int = option(
@@ -40,7 +40,7 @@ class ServiceSpec:
 
 @dataclass
 class ServedSpec(ModelSpec):
-    """Network of a frozen role, in this process or behind a URL."""
+    """Options of a frozen role's network, in this process or behind a URL."""
 
     url: str | None = option(
         None,

@@ -26,14 +26,14 @@ STATUS_FIXES = {
 
 @dataclass(frozen=True)
 class ServiceMetadata:
-    """Names of a model's outputs, and names and types of its inputs."""
+    """Names and types of a model's inputs, and names of its outputs."""
 
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
 
 
 class ServiceTransport(Protocol):
-    """Calls of the inference protocol over one transport."""
+    """Interface for calls of the inference protocol over one transport."""
 
     def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
     def infer(
@@ -43,7 +43,7 @@ class ServiceTransport(Protocol):
 
 
 class HTTPTransport:
-    """Implement `ServiceTransport` over HTTP; tensors are sent in binary form."""
+    """`ServiceTransport` over HTTP; tensors are sent in binary form."""
 
     def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place

@@ -1,4 +1,4 @@
-"""Choice of common prefixes of a micro-batch's sequences that are computed once; no torch.
+"""Choice of the common prefixes in a micro-batch that are computed once; no torch.
 
 Sequences with one template or system prompt begin with the same tokens, whatever ids they belong
 to. If the sequences are sorted by their tokens, those with a common prefix are adjacent, and the
@@ -20,7 +20,10 @@ Tokens = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Sequences, by number, whose first `size` tokens are the same."""
+    """Prefix of `size` tokens that several sequences share.
+
+    `sequences` are the indices of these sequences.
+    """
 
     sequences: tuple[int, ...]
     size: int
@@ -28,7 +31,7 @@ class SharedPrefix:
 
 @dataclass(eq=False)
 class _CommonPrefix:
-    """Common prefix of `size` tokens of the sequences `start` to `end` in sorted order."""
+    """Common prefix of `size` tokens of the sorted sequences `start` to `end` - 1."""
 
     start: int
     end: int
@@ -43,9 +46,9 @@ class _CommonPrefix:
 
 
 def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
-    """Return the prefixes that save the most tokens in total.
+    """Return the prefixes that together save the most tokens.
 
-    Each has at least `least` >= 1 tokens, and never the last token of a prompt.
+    Each has at least `least` >= 1 tokens, and never contains the last token of a prompt.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes())
     tree = _build_prefix_tree(
@@ -79,8 +82,9 @@ def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPr
 
 
 def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]:
-    """Return all common prefixes; `common` are the lengths of those of neighboring sequences.
+    """Return all prefixes of at least `least` tokens that consecutive sequences share.
 
+    `common[i]` is the length of the prefix shared by the sequences i and i + 1 in sorted order.
     Longer prefixes of fewer sequences come before shorter prefixes of more sequences.
     """
     prefixes: list[_CommonPrefix] = []
@@ -106,7 +110,7 @@ def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]
 
 
 def _count_common_tokens(one: Tokens, other: Tokens) -> int:
-    """Return the number of equal first tokens of two prompts, without the last token of either."""
+    """Return how many first tokens two prompts share, not counting the last token of either."""
     most = max(0, min(len(one), len(other)) - 1)
     differing = np.flatnonzero(one[:most] != other[:most])
     return int(differing[0]) if len(differing) else most

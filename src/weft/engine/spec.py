@@ -1,6 +1,6 @@
 """User options of one role's network: plain values, no torch.
 
-These dataclasses are the `actor.*`, `model.*` options.
+These dataclasses define the options `actor.*`, `model.*` and those of other roles.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule in optimizer steps of the real run.
+    """Learning-rate schedule, in optimizer steps of the actual run.
 
-    The runtime creates it, and the engine follows it.
+    The runtime creates the schedule, and the engine follows it.
     """
 
     total_steps: int
@@ -138,7 +138,7 @@ class OptimizerSpec:
             )
 
     def build_schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """Return the schedule over `total_steps` optimizer steps, less those of frozen epochs.
+        """Return the schedule over `total_steps` optimizer steps, minus the steps in frozen epochs.
 
         Raises `ConfigError` if no steps are left.
         """
@@ -164,7 +164,7 @@ class OptimizerSpec:
 
     @property
     def peak_lr(self) -> float:
-        """Value of `lr`, or its default."""
+        """Peak learning rate: `lr`, or the default rate if `lr` is not set."""
         return LEARNING_RATE if self.lr is None else self.lr
 
     @property
@@ -186,7 +186,7 @@ class ParallelSpec:
 
 @dataclass
 class ModelSpec:
-    """One role's network, tokenizer and optimizer."""
+    """Options of one role's network, tokenizer and optimizer."""
 
     path: str | None = option(
         None,
@@ -397,7 +397,7 @@ class ModelSpec:
         return self.with_virtual_stages(parsed)
 
     def with_virtual_stages(self, layout: Layout) -> Layout:
-        """Return the layout with the pipeline stages per rank of the role's schedule.
+        """Return the layout with the number of pipeline stages per rank that the schedule uses.
 
         Raises `ConfigError` for a number of stages that the schedule doesn't support.
         """
@@ -409,7 +409,7 @@ class ModelSpec:
         return replace(layout, stages_a_rank=placement.stages_a_rank, turns=placement.turns)
 
     def resolve_mesh(self) -> Mesh:
-        """Return the layout on its devices.
+        """Return the role's layout together with the devices that it uses.
 
         Raises `ConfigError` for a device mesh that cannot be read or doesn't fit the layout.
         """
@@ -417,29 +417,32 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval n: every n-th layer is recomputed in the backward pass; 0 for none."""
+        """Interval n at which layers are recomputed in the backward pass; 0 if none are."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property
     def freezes(self) -> bool:
-        """True if some first layers of a trained role are frozen."""
+        """True if the first layers of a trained role are frozen."""
         return self.freeze_layers is not None or self.train_last_layers is not None
 
     @property
     def trains_embeddings(self) -> bool:
-        """True if added tokens require training embedding and output matrix along with adapters."""
+        """True if a role with adapters also trains the embeddings, because of added tokens."""
         return self.has_adapters and self.lora.r > 0 and bool(self.tokenizer.add_tokens)
 
     @property
     def has_adapters(self) -> bool:
-        """Return whether the role has low-rank adapters or a prefix on frozen weights.
+        """True if the role has low-rank adapters or a prefix on frozen weights.
 
-        They may be trained, or a copy of trained ones.
+        They are trained, or copied from a trained role.
         """
         return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
     def mirror(self) -> ModelSpec:
-        """Return the spec of a copy on another layout: weights come from the role, no optimizer."""
+        """Return the spec of a copy of the role on another layout.
+
+        The copy gets its weights from the role and has no optimizer.
+        """
         return replace(self, trained=False, mirrors=self.trained, schedule=None)
 
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
@@ -448,7 +451,7 @@ class ModelSpec:
 
 @dataclass
 class GenerationSpec:
-    """Sampling settings of completions: the `gen.*` options."""
+    """Options for sampling completions (`gen.*`)."""
 
     max_new_tokens: int | None = option(
         None,
@@ -518,14 +521,14 @@ class GenerationSpec:
 
     @property
     def new_token_limit(self) -> int:
-        """Value of `max_new_tokens`, or its default if the model's context is unknown."""
+        """`max_new_tokens`, or the default for a model whose context length is unknown."""
         if self.max_new_tokens is None:
             return MAX_NEW_TOKENS
         return self.max_new_tokens
 
     @property
     def truncates(self) -> bool:
-        """Return whether sampling is limited to a part of the vocabulary.
+        """True if sampling is limited to a part of the vocabulary.
 
         Log-probs are then normalized over the kept ids.
         """

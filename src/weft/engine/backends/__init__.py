@@ -1,1 +1,1 @@
-"""engine/backends"""
+"""Backends that build engines, by the name that the option `backend` has."""

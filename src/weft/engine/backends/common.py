@@ -24,9 +24,9 @@ from weft.topology import Layout
 
 
 def choose_role_device(spec: ModelSpec) -> torch.device:
-    """Return the role's device, and select its flash attention; called before weights are read.
+    """Return the role's device, and select the flash attention that its options name.
 
-    Raises `ConfigError` if either is not available.
+    Must be called before weights are read. Raises `ConfigError` if either is not available.
     """
     device = resolve_device(spec.device)
     choose_flash(device, spec.flash_attention)
@@ -34,7 +34,10 @@ def choose_role_device(spec: ModelSpec) -> torch.device:
 
 
 def check_spec(spec: ModelSpec) -> str:
-    """Return the model's path; raise `ConfigError` for a spec without one or with conflicts."""
+    """Check the spec for conflicts, and return the model's path.
+
+    Raises `ConfigError` for conflicts and for a spec without a path.
+    """
     if spec.path is None:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
     if spec.backend == "hf" and spec.router_aux_loss_coef:
@@ -50,7 +53,7 @@ def check_spec(spec: ModelSpec) -> str:
 
 
 def _check_native_options(spec: ModelSpec) -> None:
-    """Raise `ConfigError` for an option that only weft's own network supports, not `backend=hf`."""
+    """Raise `ConfigError` for an option that `backend=hf` does not support."""
     for name in ("residual_dropout", "freeze_layers", "train_last_layers", "rope_scaling"):
         value = getattr(spec, name)
         if value not in (None, 0.0) or (value == 0 and name != "residual_dropout"):
@@ -72,7 +75,7 @@ def _check_native_options(spec: ModelSpec) -> None:
 
 
 def check_replicated_layout(layout: Layout) -> None:
-    """Raise `ConfigError` for a layout that splits a network; `backend=hf` only copies it."""
+    """Raise `ConfigError` for a layout that splits a network, which `backend=hf` can only copy."""
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
             f"layout={layout}: backend=hf runs copies of the whole module, such as "
@@ -103,7 +106,7 @@ def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None
 
 
 def check_compilable(spec: ModelSpec, layout: Layout) -> None:
-    """Run the part of `check_compile` that needs no device."""
+    """Make those checks of `check_compile` that need no device."""
     if spec.fp8 and not spec.compile:
         raise ConfigError(
             "fp8=true: without compile=true scaling costs more than products save; set it, or "
@@ -132,7 +135,7 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
 
 
 def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
-    """Return the matrix product for compiled blocks; None for torch's own.
+    """Return the 8-bit matrix product for compiled blocks, or None to use torch's own product.
 
     Raises `ConfigError` if 8-bit floats are requested and not available.
     """
@@ -152,7 +155,7 @@ def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Produ
 
 
 def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
-    """Raise `ConfigError` if the network cannot be quantized as `quantize` asks."""
+    """Raise `ConfigError` if the network cannot be quantized as the option `quantize` demands."""
     setting = f"quantize={spec.quantize}"
     if spec.quantize is None:
         return
@@ -187,7 +190,7 @@ def check_fp8(spec: ModelSpec) -> None:
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
-    """Return the spec with a dtype: its own, float32 on a CPU, or the checkpoint's on a GPU.
+    """Return the spec with its dtype set: its own, float32 on a CPU, the checkpoint's on a GPU.
 
     New weights whose config.json names no dtype are float32.
     """
@@ -209,8 +212,8 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
 def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype in which weights are read.
 
-    It is at least float32 if all weights are trained, because they become the masters, and the
-    role's dtype if weights are frozen.
+    If all weights are trained, it is at least float32, because they become the masters. If weights
+    are frozen, it is the role's dtype.
     """
     dtype = DTYPES[choose_dtype(spec)]
     if spec.trained and not spec.has_adapters:
@@ -241,9 +244,9 @@ def check_memory(network: nn.Module, path: str, device: torch.device) -> None:
 
 
 def count_product_parameters(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
-    """Count the parameters that a token meets in matrix products, including all experts.
+    """Count the parameters used in matrix products, including those of all experts.
 
-    A tied embedding counts because it is the head's matrix too.
+    A tied embedding counts, because it is also the head's matrix.
     """
     matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
     looked_up = sum(

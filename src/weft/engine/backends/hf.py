@@ -112,9 +112,9 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
 def planned(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return the engine's description of a rank from config.json alone, without weights.
+    """Return a description of the engine on one rank, from config.json alone.
 
-    Raises `UserError` as `hf_backend` does, for errors that can be detected without weights.
+    Raises `UserError` for those errors of `hf_backend` that can be detected without weights.
     """
     path = common.check_spec(spec)
     common.check_replicated_layout(mesh.layout)
@@ -182,10 +182,10 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
 def _describe(
     module: PreTrainedModel, trial: DecoderTrial, embedding: nn.Embedding
 ) -> TransformerConfig:
-    """Return the configuration for the generator: vocabulary, positions, shapes of the cache.
+    """Return the configuration that the generator reads: vocabulary, positions, cache shapes.
 
-    If keys and values don't fit weft's cache, the cache holds tokens: one layer of `DIGITS`
-    numbers.
+    If keys and values don't fit weft's cache, the cache stores tokens instead, as one layer of
+    `DIGITS` numbers.
     """
     values = module.config.to_dict()
     heads = 1
@@ -216,7 +216,7 @@ def _describe(
 
 
 def _can_cache(trial: DecoderTrial) -> bool:
-    """Return whether weft's cache can hold the keys and values.
+    """Return whether weft's cache can store the decoder's keys and values.
 
     All layers must have equal shapes, and keys must be as wide as values.
     """
@@ -228,13 +228,13 @@ def _compute_attention_width(config: TransformerConfig) -> int:
 
 
 def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
-    """Return the pooling that the spec sets, or else the directory."""
+    """Return "mean" if the spec or the model directory asks for mean pooling, else "last"."""
     stored = hf_io.read_raw(path).get(hf_io.POOLING)
     return "mean" if "mean" in (spec.pooling, stored) else "last"
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes on parts of the computation that are slower than usual, with the reason."""
+    """Return notes on parts of the computation that are slower than usual, with the reasons."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:
@@ -251,7 +251,7 @@ def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> t
 
 
 def _list_reading_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
-    """Return notes on the host memory that reading the weights takes."""
+    """Return a note if reading the weights needs host memory for the whole model."""
     if device.type == HOST.type or spec.init_from_scratch or hf_load.build_device_arguments(device):
         return ()
     return (

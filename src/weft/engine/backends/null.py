@@ -21,10 +21,10 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 
 
 class NullEngine:
-    """Engine without a network, parameters and state.
+    """Engine without a network, parameters or state.
 
-    `compute(batch, want, temperature)` returns outputs. Without it, `forward` raises `ConfigError`,
-    as do all methods that need weights. `family` is the name in reports.
+    `compute(batch, want, temperature)` computes the outputs. Without it, `forward` raises
+    `ConfigError`, as do all methods that need weights. `family` is the name in reports.
     """
 
     def __init__(

@@ -102,10 +102,10 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
 def planned(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return the description of the engine of the mesh's first rank from config.json alone.
+    """Return a description of the engine on the mesh's first rank, from config.json alone.
 
-    No weights are read, and the device need not exist. Without a tokenizer no tokens are added.
-    Raises `UserError` as `torch_backend` does.
+    No weights are read, and the device need not exist. Without a tokenizer, the vocabulary is not
+    extended by added tokens. Raises `UserError` as `torch_backend` does.
     """
     path = common.check_spec(spec)
     layout = mesh.layout
@@ -147,7 +147,7 @@ def _describe_network(
     layout: Layout,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return facts on a rank's part of the network, other than its numbers of parameters."""
+    """Return facts about a rank's part of the network, except the numbers of parameters."""
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
@@ -176,9 +176,9 @@ def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _find_longest_shared(network: Transformer, device: torch.device) -> int:
-    """Return the maximum length of a sequence that continues a shared prefix computed once.
+    """Return the maximum length of sequences whose shared prefix can be computed once.
 
-    It is 0 if the network cannot compute prefixes once.
+    The result is 0 if the network cannot compute prefixes once.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -187,11 +187,12 @@ def _find_longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _count_adapter_elements(network: Transformer) -> int:
-    """Return the mean number of elements per token that a layer's adapters keep for backward.
+    """Return the mean number of elements per token that a layer's adapters keep.
 
-    Each adapter keeps its low-rank product. With dropout it also keeps its input after dropout, in
-    place of the input before it, and a mask of one byte per entry. An adapter without dropout on an
-    MLP's last matrix also keeps its input, which is recomputed if there is no adapter.
+    They are kept for the backward pass. Each adapter keeps its low-rank product. With dropout it
+    also keeps its input after dropout, in place of the input before dropout, and a mask of one byte
+    per element. An adapter without dropout on an MLP's last matrix also keeps its input, which is
+    recomputed if there is no adapter.
     """
     experts = network.config.experts
     num_elements = 0
@@ -209,12 +210,15 @@ def _count_adapter_elements(network: Transformer) -> int:
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
-    """Return whether the MLP's activation is recomputed instead of kept; never with experts."""
+    """Return whether the block's MLP recomputes its activation; False for experts."""
     return isinstance(block, Block) and isinstance(block.mlp, MLP)
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the elements per token that adapters without dropout on the MLP's last matrix keep."""
+    """Return the number of input elements per token that adapters of the MLP's last matrix keep.
+
+    Only adapters without dropout are counted.
+    """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
     adapters = lora.list_adapters(block.mlp.down)
@@ -222,7 +226,7 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the elements per token of norm results that only adapters with dropout read.
+    """Return the number of norm-result elements per token that only adapters with dropout read.
 
     Each such adapter keeps its own copy after dropout instead.
     """
@@ -242,7 +246,7 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
 
 
 def compute_sizes(network: Transformer) -> dict[str, int]:
-    """Return the fields of `weft.engine.memory.NetworkShape` other than numbers of parameters."""
+    """Return the fields of `weft.engine.memory.NetworkShape`, except the numbers of parameters."""
     config = network.config
     lm = network.kind == "lm"
     experts = config.experts
@@ -270,9 +274,9 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
 def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     """Return the cost of a token in this rank's part of the network.
 
-    A token meets `top_k` of `num` experts and every other matrix. Frozen matrices get no gradient.
-    With a load-balancing loss all tokens pass through the last layer, which is more than is
-    counted.
+    A token is multiplied by the matrices of `top_k` experts and by all other matrices. With
+    `frozen`, matrices get no gradient. With a load-balancing loss, all tokens pass through the last
+    layer; this additional work is not counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])
@@ -303,8 +307,8 @@ def _save(
 ) -> None:
     """Write the model with merged adapters, and the adapters alone in `adapter/`.
 
-    The adapter's files name the base model. Of a model with a prefix only the prefix is written,
-    with the name of the model it belongs to.
+    The adapter's files name the base model. For a model with a prefix, only the prefix is written,
+    with the name of the model that it belongs to.
     """
     config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, network.kind))
     dtype = DTYPES[choose_dtype(spec)]
@@ -339,9 +343,9 @@ def _save(
 
 
 def _resolve_base_path(path: str) -> str:
-    """Return the model that a prefix belongs to, such that it is found from any directory.
+    """Return the path or hub name of a prefix's base model, valid in any working directory.
 
-    It is `path`, or the model that `path` names if `path` is a prefix itself.
+    The base model is `path` itself or, if `path` is a prefix, the model that the prefix belongs to.
     """
     prefix = read_prefix(path)
     base = path if prefix is None else prefix.base
@@ -353,8 +357,8 @@ def _resolve_base_path(path: str) -> str:
 def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
     """Count the parameters of the experts that a token is not routed to.
 
-    With expert parallelism it counts those on this rank less `top_k` of them, because tokens of
-    other ranks come here as this rank's go there.
+    With expert parallelism, a token counts as routed to `top_k` of this rank's experts, because the
+    rank receives tokens from other ranks in return for those that it sends to them.
     """
     if config.experts is None:
         return 0

@@ -1,1 +1,1 @@
-"""engine/generation"""
+"""Generation of completions with continuous batching."""

@@ -1,6 +1,6 @@
 """Accounting of the KV cache, without torch.
 
-The scheduler uses the interface `BlockManager`, which hides the form of the memory. `SlotManager`
+The scheduler uses the interface `BlockManager`, which hides how memory is organized. `SlotManager`
 counts the memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow
 together by doubling, because gathering scattered parts costs several times a decode step on a CPU.
 A shared prefix is stored once, outside the slots.
@@ -15,13 +15,13 @@ Key = Hashable
 
 
 class BlockManager(Protocol):
-    """Accounting of the KV cache for sequences and the prefixes they share, in tokens."""
+    """Accounting of the KV cache, in tokens, for sequences and the prefixes that they share."""
 
     # minimum tokens that a stored prefix must save; None: prefixes are not shared
     min_saved_tokens: int | None
 
     def expect(self, count: int, longest: int) -> None:
-        """Announce the load, so that room can be planned.
+        """Announce the expected load, so that memory can be planned.
 
         `count` is the number of submitted sequences, waiting ones included; none will have more
         than `longest` tokens.
@@ -29,18 +29,21 @@ class BlockManager(Protocol):
         ...
 
     def admit(self, key: Key, length: int) -> bool:
-        """Reserve room for `length` tokens of a new sequence, beyond those of its shared prefix.
+        """Reserve room for `length` tokens of a new sequence, in addition to its shared prefix.
 
         Returns False and changes nothing if there is not enough room.
         """
         ...
 
     def admit_prefix(self, key: Key, length: int) -> bool:
-        """Reserve room for `length` tokens of a new shared prefix; returns False as `admit` does."""
+        """Reserve room for `length` tokens of a new shared prefix.
+
+        Returns False and changes nothing if there is not enough room.
+        """
         ...
 
     def start(self, key: Key) -> None:
-        """Mark an admitted sequence as running, so that `advance` adds a token to it."""
+        """Mark an admitted sequence as running, so that `advance` reserves tokens for it."""
         ...
 
     def advance(self) -> bool:
@@ -64,12 +67,12 @@ class SlotManager:
 
     `num_slots` slots are allocated: those in use and, within the limits, spare ones for later
     sequences, because each change of the number copies all slots. Spare slots are freed if
-    something else needs the room. `ahead` is for memory that the system takes only when it is
-    written: slots then have the length of the longest sequence from the start, if `max_slots` of
-    them use at most half the limit.
+    something else needs the room. `ahead` is for memory that the operating system provides only
+    when it is written. Slots then have the length of the longest sequence from the start, if
+    `max_slots` of them use at most half the limit.
 
-    The cost of a step does not depend on the number of sequences: the length of a running sequence
-    is stored as the difference from a clock.
+    The cost of a step does not depend on the number of sequences, because the length of a running
+    sequence is stored as the difference from a clock.
     """
 
     INITIAL_CAPACITY = 64  # initial tokens per slot
@@ -103,7 +106,7 @@ class SlotManager:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that need room now; the `num_slots` slots have room for more."""
+        """Number of tokens reserved for slots in use and for prefixes, without spare slots."""
         return len(self) * self.capacity + sum(self._prefixes.values())
 
     def expect(self, count: int, longest: int) -> None:
@@ -154,7 +157,7 @@ class SlotManager:
     def _resize(self, count: int = 0) -> None:
         """Allocate at least `count` slots, within the limits.
 
-        Their number is doubled if it is too small.
+        If there are too few slots, their number is at least doubled.
         """
         if count > self.num_slots:
             self.num_slots = max(count, 2 * self.num_slots, self._expected[0] or self.MIN_SLOTS)
@@ -163,10 +166,10 @@ class SlotManager:
             self.num_slots = min(self.num_slots, self.max_slots, room // self.capacity)
 
     def _fit(self, count: int, length: int) -> bool:
-        """Grow the capacity to at least `length`, if `count` slots of it are within the limit.
+        """Grow the capacity to at least `length`, if the limit allows `count` slots of that size.
 
-        The capacity is doubled if that is within the limit, too. Returns False and changes nothing
-        if there is not enough room.
+        The capacity is doubled if the limit allows that, too. Returns False and changes nothing if
+        there is not enough room.
         """
         room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
         capacity = max(self.capacity, min(self._expected[1], room)) or min(

@@ -26,9 +26,10 @@ def choose_default_budget(
     kv_cache_gb: float | None = None,
     cache_bytes: int = 0,
 ) -> GenerationBudget:
-    """Return the limits for a device; the KV cache gets the bytes that `compute_kv_bytes` returns.
+    """Return the default limits of generation on a device.
 
-    `cache_bytes` is the number of bytes that the KV cache already has.
+    The KV cache gets the bytes that `compute_kv_bytes` returns. `cache_bytes` is the number of bytes that
+    it already has.
     """
     return GenerationBudget(
         max_sequences=MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES),

@@ -1,8 +1,8 @@
-"""Which form keys and values take on a device: the scheduler's accounting, the memory, and how a
-decode step runs over it.
+"""Key-value caches of a generator, in the form that suits the device.
 
-Slots everywhere (`models/kv/slots.py`), but pages (`models/kv/pages.py`) on a GPU whose kernels
-read them.
+The form determines the scheduler's accounting, the memory, and how a decode step runs. Keys and
+values are stored in pages (`models/kv/pages.py`) if the device's attention kernels can read them,
+otherwise in slots (`models/kv/slots.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SAMPLING_COLUMNS = 4  # columns for sampling, before those of `PagedCache.step`
 
 
 class SequenceCache(Protocol):
-    """Rows of keys and values: `KVCache` or `PagedCache`, where the methods are described."""
+    """Interface of key-value caches, which `KVCache` and `PagedCache` implement and document."""
 
     def allocate(self, count: int = 1) -> list[int]: ...
     def link(self, slots: Iterable[int], prefix: Any) -> None: ...
@@ -61,7 +61,7 @@ class SequenceCache(Protocol):
 
 
 class GenerationCaches(Protocol):
-    """The KV cache of one generator, and the passes of the network over it.
+    """Key-value caches of one generator, and the network passes that use them.
 
     A pass needs at least `min_rows` tokens.
     """
@@ -75,7 +75,7 @@ class GenerationCaches(Protocol):
     def create_cache(self, room: int | None = None) -> SequenceCache:
         """Create an empty cache.
 
-        With `room`, the cache has one row of so many tokens; without, it is the cache of the
+        With `room`, the cache has one row for up to `room` tokens. Without, it is the cache for the
         running sequences.
         """
         ...
@@ -85,7 +85,7 @@ class GenerationCaches(Protocol):
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
-        """Return hidden states [R, hidden] of one new token in each of the first R rows of `cache`.
+        """Append `tokens` [R] to the first R rows of `cache`; return the hidden states [R, hidden].
 
         The result is valid until the next call.
         """
@@ -94,25 +94,25 @@ class GenerationCaches(Protocol):
     def decode_and_sample(
         self, cache: Any, rows: DecodeBatch, settings: SettingsTable
     ) -> Callable[[], SampledRows] | None:
-        """Run a decode step as `decode` does and sample its tokens in the same call.
+        """Run a decode step as `decode` does, and sample the next tokens in the same call.
 
-        Returns a function that waits for them, or None, computing nothing, if these rows can't be
-        sampled in this way.
+        Returns a function that waits for the sampled tokens. If these rows cannot be sampled in
+        this way, nothing is computed and the result is None.
         """
         ...
 
     def build_multi_step_decoder(
         self, rows: DecodeBatch, settings: SettingsTable
     ) -> MultiStepDecoder | None:
-        """Return the decoder of several steps per call; None if steps are computed one at a time."""
+        """Return a decoder that computes several steps per call, or None if not supported."""
         ...
 
     def on_weights_changed(self) -> None:
-        """Discard everything that depends on the values or the addresses of the weights."""
+        """Discard everything that depends on the weights' values or addresses."""
         ...
 
     def close(self) -> None:
-        """Free all memory; caches created here are unusable afterwards."""
+        """Free all memory of this object; caches that it created cannot be used afterwards."""
         ...
 
 
@@ -134,13 +134,16 @@ def build_caches(
 def _can_flash_read_pages(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Return whether flash attention reads pages on this device; otherwise FlexAttention may."""
+    """Return whether flash attention can read pages on this device.
+
+    If not, FlexAttention may be able to read them.
+    """
     plain = config.attention_softcap is None and flash.serves(device, dtype, config.head_dim)
     return plain and flash.find_features().block_table
 
 
 class SlotCaches:
-    """KV cache in slots.
+    """Key-value caches that store each sequence in a slot of its own.
 
     Passes with fewer than `min_rows` tokens are padded with extra rows.
     """
@@ -176,7 +179,7 @@ class SlotCaches:
         cache.resize(*self._compute_size())
 
     def _compute_size(self) -> tuple[int, int]:
-        """Return (number of slots of the running sequences, tokens per slot)."""
+        """Return (number of slots, tokens per slot) for the running sequences."""
         return max(self.blocks.num_slots, self.min_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
@@ -192,7 +195,7 @@ class SlotCaches:
         return states[:count] if fillers else states
 
     def decode_and_sample(self, cache: KVCache, rows: DecodeBatch, settings: SettingsTable) -> None:
-        """Return None: sampling is a separate pass, or part of a call of several steps."""
+        """Return None: tokens are sampled in a separate call, or by a multi-step decoder."""
 
     def build_multi_step_decoder(
         self, rows: DecodeBatch, settings: SettingsTable
@@ -209,9 +212,9 @@ class SlotCaches:
 
 
 class PageCaches:
-    """KV cache in pages, with the CUDA graphs captured over them.
+    """Key-value caches that store sequences in pages, and the CUDA graphs that read these pages.
 
-    `ReusablePageCaches` passes both on from one generator to the next.
+    The next generator can reuse both (`ReusablePageCaches`).
     """
 
     def __init__(
@@ -248,14 +251,14 @@ class PageCaches:
 
     @property
     def is_unused(self) -> bool:
-        """Return whether every page has been returned."""
+        """True if no page is in use."""
         return not self._pool.pages.num_used
 
     def reuse(self, network: Decoder, budget: GenerationBudget) -> bool:
         """Prepare the pages and graphs for another generator.
 
-        Returns False if they do not suit it: for another network, or a budget smaller than the
-        allocated pages.
+        Returns False if they cannot be reused: for another network or dtype, or if more pages are
+        allocated than the budget allows.
         """
         blocks = self._build_blocks(budget)
         dtype = next(network.parameters()).dtype
@@ -282,10 +285,10 @@ class PageCaches:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Allocate all pages that are expected to be needed, and widen the block table for them.
+        """Allocate all pages that are expected to be needed, and widen the block table accordingly.
 
-        Graphs and compiled kernels are specific to one number of pages and one width, so both
-        change seldom.
+        Graphs and compiled kernels are specific to one number of pages and one table width, so both
+        are changed rarely.
         """
         self._pool.reserve(self.blocks.num_expected)
         while self._width * self._page < self.blocks.longest:
@@ -335,14 +338,14 @@ class PageCaches:
         return self.graphs(kind, step, form=form, expected=self.blocks.rows)
 
     def _compute_states(self, step: Tensor) -> Tensor:
-        """Return hidden states [B, hidden] of a step."""
+        """Return the hidden states [B, hidden] of a decode step."""
         return self._network.compute_hidden(self._pool.build_packed(step))
 
     def _sample_tokens(self, step: Tensor, *, greedy: bool = False) -> Tensor:
         """Return the token and the log-prob of each row, float64 [B, 2] on the host.
 
-        The values are valid after the device has been waited for. A row of `step` begins with its
-        random number and its temperature, two int32 columns each.
+        The values are valid once the device has finished its work. Each row of `step` begins with
+        the row's random number and temperature, two float64 values stored in four int32 columns.
         """
         uniforms, temperatures = (
             step[:, :SAMPLING_COLUMNS]
@@ -360,10 +363,10 @@ class PageCaches:
 
 
 class ReusablePageCaches:
-    """Pages and captured graphs that an engine's generators pass on to the next one.
+    """Pages and captured graphs that one generator of an engine passes on to the next.
 
-    Capturing the graphs costs as much as many steps. While no generator is open, pages and graphs
-    stay allocated until `drop`.
+    Capturing the graphs takes as long as many decode steps. While no generator is open, pages and
+    graphs stay allocated until `drop` is called.
     """
 
     def __init__(self) -> None:
@@ -376,7 +379,7 @@ class ReusablePageCaches:
     def take(
         self, network: Decoder, device: torch.device, budget: GenerationBudget
     ) -> GenerationCaches:
-        """Return the caches of the last generator if they suit this one, or new ones."""
+        """Return the previous generator's caches if they can be reused, otherwise new ones."""
         caches = self._page_caches
         self._page_caches = None
         if caches is not None:
@@ -400,10 +403,10 @@ class ReusablePageCaches:
 
 
 def identify_storage(network: Decoder) -> Hashable:
-    """Return a value that changes if a captured pass would be wrong for the network.
+    """Return a value that changes whenever graphs captured for the network become invalid.
 
-    That is, if it would read other memory or compute something else: the addresses of the tensors,
-    and the active adapters.
+    They become invalid if they would read other memory or compute something else. The value
+    consists of the addresses of the tensors and the active adapters.
     """
     tensors = [kernels.get_address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):

@@ -67,14 +67,15 @@ class DecodeBatch:
 
     @property
     def min_remaining(self) -> int:
-        """Minimum number of tokens left until a row reaches its limit."""
+        """Minimum number of tokens that any row can still get before it reaches its limit."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:
         """Return random numbers [m, n] in [0, 1) for the next m tokens of each row.
 
-        m is between 1 and `most`: as many as are available for all rows. They are the numbers of
-        `weft.randomness` for the row's key at positions `count`, `count` + 1, ...
+        m is the number of tokens for which all rows have random numbers, at least 1 and at most
+        `most`. The random numbers are those of `weft.randomness` for the row's key at positions
+        `count`, `count` + 1, ...
         """
         count = self.count[: len(self)]
         if self._steps_ahead < 1:
@@ -101,7 +102,7 @@ class DecodeBatch:
     ) -> None:
         """Append one sampled token to every row.
 
-        `supports` are the ids that the sampling limits left, if they are recorded.
+        `supports` are the ids that the sampling limits kept, if they are recorded.
         """
         rows = np.arange(len(self))
         count = self.count[: len(self)]
@@ -119,7 +120,7 @@ class DecodeBatch:
     def remove(self, row: int) -> Live:
         """Remove a row and return its sequence with the sampled tokens.
 
-        The last row takes its place.
+        The last row moves to the index that becomes free.
         """
         live = self.sequences[row]
         last = len(self) - 1

@@ -55,11 +55,11 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class DeferringDecoder(Protocol):
-    """A decoder whose passes without `rows` can return before they are complete."""
+    """Decoder whose passes, if called without `rows`, can return before they are complete."""
 
     def catch_up(self) -> None:
         """Compute the deferred work.
 
-        It is called before anything that a pass wrote is copied or moved.
+        Must be called before anything that a pass wrote is copied or moved.
         """
         ...

@@ -60,14 +60,14 @@ def open_generator(
     agree_on_tokens: TokenAgreement = sample_locally,
     reusable_caches: ReusablePageCaches | None = None,
 ) -> Iterator[BatchGenerator]:
-    """Open a generator on `network`, which is in evaluation mode until it is closed.
+    """Open a generator on `network`, which stays in evaluation mode until the generator is closed.
 
-    `version` is the weight version that tokens carry. A completion ends with one of `eos_ids`,
-    `spec.stop_ids` or `spec.stop`; the latter needs the spec's tokenizer (`ConfigError` without
-    it). `budget` defaults to what the device's memory allows. `reusable_caches` has the pages and graphs that
-    generators of one network pass on to the next.
+    `version` is the weight version that is recorded with each token. A completion ends with one of
+    `eos_ids`, `spec.stop_ids` or `spec.stop`; stop texts need the spec's tokenizer (`ConfigError`
+    without one). `budget` defaults to what the device's memory allows. `reusable_caches` stores pages and
+    graphs for the network's next generator.
 
-    Ranks that generate together run the same steps: they need equal budgets, and a `agree_on_tokens` that
+    Ranks that generate together run the same steps: they need equal budgets, and a `settle` that
     returns the same tokens on all of them.
     """
     if spec.stop and spec.tokenizer is None:
@@ -100,14 +100,15 @@ def open_generator(
 class LogitsHead:
     """Output layer of a network.
 
-    On devices where each product would copy the matrix to float32, the copy is made once.
+    On devices where each product would convert the matrix to float32, the conversion is done only
+    once.
     """
 
     def __init__(self, network: Decoder) -> None:
         self._network = network
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Return logits [R, V] of hidden states [R, hidden]."""
+        """Return the logits [R, V] of hidden states [R, hidden]."""
         return self._network.next_token_logits(states, self._float32_matrix)
 
     @cached_property
@@ -119,7 +120,7 @@ class LogitsHead:
 class BatchGenerator:
     """Generator with continuous batching; implements `weft.engine.base.Generator`.
 
-    Running sequences are rows 0 to n - 1 of the KV cache.
+    The n running sequences are rows 0 to n - 1 of the KV cache.
     """
 
     def __init__(
@@ -162,9 +163,9 @@ class BatchGenerator:
         return self._scheduler.idle
 
     def close(self) -> None:
-        """Free all memory, except what is passed on to the next generator.
+        """Free all memory except what the next generator can reuse.
 
-        No step is possible afterwards.
+        `step` cannot be called afterwards.
         """
         self._close_caches(list(self._prefill_caches))
         if self._cache is not None:
@@ -205,7 +206,7 @@ class BatchGenerator:
                     self._stop_texts[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """Sample one token of every running sequence and of each completed prompt.
+        """Sample one token for each running sequence and for each prompt that this step completes.
 
         Returns no events if the generator is idle, or if the step computes only a part of a long
         prompt.
@@ -214,7 +215,7 @@ class BatchGenerator:
         return self.finish()
 
     def begin(self) -> None:
-        """Start the passes of a step; only `submit` can be called before `finish`."""
+        """Start computing a step; until `finish` is called, only `submit` may be called."""
         with torch.no_grad(), use_device(self._device):
             self._begin_step()
 
@@ -257,7 +258,7 @@ class BatchGenerator:
         return events
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
-        """Stop all unfinished completions of these ids.
+        """Stop all unfinished completions of these ids, and return the tokens sampled so far.
 
         A `Request(generated=partial)` continues a completion exactly where it stopped.
         """
@@ -273,7 +274,7 @@ class BatchGenerator:
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """Use new weights; tokens carry `version` from now on.
+        """Use new weights, and record `version` with the tokens sampled from now on.
 
         Keys and values are computed again with the new weights, unless `keep_kv` is set.
         """
@@ -289,10 +290,10 @@ class BatchGenerator:
     # -- one step
 
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
-        """Compute chunks of prompts.
+        """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        Returns the hidden states [m, hidden] of the last tokens of the sequences that start in this
-        step. These sequences are the last rows.
+        Returns tensors [m, hidden] with the hidden states of these sequences' last prompt tokens.
+        The sequences are the last rows, in the same order.
         """
         states = []
         leaders = []
@@ -328,7 +329,7 @@ class BatchGenerator:
     def _prefill_chunk(self, chunk: PrefillChunk) -> Tensor:
         """Compute a chunk of a shared prefix, or of a prompt that takes several steps.
 
-        Returns the hidden state [1, hidden] of its last token.
+        Returns the hidden state [1, hidden] of the chunk's last token.
         """
         fill = chunk.prefill
         count = chunk.stop - chunk.start
@@ -353,7 +354,7 @@ class BatchGenerator:
     def _prefill_whole(self, fills: list[Prefill]) -> tuple[list[int], Tensor]:
         """Compute whole prompts in one pass, each in a new slot.
 
-        Returns (slots, hidden states [m, hidden] of their last tokens).
+        Returns (slots, hidden states [m, hidden] of the prompts' last tokens).
         """
         cache = self._get_cache()
         count = len(fills)
@@ -387,7 +388,7 @@ class BatchGenerator:
         return self._agree_on_tokens(draw, len(self._batch))
 
     def _sample(self, states: Tensor) -> SampledRows:
-        """Sample one token for each of the last rows from its hidden state."""
+        """Sample one token from each of the hidden `states`, which belong to the last rows."""
         rows = self._batch
         count = len(states)
         own = slice(len(rows) - count, len(rows))
@@ -406,7 +407,7 @@ class BatchGenerator:
         logprobs: npt.NDArray[np.float64],
         supports: list[tuple[int, ...]] | None,
     ) -> list[TokenEvent]:
-        """Record one token of every row, and remove the rows that are finished."""
+        """Record one token for every row, remove finished rows, and return the token events."""
         rows = self._batch
         count = len(self._batch)
         _check_finite(logprobs, rows, self._version)
@@ -444,7 +445,7 @@ class BatchGenerator:
         return self._cache
 
     def _close_caches(self, holders: list[PromptPrefix | Prefill]) -> None:
-        """Close the caches of these prefixes and prefills."""
+        """Close the caches of these prefixes and unfinished prompts."""
         for holder in holders:
             self._prefill_caches.pop(holder).close()
 
@@ -460,12 +461,15 @@ class BatchGenerator:
         self._close_caches([holder for holder in self._prefill_caches if holder not in in_use])
 
     def _add_row(self, live: Live) -> None:
-        """Add a row for this sequence."""
+        """Add a row for this sequence to the batch."""
         settings, key = self._sampling_keys[live.key]
         self._batch.add(live, settings, key, live.key in self._stop_texts)
 
     def _remove_row(self, row: int) -> Live:
-        """Remove a row and release its slot; the last row takes its place."""
+        """Remove a row, release its slot, and return its sequence.
+
+        The last row moves to the index that becomes free.
+        """
         assert self._cache is not None
         if self._multi_step is not None:
             self._multi_step.drop()
@@ -497,9 +501,9 @@ def _find_text_stops(
     stops: Mapping[tuple[str, int], StopTextDetector],
     least: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Return whether each row's new token completes one of the row's stop texts.
+    """Return, for each row, whether the new token completes one of the row's stop texts.
 
-    Rows with fewer than `least` tokens, the minimum of their settings, never stop.
+    A row never stops while it has fewer tokens than `least` requires for its settings.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

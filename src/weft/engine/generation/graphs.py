@@ -2,7 +2,7 @@
 
 A step is a matrix of integers (`weft.models.kv.pages.PagedCache.step`). It is padded with rows of
 zeros to the size of a graph and copied into the graph's fixed buffer; then the graph is replayed.
-Graphs contain the addresses of weights and pages, so they are discarded after these have moved.
+Graphs contain the addresses of weights and pages, so they are discarded when these have moved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ CaptureFunction = Callable[[StepFunction, Tensor], tuple[Callable[[], object], T
 
 
 def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
-    """Return the number of rows of the graph for a step of `rows`."""
+    """Return the number of rows of the graph that is used for a step of `rows` rows.
+
+    It is the first of `sizes` that is large enough, or else a multiple of `LARGE_SIZE_STEP`.
+    """
     return next(
         (size for size in sizes if size >= rows), -(-rows // LARGE_SIZE_STEP) * LARGE_SIZE_STEP
     )
@@ -46,7 +49,7 @@ def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A captured graph with its input buffer, the host memory copied to it, and its output buffer."""
+    """A captured graph with its input and output buffers, and the host copy of its input."""
 
     inputs: Tensor
     host: Tensor
@@ -54,7 +57,7 @@ class CapturedGraph:
     output: Tensor
 
     def __call__(self, step: StepArray) -> Tensor:
-        """Run the graph for a step of at most its number of rows; return its output."""
+        """Run the graph on a step with at most as many rows as the graph, and return the output."""
         self.host.zero_()
         self.host[: len(step)] = torch.from_numpy(step)
         self.inputs.copy_(self.host, non_blocking=True)
@@ -65,14 +68,14 @@ class CapturedGraph:
 class DecodeGraphs:
     """CUDA graphs of decode steps, by kind and number of rows.
 
-    `runs[kind]` maps a step, int32 [B, C] on the device, to an output [B, ...]; it has no other
-    inputs that change. A step runs in the smallest captured graph that has room for it. If none has
-    room, one is captured at once for all rows that are expected. A size that has run `after` times
-    in a larger graph gets its own graph.
+    `runs[kind]` is a function of a step, int32 [B, C] on the device, with output [B, ...]; none of
+    its other inputs may change between calls. A step runs in the smallest captured graph that is
+    large enough. If there is none, one is captured immediately, large enough for the expected
+    number of rows. A size that has run `after` times in a larger graph gets its own graph.
 
-    Without `capture`, steps are not captured. If a capture fails, there is one `RuntimeWarning`
-    (also in `note`), and later steps run without graphs. `counts` has the number of steps that were
-    "eager" or "replayed", and of sizes that were "captured".
+    Without `capture`, steps are not captured. If a capture fails, one `RuntimeWarning` is issued
+    and stored in `note`, and later steps run without graphs. `counts` has the numbers of "eager"
+    and "replayed" steps, and of "captured" sizes.
     """
 
     def __init__(
@@ -105,8 +108,8 @@ class DecodeGraphs:
     def __call__(self, kind: str, step: StepArray, *, form: Hashable, expected: int = 0) -> Tensor:
         """Return the output of a step [R, C] of this kind; it is valid until the next call.
 
-        `form` is any value that differs after the memory of the step has moved; `expected` is the
-        largest number of rows still to come.
+        `form` identifies the memory that the step reads; if it changes, all graphs are discarded.
+        `expected` is the largest number of rows that later steps will have.
         """
         if form != self._form:
             self.drop()
@@ -169,9 +172,10 @@ class DecodeGraphs:
 def build_cuda_capture(device: torch.device) -> CaptureFunction:
     """Return a function that captures graphs on a CUDA device.
 
-    Graphs share a memory pool, since no two outputs are needed at the same time. torch 2.11 asserts
-    that a pool has a graph when another joins it, but a pool can outlive its graphs, because a
-    cuBLAS workspace keeps it. So the first capture after all graphs are gone takes a new pool.
+    Graphs share a memory pool, since no two outputs are needed at the same time. torch 2.11
+    requires that a pool that a new graph joins still has a graph, but a cuBLAS workspace can keep a
+    pool alive after its graphs are gone. Therefore the first capture after all graphs are gone uses
+    a new pool.
     """
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

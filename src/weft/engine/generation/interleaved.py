@@ -2,8 +2,8 @@
 
 While the tokens of one generator are in transit, the passes of the others are computed.
 
-    with open_turns(decoder, spec, count=4, budget=budget, agree_on_tokens=decoder.agree_on_tokens, ...) as generator:
-    ...
+    with open_interleaved(decoder, spec, 4, budget=budget, settle=settle, ...) as generator:
+        ...
 
 This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
 """
@@ -37,9 +37,10 @@ def open_interleaved(
     budget: GenerationBudget,
     agree_on_tokens: TokenAgreement,
 ) -> Iterator[InterleavedGenerator]:
-    """Open `count` generators that share the budget, as `open_generator` opens one.
+    """Open `count` generators that share the budget and interleave their steps.
 
-    In a pipeline there are at most as many as ranks.
+    The other arguments are those of `open_generator`. In a pipeline, `count` is at most the number
+    of ranks.
     """
     ends = frozenset(eos_ids)
     share = replace(
@@ -67,9 +68,10 @@ def open_interleaved(
 
 
 class InterleavedGenerator:
-    """Generator that interleaves the steps of several; implements `weft.engine.base.Generator`.
+    """Generator that interleaves the steps of several generators.
 
-    All completions of an id go to one generator, which computes their prompt once.
+    Implements `weft.engine.base.Generator`. All completions of an id are submitted to one
+    generator, which computes their prompt once.
     """
 
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:
@@ -102,7 +104,7 @@ class InterleavedGenerator:
     def step(self) -> list[TokenEvent]:
         """Sample one token of each sequence in the generator whose step started first.
 
-        The steps of all other generators have started by then.
+        Before that, the steps of all other generators are started.
         """
         if self._events:
             events = self._events
@@ -131,7 +133,7 @@ class InterleavedGenerator:
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """Record new weights as `BatchGenerator.weights_changed` does."""
+        """Use new weights as `BatchGenerator.weights_changed` does."""
         self._finish_all()
         for generator in self._generators:
             generator.weights_changed(version, keep_kv=keep_kv)
@@ -148,7 +150,7 @@ class InterleavedGenerator:
         return events
 
     def _forget(self, id: str) -> None:
-        """Count down the unfinished completions of an id."""
+        """Reduce the number of unfinished completions of an id by one."""
         self._num_unfinished[id] -= 1
         if not self._num_unfinished[id]:
             del self._num_unfinished[id], self._generator_by_id[id]

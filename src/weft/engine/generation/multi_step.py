@@ -1,10 +1,10 @@
-"""Decode steps of a CPU, several in one call, where none of them needs the host before the last.
+"""Decode steps on a CPU, several of them in one call of the kernel.
 
-Between two calls of a kernel the host's work takes as long as a tenth to a quarter of a small
-network's step, most of it because the weights went through the caches. So the kernel goes on by
-itself with the tokens that it draws, up to the first that ends a completion; the generator books a
-step at a time. What was computed and is not booked yet is forgotten where anything else comes in
-between: nothing knows of it but the cache's memory beyond what its slots hold.
+Between two calls, the host's work takes a tenth to a quarter as long as a step of a small network,
+mostly because the step's weights have replaced the host's data in the caches. Therefore the kernel
+continues with the tokens that it draws itself, up to the first token that ends a completion. The
+generator takes the results one step at a time. Steps that it has not taken yet are discarded if
+anything else happens in between; they exist only in memory of the cache that no slot uses yet.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class MultiStepDecoder:
         self._seconds = MAX_SECONDS  # of a step
 
     def drop(self) -> None:
-        """Discard the steps that were computed, but not used."""
+        """Discard the steps that were computed, but not returned."""
         self._credit -= len(self._pending_tokens)
         self._pending_tokens = []
 
     def take(self, cache: Any, joined: bool) -> SampledRows | None:
         """Return the tokens [n] and log-probs [n] of the next step of all rows.
 
-        The rows are slots 0 to n - 1 of the `KVCache`, which counts the step's keys and values from
-        now on. Returns None if the step must be computed on its own, for example because other rows
-        have `joined`.
+        The rows are slots 0 to n - 1 of the `KVCache`, which includes the step's keys and values
+        from now on. Returns None if the step must be computed on its own, for example because other
+        rows have `joined`.
         """
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):
@@ -71,7 +71,7 @@ class MultiStepDecoder:
     def _choose_num_steps(self, cache: KVCache) -> int:
         """Return the number of steps to compute in one call.
 
-        It is at least one, or 0 if the cache has no room for a step.
+        It is 0 if the cache has no room for a step, otherwise at least 1.
         """
         most = min(
             int(MAX_SECONDS / max(self._seconds, 1e-6)), int(self._credit), self._rows.min_remaining
@@ -79,9 +79,10 @@ class MultiStepDecoder:
         return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
     def _samples_whole_vocabulary(self, kind: int) -> bool:
-        """Return whether rows are sampled from the whole vocabulary, except ends not allowed yet.
+        """Return whether rows with these settings are sampled from the whole vocabulary.
 
-        Rows with stop texts, recorded ids or reported alternatives do not qualify.
+        Only stop ids may be excluded, before the minimum length is reached. Rows with stop texts,
+        recorded ids or reported alternatives do not qualify.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

@@ -1,8 +1,8 @@
 """Accounting of the KV cache in pages, for the scheduler, without torch.
 
 `models/kv/pages.py` shares the pages of common prefixes, and copies a partly full page when a
-sequence writes to it. Each sequence counts with the maximum number of pages that it can need for
-itself, so memory that is counted as free is free.
+sequence writes to it. Each sequence is counted with the maximum number of pages that it can need
+for itself, so memory that is counted as free really is free.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from weft.engine.generation.blocks import Key
 
 
 class PageManager:
-    """Accounting in pages of `page` tokens; implements `weft.engine.generation.blocks.BlockManager`.
+    """Accounting in pages of `page` tokens; implements `BlockManager`.
 
-    The pages have room for `max_tokens` tokens in all. The cost of a step does not depend on the
-    number of sequences: they are grouped by the step, modulo `page`, in which they need another
-    page.
+    The pages have room for `max_tokens` tokens in total. The cost of a step does not depend on the
+    number of sequences, because they are grouped by the step, modulo `page`, in which they need
+    another page.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PageManager:
 
     @property
     def num_expected(self) -> int:
-        """Number of pages to allocate at once: enough for all expected sequences, within the limit."""
+        """Number of pages to allocate: enough for all expected sequences, within the limit."""
         return min(self.num_pages, max(self.num_used, self.rows * self._count_pages(self.longest)))
 
     def expect(self, count: int, longest: int) -> None:
@@ -82,13 +82,14 @@ class PageManager:
             self.num_used -= self._count_pages(distance + self._clock)
 
     def _count_pages(self, length: int) -> int:
-        """Return the maximum number of pages of `length` tokens that begin anywhere in a page."""
+        """Return the largest number of pages that `length` tokens can be spread over."""
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
         """Return the value of clock % page at which the sequence needs another page.
 
-        `_count_pages` grows at 2, page + 2, ... tokens.
+        `distance` is the sequence's length minus the clock. `_count_pages` grows at 2, page + 2,
+        ... tokens.
         """
         return (2 - distance) % self.page
 

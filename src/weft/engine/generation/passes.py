@@ -1,7 +1,7 @@
-"""Passes of a network over cached sequences.
+"""Forward passes of a network over cached sequences.
 
-If the CPU kernel supports the network, a pass is one call of it; otherwise it runs module by
-module. The results are bitwise equal.
+If the CPU kernel supports the network, one call of the kernel computes a pass; otherwise the pass
+runs module by module. The results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def supports_config(config: TransformerConfig) -> bool:
 
 
 def has_slot_kernel(network: object) -> bool:
-    """Return whether attention reads only those positions of a slot that have been written."""
+    """Return whether attention reads only the positions of a slot that have been written."""
     if not isinstance(network, Transformer):
         return False
     config = network.config
@@ -100,7 +100,7 @@ class _PreparedForward:
 
 
 class DecoderPasses:
-    """Passes of one network without gradients.
+    """Forward passes of one network, without gradients.
 
     The addresses of weights and caches are remembered until `forget` is called.
     """
@@ -125,7 +125,10 @@ class DecoderPasses:
         return prepared.forward.run(self._build_pass(prepared, x), rows)
 
     def run_ahead(self, x: Packed, draws: kernels.DrawParameters) -> tuple[Tensor, Tensor]:
-        """Run `CachedForward.run_ahead` on a cache for which `can_sample` returns True."""
+        """Compute several decode steps in one call, as `CachedForward.run_ahead` does.
+
+        `can_sample` must return True for the cache.
+        """
         assert isinstance(x.attention, Cached)
         prepared = self._prepare(x.attention.cache)
         assert prepared is not None
@@ -140,7 +143,7 @@ class DecoderPasses:
         )
 
     def can_sample(self, cache: KVCache) -> bool:
-        """Return whether decode steps over the cache and sampling are computed in the same call."""
+        """Return whether one call can compute decode steps over the cache and sample tokens."""
         prepared = self._prepare(cache)
         return prepared is not None and prepared.forward.weights.head is not None
 
@@ -150,7 +153,7 @@ class DecoderPasses:
         return prepared is not None and prepared.num_moves == cache.num_moves
 
     def forget(self) -> None:
-        """Discard the addresses of weights and caches, because weights may have changed or moved."""
+        """Discard the addresses of weights and caches; call this when weights change or move."""
         self._prepared.clear()
         self._is_supported = _supports_network(self._network)
 
@@ -182,7 +185,7 @@ class DecoderPasses:
     def _build_prefixes(
         self, prepared: _PreparedForward, context: Cached
     ) -> tuple[PrefixRows, ...]:
-        """Return the prefixes of a decode step, which mostly equal those of the step before."""
+        """Return the prefixes of a pass; decode steps with the same prefixes reuse them."""
         if context.max_len > 1:
             return tuple(
                 _build_prefix_rows(cache, rows) for cache, rows in context.tokens_by_prefix
@@ -197,10 +200,10 @@ class DecoderPasses:
     def _compute_rotation(
         self, x: Packed, context: Cached, steps: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return (cos, sin, row of the two for each token).
+        """Return (cos, sin, index of each token's row in them).
 
         `cos` and `sin` are [P, 1, half] and have rows for `steps` decode steps; the row indices are
-        int64 [T].
+        int64 [T]. Returns None for a network without rotary positions.
         """
         settings = self._network.config.rope
         dtype = context.cache.dtype
@@ -220,7 +223,8 @@ class DecoderPasses:
 def _supports_network(network: Decoder) -> bool:
     """Return whether the kernel computes everything that the network's modules do.
 
-    False for hooks, adapters, or parts that ranks have to reduce.
+    Returns False for a network with hooks, adapters or quantized layers, and for one whose results
+    have to be reduced over ranks.
     """
     if not isinstance(network, Transformer) or not supports_config(network.config):
         return False

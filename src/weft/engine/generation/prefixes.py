@@ -1,8 +1,9 @@
-"""Which sequences begin alike, and how much of it to store once. Pure: no torch, no tensors.
+"""Prefixes that several prompts share, and the choice of those to store once; no torch.
 
-A prompt is known by a chain of hashes, one every `STRIDE` tokens and one at its last token but one,
-so finding who shares what costs a few look-ups a sequence. A shared prefix never holds a sequence's
-last token: that one is each sequence's own, and its pass gives the first draw.
+A prompt is identified by a chain of hashes, one every `STRIDE` tokens and one at its second-to-last
+token, so a few look-ups per sequence find the prompts that share a prefix. A shared prefix never
+contains a sequence's last token: every sequence computes that itself, because the first token is
+sampled from the result.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ PrefixLevel = tuple[int, int]  # (tokens, hash of the chain up to there)
 class PromptPrefix:
     """First tokens shared by several sequences.
 
-    `is_ready` is set once their keys and values are computed; `num_users` is the number of running
-    sequences that begin with them.
+    `is_ready` is set once the keys and values of these tokens are computed. `num_users` is the
+    number of admitted sequences that begin with them.
     """
 
     tokens: tuple[int, ...]
@@ -31,14 +32,14 @@ class PromptPrefix:
 
 @dataclass
 class PrefixIndex:
-    """Number of current sequences that begin with each chain of tokens."""
+    """Counts, for each prefix of a prompt, how many current sequences begin with it."""
 
     # minimum tokens that a new prefix must save: its length times the sequences after the first
     min_saved_tokens: int
     counts: Counter[int] = field(default_factory=Counter)
 
     def list_levels(self, prompt: Sequence[int]) -> tuple[PrefixLevel, ...]:
-        """Return the prefixes of a prompt that can be shared, shortest first."""
+        """Return (length, hash) of each prefix of a prompt that can be shared, shortest first."""
         last = len(prompt) - 1
         ends = [*range(STRIDE, last, STRIDE), last]
         levels = []
@@ -64,7 +65,8 @@ class PrefixIndex:
     ) -> PrefixLevel | None:
         """Return the prefix that saves a sequence the most tokens, or None if none saves enough.
 
-        `stored` has the prefixes that are already in the KV cache.
+        `levels` are the prefixes of the sequence's prompt. `stored` contains the prefixes that are
+        already in the KV cache, by hash.
         """
 
         def count_saved_tokens(level: PrefixLevel) -> float:

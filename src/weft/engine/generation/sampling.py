@@ -1,16 +1,14 @@
-"""From logits to tokens: one uniform number a token, inverse CDF in vocabulary order, log-probs as
-sampled.
+"""Sampling of tokens from logits.
 
-Which ids take part: the `n` likeliest, ties going to the lower id, where `n` is set by top-k, then
-top-p over what top-k left, then min-p (the order of `transformers`). All three keep a head of the
-same ranking, so they meet in one `n`.
+Each token is drawn with one uniform random number, by inverting the CDF over the ids in vocabulary
+order. The ids that take part are the n likeliest, ties going to the lower id. n is set by top-k,
+then by top-p over the ids that top-k left, then by min-p (the order of `transformers`).
 
-Log-probs are those of the distribution that training recomputes: at `temperature`, normalised over
-the kept ids where a limit is in force and over the whole vocabulary otherwise. Ids that
-`min_new_tokens` bans leave the draw, and the kept ids, but not the whole-vocabulary normaliser:
-without a limit the policy's log-prob is the one over all ids. Under `greedy` the log-prob is the
-model's at temperature 1, since the likeliest token under a limit of one id has log-prob 0 and says
-nothing.
+Log-probs are those of the distribution that training recomputes: at `temperature`, normalized over
+the kept ids if a limit is set, and over the whole vocabulary otherwise. Ids that `min_new_tokens`
+bans can neither be drawn nor kept, but they count in the normalization over the whole vocabulary.
+With `greedy`, the log-prob is the model's at temperature 1, because with a limit of one id every
+log-prob would be 0.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ MAX_PROBABILITIES = (
 class SampledTokens:
     """Sampled tokens of R rows.
 
-    `tokens` are int64 [R] and `logprobs` float32 [R]. `support_mask` is a mask bool [R, V] of the
-    ids that the sampling limits left, or None without limits.
+    `tokens` are int64 [R] and `logprobs` float32 [R]. `support_mask` is a bool mask [R, V] of the
+    ids that the sampling limits kept, or None without limits.
     """
 
     tokens: Tensor
@@ -45,15 +43,15 @@ class SampledTokens:
 
     @property
     def stacked(self) -> Tensor:
-        """Tokens and log-probs as one tensor float64 [R, 2], to be copied to the host at once."""
+        """Tokens and log-probs in one float64 tensor [R, 2], to be copied to the host together."""
         return torch.stack([self.tokens.double(), self.logprobs.double()], dim=1)
 
 
 @dataclass(frozen=True)
 class TokenBan:
-    """Ids that some rows must not sample.
+    """Ids that must not be sampled in some rows.
 
-    `ids` are int64 [B]; `rows` is a mask bool [R] of the rows in which they are excluded.
+    `ids` are int64 [B]. `rows` is a bool mask [R] of the rows in which these ids are excluded.
     """
 
     rows: Tensor
@@ -70,7 +68,7 @@ class TokenBan:
 
 
 def restricts_vocabulary(spec: GenerationSpec, vocab_size: int) -> bool:
-    """Return whether the spec excludes ids of this vocabulary.
+    """Return whether the spec's sampling limits exclude ids of a vocabulary of this size.
 
     A top_k of at least the size of the vocabulary excludes nothing.
     """
@@ -82,7 +80,7 @@ def sample(
 ) -> SampledTokens:
     """Sample one token per row of `logits` [R, V] with random numbers `uniforms` [R] in [0, 1).
 
-    Logits have any float dtype. Probabilities are float32 (float64 for float64 logits) and are
+    Logits may have any float dtype. Probabilities are float32 (float64 for float64 logits) and are
     summed in float64 row by row, so that a row's token does not depend on the other rows. Log-probs
     are float32. Apple's MPS has no float64, so its rows are sampled on the CPU.
     """
@@ -126,7 +124,7 @@ def find_top_logprobs(
     """Return (the `spec.top_logprobs` likeliest ids of each row, their log-probs), best first.
 
     Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `sample` samples
-    from; minus infinity for ids that it cannot sample.
+    from. Ids that cannot be sampled have log-prob minus infinity.
     """
     if logits.is_mps:
         logits = logits.cpu()
@@ -143,10 +141,11 @@ def find_top_logprobs(
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> SampledTokens:
-    """Sample as `sample` does from the whole vocabulary, with one temperature per row.
+    """Sample from the whole vocabulary as `sample` does, but with one temperature per row.
 
-    `temperatures` are [R]; rows with 0 are padding. Without temperatures, the likeliest ids are
-    returned. Nothing depends on the host, so that a graph can capture it.
+    `temperatures` are [R]; rows with temperature 0 are padding. If `temperatures` is None, the
+    likeliest ids are returned. The computation does not depend on the host, so a CUDA graph can
+    capture it.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperatures is None:
@@ -187,7 +186,7 @@ def _sample_tokens(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[T
 
 
 def _compute_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probs of `tokens`, [R] or [R, n].
+    """Return the log-probs of `tokens`, [R] or [R, n], in the softmax of `scores`.
 
     The operations are those of `weft.models.network.token_outputs`, so that equal logits give
     bitwise equal log-probs.
@@ -202,8 +201,8 @@ def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return ids int64 [R] for unnormalized `weights` [R, V] >= 0 and `uniforms` [R] in [0, 1).
 
     Weights are float32 or float64. The id is the first whose cumulative weight exceeds `uniform *
-    total`, in float64. Blocks of ids are summed first and then the ids of the block found, so that
-    no row needs a running sum over the vocabulary.
+    total`, in float64. Cumulative sums are computed over blocks of ids first, and then within the
+    block that contains the id, so that no row needs a running sum over the vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % CDF_BLOCK:
@@ -220,11 +219,11 @@ def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
-    """Return a mask bool [R, V] of the ids that top-k, top-p and min-p leave.
+    """Return a bool mask [R, V] of the ids that top-k, top-p and min-p keep.
 
     `scores` [R, V] are logits divided by the temperature. If the ids are recorded, at most the
-    `max_support` likeliest remain, because a flat distribution would leave the whole vocabulary.
-    The likeliest id always remains; ids with a score of minus infinity never do.
+    `max_support` likeliest are kept, because a flat distribution would keep the whole vocabulary.
+    The likeliest id is always kept; ids with a score of minus infinity never are.
     """
     possible = scores > -math.inf
     mask = possible
@@ -244,17 +243,18 @@ def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
 
 
 def list_supports(mask: Tensor) -> list[list[int]]:
-    """Return the ids in each row of the mask, in vocabulary order."""
+    """Return the ids that the mask keeps in each row, in vocabulary order."""
     counts = mask.sum(dim=-1).tolist()
     ids = mask.nonzero()[:, 1]
     return [part.tolist() for part in ids.split(counts)]
 
 
 def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return (scores of the likeliest ids [R, w], best first; the number of them that remain [R]).
+    """Return the scores of each row's likeliest ids, and how many of these ids are kept.
 
-    `limit` is the value of top-k. The `RANKED_IDS` likeliest ids nearly always have `top_p` of the
-    probability; whole rows are sorted only if they do not.
+    Scores are [R, w], best first; the numbers of kept ids are [R]. `limit` is the value of top-k.
+    The `RANKED_IDS` likeliest ids nearly always have `top_p` of the probability; whole rows are
+    sorted only if they do not.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values

@@ -22,7 +22,7 @@ from weft.errors import RunError
 
 @dataclass(frozen=True)
 class GenerationBudget:
-    """Limits on the work done at once."""
+    """Limits on the work that a generator does at once."""
 
     max_sequences: int = 64
     max_tokens: int = 1 << 20  # maximum tokens in the KV cache
@@ -36,7 +36,8 @@ class Sequence:
     """A completion in progress, with the tokens sampled so far.
 
     `limit` is the maximum number of new tokens. While the sequence runs, its new tokens can be
-    recorded elsewhere (`DecodeBatch`); they are copied here before the sequence waits again.
+    recorded elsewhere (`DecodeBatch`); they are copied to this object before the sequence waits
+    again.
     """
 
     id: str
@@ -60,10 +61,10 @@ class Sequence:
 
 @dataclass(eq=False)
 class Prefill:
-    """A prefill: tokens to compute after the prefix `parent_prefix`.
+    """Tokens to compute in one or more steps, after the prefix `parent_prefix`.
 
-    They are the tokens of the new prefix `new_prefix`, or the remaining tokens of `sequences`,
-    which are all equal.
+    They are the tokens of the new prefix `new_prefix`, or else the remaining tokens of `sequences`,
+    which are equal for all of them.
     """
 
     tokens: tuple[int, ...]
@@ -75,7 +76,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `start` to `stop` of a fill, computed in one step."""
+    """Tokens `start` to `stop` of a prefill, which are computed in one step."""
 
     prefill: Prefill
     start: int
@@ -92,10 +93,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Work of one step, in this order.
+    """Work of one decoding step.
 
-    The memory of `preempted` is freed; then the last tokens of `decodes`, and the `chunks`, are
-    computed. Each sequence of `decodes` and of a prefill's last chunk gets one token.
+    First the memory of the `preempted` sequences is freed. Then the last token of each sequence in
+    `decodes` and the `chunks` of prompts are computed. Each sequence in `decodes`, and each one
+    whose last chunk is computed, gets one new token.
     """
 
     preempted: list[Sequence]
@@ -106,7 +108,8 @@ class StepPlan:
 class Scheduler:
     """Scheduler of waiting and running sequences.
 
-    `running` is in order of admission; `prefilling` are the pending prefills of admitted sequences.
+    `running` contains the running sequences in order of admission, and `prefilling` the pending
+    prefills of admitted sequences.
     """
 
     def __init__(self, budget: GenerationBudget, blocks: BlockManager) -> None:
@@ -129,7 +132,8 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
-        Raises `RunError` if it was submitted before, or if it would not fit even alone.
+        Raises `RunError` if it was submitted before, or if memory is too small even for this
+        sequence alone.
         """
         if sequence.key in self._sequences:
             raise RunError(
@@ -162,7 +166,7 @@ class Scheduler:
         return StepPlan(preempted, decodes, self._split_prefills())
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a running sequence that is complete."""
+        """Remove a running sequence that has ended."""
         del self.running[sequence.key]
         self._release(sequence)
         self._forget(sequence)
@@ -211,7 +215,7 @@ class Scheduler:
     def _make_room(self) -> list[Sequence]:
         """Reserve room for the keys and values of each running sequence's last token.
 
-        Returns the sequences that were preempted for it.
+        Returns the sequences that were preempted to make room.
         """
         preempted = []
         while not self.blocks.advance():
@@ -247,9 +251,9 @@ class Scheduler:
         self._index.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
-        """Free the prefixes that no admitted sequence begins with.
+        """Free the prefixes that no admitted sequence begins with; return whether there were any.
 
-        Returns whether there were any. Computed prefixes whose hashes are in `keep` remain.
+        Computed prefixes whose hashes are in `keep` remain.
         """
         unused = []
         for prefix in self.prefixes.values():
@@ -294,10 +298,10 @@ class Scheduler:
             count += 1
 
     def _allocate(self, sequence: Sequence) -> list[Prefill] | None:
-        """Allocate memory for a sequence and return the prefills it needs.
+        """Allocate memory for a sequence and return the prefills that it needs.
 
-        These are a new prefix, if any, then the sequence's own tokens. Returns None and allocates
-        nothing if there is not enough room.
+        These are the prefill of a new prefix, if there is one, and that of the sequence's own
+        tokens. Returns None and allocates nothing if there is not enough room.
         """
         fills = []
         known = sequence.list_tokens()

@@ -30,7 +30,10 @@ TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], Sampled
 
 
 def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
-    """Return the tokens that this rank samples: the `TokenAgreement` of a network on one rank."""
+    """Sample on this rank, and return a function that returns the result.
+
+    This is the `TokenAgreement` of a network on one rank.
+    """
     drawn = draw()
     return lambda: drawn
 
@@ -39,8 +42,8 @@ def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], S
 class GraphSampling:
     """Sampling parameters of a captured graph.
 
-    Each row gets its likeliest token (`greedy`), or is sampled from the whole vocabulary at
-    `temperatures` [R].
+    With `greedy`, each row gets its likeliest token. Otherwise each row is sampled from the whole
+    vocabulary at its temperature, `temperatures` [R].
     """
 
     greedy: bool
@@ -48,7 +51,7 @@ class GraphSampling:
 
 
 def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
-    """Concatenate the rows of both."""
+    """Concatenate the sampled rows of `first` and `second`."""
     supports = [[()] * len(drawn[0]) if drawn[2] is None else drawn[2] for drawn in (first, second)]
     recorded = first[2] is not None or second[2] is not None
     return (
@@ -61,8 +64,8 @@ def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
 class SettingsTable:
     """Sampling settings of a generator and of its requests, by index.
 
-    `specs[i]` are settings i. `is_stop[i]` is a mask bool [V] of the ids that end a completion, and
-    `min_new_tokens[i]` the minimum number of tokens before any end.
+    `specs[i]` are settings i. `is_stop[i]` is a bool mask [V] of the ids that end a completion, and
+    `min_new_tokens[i]` the minimum number of tokens before it may end.
     """
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
@@ -82,7 +85,7 @@ class SettingsTable:
         return self._default_spec.seed
 
     def find_index(self, given: GenerationSpec | None) -> int:
-        """Return the index of a request's settings; 0, the generator's own, if it has none.
+        """Return the index of a request's settings, or 0, the generator's own, for None.
 
         The seed, the tokenizer and the recorded outputs are always the generator's, and its stop
         ids apply to all requests. Raises `ConfigError` for values out of range.
@@ -119,8 +122,8 @@ class SettingsTable:
     ) -> SampledRows:
         """Sample rows of `logits` [R, V], each with its `settings` [R] after `done` [R] tokens.
 
-        Returns tokens, log-probs and, if they are recorded, the ids that the sampling limits left.
-        Likely alternatives, if settings request them, are then available from `take_top_logprobs`.
+        Returns tokens, log-probs and, if they are recorded, the ids that the sampling limits kept.
+        If settings request likely alternatives, `take_top_logprobs` returns them afterwards.
         """
         self._top_logprobs = self._find_top_logprobs(logits, settings, done)
         if (settings == settings[0]).all():
@@ -141,7 +144,7 @@ class SettingsTable:
     def _sample_kind(
         self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]
     ) -> SampledRows:
-        """Sample rows that have the same settings."""
+        """Sample rows that all have the settings with index `kind`."""
         spec = self.specs[kind]
         supports = None
         drawn = sampling.sample(logits, uniforms, spec, self._build_ban(kind, done, logits.device))
@@ -156,9 +159,10 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likely alternatives of each of `count` rows, once.
+        """Return the likely alternatives of each of `count` rows, and forget them.
 
-        The last rows are those of the last call of `sample`; the others have none.
+        The last of these rows were sampled by the last call of `sample`; the others have no
+        alternatives.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -173,7 +177,8 @@ class SettingsTable:
     ) -> list[TopLogprobs] | None:
         """Return the likeliest ids of each row of `logits` [R, V], with log-probs.
 
-        Rows whose settings do not request them have none. Returns None if no row does.
+        Rows whose settings do not request alternatives have none. Returns None if no row requests
+        them.
         """
         kinds = []
         for kind in np.unique(settings).tolist():
@@ -199,10 +204,10 @@ class SettingsTable:
     def build_graph_sampling(
         self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> GraphSampling | None:
-        """Return the sampling parameters of rows in a captured graph; None if it can't sample them.
+        """Return the parameters for sampling rows in a captured graph; None if that is impossible.
 
-        A graph does not support limits, ends not allowed yet, recorded sets of kept ids, reported
-        alternatives, or a mixture of greedy and sampled rows.
+        A graph does not support sampling limits, a minimum length that is not reached yet, recorded
+        sets of kept ids, reported alternatives, or a mixture of greedy and sampled rows.
         """
         if self._default_spec.record_support or (done < self.min_new_tokens[settings]).any():
             return None
@@ -222,7 +227,7 @@ class SettingsTable:
     def _build_ban(
         self, kind: int, done: npt.NDArray[np.int64], device: torch.device
     ) -> sampling.TokenBan | None:
-        """Return the stop ids for the rows with too few tokens to end, or None."""
+        """Return a ban on the stop ids in the rows with too few tokens to end, or None."""
         early = done < self.min_new_tokens[kind]
         if not early.any():
             return None
@@ -243,9 +248,9 @@ class SettingsTable:
 
 
 def _convert_stop_texts(spec: GenerationSpec) -> GenerationSpec:
-    """Return settings in which stop texts that are one special token (`<|im_end|>`) are stop ids.
+    """Return settings in which each stop text that is one special token becomes a stop id.
 
-    Stop ids need no decoding.
+    An example is `<|im_end|>`. Stop ids need no decoding.
     """
     if not spec.stop or spec.tokenizer is None:
         return spec

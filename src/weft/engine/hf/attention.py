@@ -3,7 +3,7 @@
 A decoder that gets its attention function from `AttentionInterface` gets
 `compute_packed_attention`, which reads the pass (which tokens attend to which) from the attention
 module that calls it. Nothing else in the module changes. A trial (`trial.py`) first tests whether
-this is exact for the decoder, which may mix tokens outside of attention too.
+this is exact for the decoder, which may also mix tokens outside of attention.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ UNKNOWN = ("s_aux", "position_bias")
 
 
 class UnsupportedAttention(Exception):
-    """This decoder's attention asks for something that weft's attention does not compute."""
+    """Raised if a decoder's attention needs something that weft's attention does not compute."""
 
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """Information on one forward pass that an attention module reads.
+    """Data about one forward pass that an attention module needs.
 
-    `layer` is the module's number, counted from 0 in the order of the calls.
+    `layer` is the index of the module in the order of the calls.
     """
 
     context: AttentionContext
@@ -45,9 +45,10 @@ class AttentionPass:
 
 @dataclass
 class AttentionRecorder:
-    """Stand-in for a pass during the trial of a decoder; records the calls of attention modules.
+    """Stand-in for an `AttentionPass` during the trial of a decoder; records its attention calls.
 
-    `callers` are the modules in the order of their calls, `shapes` the shapes of their inputs.
+    `callers` are the attention modules in the order of their calls, `shapes` the shapes of their
+    inputs.
     """
 
     context: AttentionContext
@@ -65,7 +66,8 @@ def compute_packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute weft's attention in the form of an attention function of `transformers`.
 
-    query `[1, heads, T, dim]`, key and value `[1, kv_heads, T, dim]` -> `[1, T, heads, dim]`.
+    `query` is `[1, heads, T, dim]`, `key` and `value` are `[1, kv_heads, T, dim]`, and the result
+    is `[1, T, heads, dim]`.
     """
     state = vars(module).get(STATE)
     window = settings.get("sliding_window")
@@ -107,7 +109,7 @@ def _record(
 def get_window_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
-    """Return the window's size in place of a mask `[.., T, T]`, or None if the mask is causal.
+    """Return the window's size in place of a mask [..., T, T], or None if there is no window.
 
     `_record` compares the size with the attention function's `sliding_window`.
     """
@@ -117,6 +119,6 @@ def get_window_limit(
 
 
 def register() -> None:
-    """Register the functions with `transformers`; repeated calls change nothing."""
+    """Register weft's attention in `transformers`; repeated calls change nothing."""
     AttentionInterface.register(NAME, compute_packed_attention)
     AttentionMaskInterface.register(NAME, get_window_limit)

@@ -1,7 +1,7 @@
 """Imports from `transformers`, without their warnings.
 
-They import torchao if it is installed, which warns of missing libraries and deprecated names of
-torch. A user can do nothing about these warnings.
+These modules import torchao if it is installed, and torchao warns of missing libraries and
+deprecated names of torch. A user can do nothing about these warnings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading and writing the `transformers` module of the backend `hf`.
 
-Nothing is unpickled, and code of the directory runs only with `trust_remote_code`.
+Nothing is unpickled, and code in the directory runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Load the module of a model directory or hub name, or build a new one from its config.json.
 
-    It is on `device` in `dtype`. Raises `UserError` for an incomplete directory, an architecture
-    that is no decoder, or one that needs code of its directory.
+    The module is on `device` and has the dtype `dtype`. Raises `UserError` for an incomplete
+    directory, an architecture that is no decoder, or one that needs code from its directory.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
@@ -82,7 +82,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
 def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
     """Build the module of a model's config.json on the meta device; weights are not read.
 
-    Raises as `load` does.
+    Raises the same errors as `load`.
     """
     if spec.head == "lm":
         auto: Any = AutoModelForCausalLM
@@ -106,7 +106,7 @@ def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
 def build_device_arguments(device: torch.device) -> dict[str, Any]:
     """Return arguments with which `transformers` moves each tensor to the device once it is read.
 
-    The host then never holds the whole model. This needs the package accelerate; without it, the
+    The whole model is then never in host memory. This needs the package accelerate; without it, the
     result is empty.
     """
     if device.type == "cpu" or not is_accelerate_available():
@@ -115,9 +115,9 @@ def build_device_arguments(device: torch.device) -> dict[str, Any]:
 
 
 def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` that names a missing or truncated file.
+    """Raise `CheckpointError`, with the file's name, if a file is missing or truncated.
 
-    The error of `transformers` doesn't name it.
+    The error of `transformers` doesn't name the file.
     """
     if any(directory.glob("*.safetensors*")):
         files = WeightFiles(directory)
@@ -140,7 +140,7 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 
 def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
-    """Return the dropout rates of a configuration by their keys."""
+    """Return the dropout rates in a configuration, by their configuration keys."""
     dropout_rates: dict[str, float] = {}
     for k, v in values.items():
         if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True:
@@ -149,7 +149,7 @@ def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:
-    """Return the names of newly initialized parameters, all of them the head's.
+    """Return the names of newly initialized parameters, which can only be the head's.
 
     Raises `CheckpointError` for any other parameter that is missing or left over.
     """
@@ -176,7 +176,7 @@ def _check_report(path: str, report: dict[str, Any]) -> list[str]:
 def _initialize_head(module: nn.Module, spec: ModelSpec) -> None:
     """Initialize a new value head with zeros and a new score head with small random weights.
 
-    `weft.checkpoints.hf_io.initialize_parameter` does the same, for the reasons given there.
+    `weft.checkpoints.hf_io.initialize_parameter` does the same and explains why.
     """
     for child in module.children():
         if isinstance(child, nn.Linear) and child.out_features == 1:
@@ -209,7 +209,7 @@ def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | No
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silence progress bars and log messages of `transformers`; weft makes the needed checks."""
+    """Silence progress bars and log messages of `transformers`; weft makes the necessary checks."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -224,7 +224,7 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def _hold_seed(seed: int) -> Iterator[None]:
-    """Seed torch's generator, which initializes new weights; its state is restored at the end."""
+    """Seed torch's generator, which initializes new weights, and restore its state at the end."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

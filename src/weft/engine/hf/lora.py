@@ -1,9 +1,8 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1) on a `transformers` module: y = W x +
-scale B A drop(x), W frozen.
+"""Low-rank adapters on a `transformers` module (Hu et al. 2021, "LoRA", section 4.1).
 
-Targets are the module's own names of its linear layers (`q_proj`, `query_key_value`, ...); where
-none are named, all of them but the output layer. `weft.models.network.lora` does the same for
-weft's decoder.
+An adapted layer computes y = W x + scale B A drop(x), where W is frozen. Targets are the module's
+own names of its linear layers (`q_proj`, `query_key_value`, ...); if none are named, all of them
+but the output layer. `weft.models.network.lora` does the same for weft's decoder.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ BASE = ".base"  # part that wrapping adds to a parameter's name
 
 
 class HFAdaptedLinear(nn.Module):
-    """Linear layer, or GPT-2's transposed one (`Conv1D`), with an adapter.
+    """Linear layer with an adapter.
 
-    `weight` and `bias` of the base layer stay readable, because module code may access them.
+    The base layer is an `nn.Linear`, or GPT-2's transposed `Conv1D`. Its `weight` and `bias` stay
+    readable, because module code may access them.
     """
 
     def __init__(self, base: nn.Linear | Conv1D, r: int, scale: float, dropout: float) -> None:
@@ -64,7 +64,7 @@ class HFAdaptedLinear(nn.Module):
         )
 
     def merge_weight(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the base layer's weight with the product of the adapter's matrices added."""
+        """Return the base layer's weight with the scaled product of `b` and `a` added."""
         weight = self.base.weight.detach()
         if self.transposed:
             return merge_weight(weight.T, a, b, self.scale).T.contiguous()
@@ -72,10 +72,10 @@ class HFAdaptedLinear(nn.Module):
 
 
 def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
-    """Freeze everything but a value or score head and give the target layers adapters.
+    """Add adapters to the target layers, and freeze everything else but a value or score head.
 
-    A starts uniform in +-1/sqrt(in), from `seed` and the layer's name alone; B at 0. Raises
-    `ConfigError` for a target that the module lacks.
+    Matrix A is drawn uniformly between -1/sqrt(in) and 1/sqrt(in), from `seed` and the layer's name
+    alone; B is 0. Raises `ConfigError` for a target that the module lacks.
     """
     output = module.get_output_embeddings()
     layers = {}
@@ -109,7 +109,7 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
 
 @contextmanager
 def disable_adapters(module: nn.Module) -> Iterator[None]:
-    """Disable the module's adapters within the context, so that it computes what its base does."""
+    """Disable the adapters within the context, so that the module computes as its base does."""
     adapted = []
     for layer in module.modules():
         if isinstance(layer, HFAdaptedLinear):
@@ -124,9 +124,10 @@ def disable_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def merge_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the module's state with merged adapters, under the names without adapters.
+    """Return the module's state dict with the adapters merged into the weights.
 
-    `tensors` are the exact values of the adapters by the module's parameter names.
+    The names are those of the base model. `tensors` maps the names of the adapters' parameters to
+    their unrounded values.
     """
     state = {}
     for name, value in module.state_dict().items():
@@ -149,7 +150,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter as PEFT does: `adapter_model.safetensors` and `adapter_config.json`.
 
-    `tensors` are parameters by the module's names.
+    `tensors` maps the module's parameter names to values.
     """
     directory.mkdir(parents=True, exist_ok=True)
     adapted = {}

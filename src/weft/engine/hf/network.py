@@ -36,7 +36,10 @@ DIGITS = 4  # a token id as numbers below 128, which every float dtype holds exa
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """Output layer: cap(weight (scale h) + bias), cap(x) = softcap tanh(x / softcap)."""
+    """Output layer, which maps a hidden state h to cap(weight (scale h) + bias).
+
+    cap(x) is softcap tanh(x / softcap), or x without a soft cap.
+    """
 
     layer: nn.Linear
     scale: float = 1.0
@@ -51,10 +54,11 @@ class HFNetwork(nn.Module):
     """Network of the engine that runs a decoder of `transformers`.
 
     `module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
-    with one label. `callers` are its attention modules in the order of their calls if the decoder
-    computes packs; they are empty if it computes the sequences of one length at a time. `caches`:
-    keys and values fit weft's cache. Otherwise the cache contains tokens, and generation computes
-    all of them again for each new one. The generator and the cost estimate read `config`.
+    with one label. If the decoder computes packs, `callers` are its attention modules in the order
+    of their calls. If it computes the sequences of one length at a time, there are none. `caches`
+    is True if keys and values fit weft's cache. Otherwise the cache contains tokens, and generation
+    computes all of them again for each new token. The generator and the cost estimate read
+    `config`.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class HFNetwork(nn.Module):
         return {name: compute_row_values(states, layer.weight) + bias}
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return False: the trial of a module covers whole sequences only."""
+        """Return False, because a module's trial does not cover shared prefixes."""
         return False
 
     @property
@@ -126,7 +130,7 @@ class HFNetwork(nn.Module):
         return self._caches
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return the head's input `[T, compute_hidden]`, or only its rows `rows`, int64 `[N]`."""
+        """Return the head's input `[T, hidden]`, or only its rows `rows`, int64 `[N]`."""
         states = self._compute_states(x)
         return states if rows is None else states[rows]
 
@@ -143,9 +147,9 @@ class HFNetwork(nn.Module):
         return self._compute_by_length(x)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits `[R, V]` before temperature of states `[R, compute_hidden]`.
+        """Return float32 logits `[R, V]`, before temperature, of states `[R, hidden]`.
 
-        `wide` as in `Transformer`.
+        `wide` is the float32 copy of the output matrix, as in `Transformer.next_token_logits`.
         """
         return self._head[0].projection.compute_logits(hidden_rows * self._head[0].scale, wide)
 
@@ -155,7 +159,7 @@ class HFNetwork(nn.Module):
         return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the decoder's hidden states `[B, L, compute_hidden]` of tokens `[B, L]` without padding."""
+        """Return the decoder's hidden states `[B, L, hidden]` of unpadded tokens `[B, L]`."""
         return run(self.module, tokens, positions)
 
     def _compute_by_length(self, x: Packed) -> Tensor:
@@ -196,7 +200,10 @@ class HFNetwork(nn.Module):
 
 
 def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Run the decoder without its head on tokens `[B, L]` without padding -> `[B, L, compute_hidden]`."""
+    """Run the decoder without its head on tokens `[B, L]` without padding.
+
+    Returns the hidden states `[B, L, hidden]`.
+    """
     places = {} if positions is None else {"position_ids": positions}
     return _get_trunk(module)(input_ids=tokens, **places).last_hidden_state
 
@@ -204,8 +211,8 @@ def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None
 def _get_trunk(module: PreTrainedModel) -> nn.Module:
     """Return the decoder without its head.
 
-    A few classes give another class's name for it; theirs is the only model among their children.
-    Raises `ConfigError` if it cannot be found.
+    A few classes name an attribute for the decoder that they do not have; for these, the decoder is
+    the only child module that is a model. Raises `ConfigError` if the decoder cannot be found.
     """
     if module.base_model is not module:
         return module.base_model
@@ -222,9 +229,10 @@ def _get_trunk(module: PreTrainedModel) -> nn.Module:
 
 
 def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, AttentionRecorder]:
-    """Return hidden states `[T, compute_hidden]` of a pack by weft's attention, and the recorded calls.
+    """Compute a pack with weft's attention; return hidden states `[T, hidden]` and a recorder.
 
-    Raises `UnsupportedAttention` for a module that weft's attention cannot compute.
+    The recorder has the calls of the attention modules. Raises `UnsupportedAttention` for a module
+    that weft's attention cannot compute.
     """
     assert isinstance(x.attention, Dense)
     recorder = AttentionRecorder(x.attention, [], [])
@@ -240,9 +248,9 @@ def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Attent
 
 @contextmanager
 def _hold_seed(keys: DropoutKeys | None) -> Iterator[None]:
-    """Seed torch's generator, from which the module's dropout draws, by the pack's keys.
+    """Seed torch's generator with the pack's keys, because the module's dropout uses it.
 
-    Its state is restored at the end.
+    The generator's state is restored at the end.
     """
     if keys is None:
         yield

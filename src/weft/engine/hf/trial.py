@@ -1,4 +1,4 @@
-"""Trial of a `transformers` decoder before use: its head's function, and support of packs.
+"""Trial of a `transformers` decoder before use: how its head computes, and if it supports packs.
 
 A decoder that uses `AttentionInterface` may still compute a pack differently from its sequences
 alone: it may mix neighboring tokens in convolutions, count positions itself, or use another mask. A
@@ -53,8 +53,8 @@ class DecoderTrial:
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
     """Run the decoder on a pack and on single sequences, and compare the results.
 
-    If they agree, the decoder is left set to weft's attention, else as it was. Raises `ConfigError`
-    for a head whose computation weft doesn't know.
+    If they agree, the decoder uses weft's attention from now on; otherwise it is left as it was.
+    Raises `ConfigError` for a head whose computation weft doesn't know.
     """
     register()
     own = module.config._attn_implementation
@@ -94,9 +94,9 @@ def _run_trial(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderT
 def _compute_pack(
     module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
-    """Return the attention modules and their shapes.
+    """Compute the probes as a pack; return the attention modules and their shapes.
 
-    Raises `UnsupportedAttention` if the results of a pack differ from those of its sequences alone.
+    Raises `UnsupportedAttention` if the results differ from those of the single sequences.
     """
     rotation = module.config.to_dict().get("rope_parameters") or {}
     if rotation.get("rope_type") in MOVING_ROTATIONS:
@@ -120,7 +120,7 @@ def _compute_pack(
 
 
 def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]) -> None:
-    """Raise `ConfigError` if a token sees later ones, which would make its log-prob meaningless."""
+    """Raise `ConfigError` if a token sees later ones, because its log-prob would be meaningless."""
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
     if _compute_difference(prefix, alone[longest][:-1]) > TOLERANCE:
@@ -135,7 +135,7 @@ def _check_head(
 ) -> HeadLayer:
     """Return the output layer separately, so that log-probs can be computed in chunks of rows.
 
-    Raises `ConfigError` if it is not a linear layer followed by a known function.
+    Raises `ConfigError` if the head is not a linear layer followed by a known function.
     """
     values: dict[str, Any] = module.config.to_dict()
     kind = values.get("model_type")
@@ -183,11 +183,12 @@ def _check_head(
 
 @contextmanager
 def _hold_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
-    """Replace half-precision parameters within the context by float32 ones with the same values.
+    """Replace half-precision parameters by float32 ones with the same values, within the context.
 
-    With `by_block` those of a block are replaced only while it runs, so that at most one block
-    exists twice, and those outside of all blocks throughout. Otherwise all are replaced throughout.
-    Buffers stay as they are: those of rotary embeddings are float32 anyway.
+    With `by_block`, the parameters of a block are replaced only while the block runs, so that at
+    most one block exists twice; parameters outside all blocks are replaced throughout. Otherwise,
+    all parameters are replaced throughout. Buffers stay as they are: those of rotary embeddings are
+    float32 anyway.
     """
     blocks = list(_iterate_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -214,14 +215,14 @@ def _hold_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
 
 
 def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the modules in the outermost module lists: a decoder's layers."""
+    """Iterate over the modules in the outermost module lists, which are the decoder's layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _iterate_blocks(child)
 
 
 @dataclass(frozen=True)
 class _ParameterLocation:
-    """Location of a parameter."""
+    """Parameter, with the module `owner` that has it as the attribute `name`."""
 
     owner: nn.Module
     name: str
@@ -229,9 +230,9 @@ class _ParameterLocation:
 
 
 def _widen(module: nn.Module, but: Container[int]) -> list[_ParameterLocation]:
-    """Replace half-precision parameters by float32 copies; return the replaced ones.
+    """Replace half-precision parameters by float32 copies; return the originals with their places.
 
-    Parameters with ids in `but` are left alone. Tied parameters stay tied.
+    Parameters whose `id` is in `but` are left alone. Tied parameters stay tied.
     """
     locations: list[_ParameterLocation] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class BaseWeightsEngine:
-    """Implement `weft.engine.base.Engine` for the frozen base weights of `engine`.
+    """Implementation of `weft.engine.base.Engine` for the frozen base weights of `engine`.
 
     `off()` returns a context in which the adapters are disabled. The base weights are shared with
     `engine`, so offloading them is left to that engine, and this one can't be trained or written
@@ -108,7 +108,7 @@ class BaseWeightsEngine:
         """Do nothing: the weights belong to the engine of the trained role."""
 
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Do nothing: the engine of the trained role onloads its weights when it computes."""
+        """Do nothing: the engine of the trained role loads its weights itself when it computes."""
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         _refuse("saved")

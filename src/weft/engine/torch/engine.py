@@ -64,13 +64,13 @@ T = TypeVar("T")
 
 
 def choose_dtype(spec: ModelSpec) -> str:
-    """Return the dtype of the role, which the backend sets before it builds anything."""
+    """Return the role's dtype, which the backend must already have set."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
 
 def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
-    """Return the outputs of a batch without ids; a rank's part of a batch may be empty."""
+    """Return outputs without ids, for a rank whose part of the batch is empty."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
     )
@@ -80,10 +80,10 @@ def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
 class BuiltNetwork:
     """The network and related functions that a backend builds from a `ModelSpec`.
 
-    `network` is called as `network(x: Packed, want, temperature, support) -> {output: tensor}` and
-    has `hidden` and `next_token_logits` for generation. It is on the device. If the role is
-    trained, the network is float32 and the parameters to train require gradients; otherwise it has
-    the role's dtype. `save` writes a Hugging Face directory.
+    `network` is called as `network(x: Packed, want, temperature, support) -> {output: tensor}`. For
+    generation it also has `compute_hidden` and `next_token_logits`. It is on the device. If the
+    role is trained, the network is float32 and the parameters to train require gradients; otherwise
+    it has the role's dtype. `save` writes a Hugging Face directory.
     """
 
     network: nn.Module
@@ -121,9 +121,9 @@ class RankShard:
 
 
 def choose_master_device(spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Return the device of masters and optimizer state if they are offloaded, else None.
+    """Return the host device if masters and optimizer state are offloaded, else None.
 
-    On a CPU it returns None: the network is in host memory already.
+    On a CPU the result is None, because the network is in host memory already.
     """
     return HOST if spec.optimizer.offload and device.type != HOST.type else None
 
@@ -148,7 +148,7 @@ def _list_offload_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...
 
 
 class TorchEngine:
-    """Implement `weft.engine.base.Engine` for one rank of a layout."""
+    """Implementation of `weft.engine.base.Engine` for one rank of a layout."""
 
     def __init__(
         self, built: BuiltNetwork, spec: ModelSpec, layout: Layout, device: torch.device
@@ -221,15 +221,15 @@ class TorchEngine:
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        """Return the outputs `want` by id, in float32 on the CPU.
+        """Return the outputs named in `want` for each id, in float32 on the CPU.
 
-        Shapes for each sequence: `[L]` logprobs, entropy and top1; `[L + 1]` values; `[1]` scores
-        of each completion; `[L, K]` top_ids in int32; `[L, K + 1]` top_logprobs; and `[L, K]`
-        given_logprobs of the batch's key `given_ids`.
+        For a completion of L tokens, the shape is [L] for logprobs, entropy and top1, [L + 1] for
+        values, and [1] for scores. It is [L, K] for top_ids (int32), [L, K + 1] for top_logprobs,
+        and [L, K] for given_logprobs, which are those of the ids in the batch's key `given_ids`.
 
         Log-probs are those of softmax(logits / temperature). If the batch has the key `support`,
-        the log-probs of labels are normalized over its ids only. `top` selects the ids of the
-        `top_` outputs. Raises `ConfigError` for an output that the head doesn't provide, or for a
+        the log-probs of labels are normalized over its ids only. `top` selects the ids of top_ids
+        and top_logprobs. Raises `ConfigError` for an output that the head doesn't provide, or for a
         sequence longer than `max_tokens`.
         """
         self.onload("weights")
@@ -254,9 +254,8 @@ class TorchEngine:
         """Run one optimizer step for each minibatch, then increment `version` by one.
 
         A minibatch is skipped, with the reason in its `StepStats`, if it has no trained tokens, if
-        `veto` returns a reason, or if its loss is not finite and the role's spec says
-        `on_nonfinite=skip`. With `on_nonfinite=stop` such a loss raises `RunError` with the ids of
-        its samples.
+        `veto` returns a reason, or if its loss is not finite and the role has `on_nonfinite=skip`.
+        With `on_nonfinite=stop` such a loss raises `RunError` with the ids of its samples.
         """
         if self._optimizer is None:
             raise ConfigError(
@@ -298,7 +297,7 @@ class TorchEngine:
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
-        """Return the value of `loss` under the key "loss", and the loss's summary of the batch.
+        """Return the value of `loss` under the key "loss", and the metrics of its `summary`.
 
         The loss is computed in float32 on the CPU. Raises the same errors as `forward`.
         """
@@ -346,7 +345,7 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in rank order; every rank calls it."""
+        """Return `own` of every data-parallel rank, in rank order; all ranks must call it."""
         return self._collectives.gather_values(own)
 
     # -- parameters
@@ -380,8 +379,8 @@ class TorchEngine:
     def offload(self, what: What) -> None:
         """Move weights or optimizer state to host memory, if the device has separate memory.
 
-        Offloading the weights also moves the masters and drops the KV pages kept between
-        generators.
+        Offloading the weights also moves the master weights, and frees the KV-cache pages that are
+        kept from one generator to the next.
         """
         if what == "weights":
             self._kept.drop()
@@ -392,8 +391,8 @@ class TorchEngine:
     def onload(self, what: What) -> None:
         """Move weights or optimizer state back to the device.
 
-        `forward`, `train` and `generating` call it themselves. Weights are copied while the first
-        blocks compute, optimizer state while the first masters are updated.
+        `forward`, `train` and `generating` do this themselves. Weights are copied while the first
+        blocks compute, and optimizer state while the first masters are updated.
         """
         if what == "weights":
             self._masters.come()
@@ -418,7 +417,7 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Write the tensors of `held` that are assigned to this rank."""
+        """Write those tensors of `held` that this rank is responsible for."""
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
@@ -436,7 +435,7 @@ class TorchEngine:
     def load_state(self, d: Path) -> None:
         """Load the state that `save_state` wrote, with the same layout or another.
 
-        Raises `CheckpointError` if the state belongs to another kind of role or is broken.
+        Raises `CheckpointError` if the state belongs to another kind of role or is damaged.
         """
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):
@@ -466,15 +465,15 @@ class TorchEngine:
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
 
-        With adapters, the directory contains the merged model, and `adapter/` the adapters in
-        PEFT's format.
+        With adapters, the directory contains the merged model, and its subdirectory `adapter/`
+        contains the adapters in PEFT's format.
         """
         whole = self._collectives.gather_parameters(self._masters.exact_tensors)
         if whole is not None:
             self._built.save(d, whole, tokenizer)
 
     def without_adapters(self) -> BaseWeightsEngine | None:
-        """Return an engine for the frozen base weights, or None without adapters."""
+        """Return an engine for the frozen base weights, or None if the role has no adapters."""
         if self._built.adapters_off is None:
             return None
         base = []
@@ -487,9 +486,9 @@ class TorchEngine:
     def description(self) -> Mapping[str, Any]:
         """Facts about the network.
 
-        Keys: family, vocab_size, num_layers, flops_per_token, dtype, device and notes;
-        `num_parameters` and `num_trainable` of the whole network, `held_parameters` and
-        `held_trainable` of this rank's part.
+        The keys are family, vocab_size, num_layers, flops_per_token, dtype, device and notes. The
+        keys num_parameters and num_trainable count the parameters of the whole network,
+        held_parameters and held_trainable those of this rank's part.
         """
         part = self._built.part
         held = self._masters.exact_tensors

@@ -20,7 +20,7 @@ from weft.kernels import CopyMark, CopyQueue, get_storage, resize_storage
 
 @dataclass
 class _TensorStorage:
-    """A storage shared by one or more tensors; `tensor` is one of them."""
+    """Storage that one or more tensors share; `tensor` is one of them."""
 
     tensor: Tensor
     group: int
@@ -138,14 +138,14 @@ class HostMemory:
     def hold(self, *numbers: int) -> None:
         """Make later work on the current stream wait for the given groups.
 
-        Without arguments it waits for all groups that were fetched.
+        Without arguments, it waits for all groups that were fetched.
         """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:
                 mark.make_device_wait()
 
     def wait(self, number: int) -> None:
-        """Block the host until a group is on the device, for use on any stream."""
+        """Block the host until a group is on the device, so that any stream can use it."""
         if (mark := self._arriving.pop(number, None)) is not None:
             mark.wait()
 
@@ -165,14 +165,14 @@ class HostMemory:
 
 
 class BlockFetcher:
-    """Fetch the tensors of a network block by block, so that copies overlap with the forward pass.
+    """Fetches the tensors of a network block by block, overlapping with the forward pass.
 
     The groups of `memory` are: tensors needed before the first block, one group for each block, and
     tensors that the forward pass doesn't need. The first forward pass of a block after `come` waits
     for that block's group only.
 
-    With `gathered`, parameters are gathered on a separate stream ahead of the pass, so the host
-    waits for a group instead of the device's stream.
+    With `gathered`, parameters are gathered on a separate stream ahead of the pass. The host then
+    waits for a group, instead of the device's stream.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:

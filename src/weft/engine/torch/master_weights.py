@@ -1,10 +1,10 @@
 """Parameters of one network in two forms: float32 masters and a copy in the compute dtype.
 
-If the network computes in float32, the two are the same tensors. Otherwise the copy is cast once a
-step, the gradient of each micro-batch is added to the master's in float32, and frozen tensors exist
-in the compute dtype only. Masters may be kept in host memory (`home`): then gradients are moved to
-the host as they are computed, and the optimizer state and update are there too. All parameters on
-the device can be offloaded (`leave`) and fetched back block by block (`come`).
+If the network computes in float32, the two are the same tensors. Otherwise the copy is cast once
+per step, the gradient of each micro-batch is added to the master's in float32, and frozen tensors
+exist in the compute dtype only. Masters may be kept in host memory (`home`). Gradients are then
+moved to the host as they are computed, and the optimizer state and update are there too. All
+parameters on the device can be offloaded (`leave`) and fetched back block by block (`come`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ HALF = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """Master weights and compute copies of the parameters of `network`.
 
-    Parameters that require gradients are trained. They arrive in float32, or in `dtype` if adapters
-    were added to frozen weights. Public methods use canonical names
+    Parameters that require gradients are trained. In `network` they must be float32, or `dtype` if
+    adapters were added to frozen weights. Public methods use canonical names
     (`weft.models.network.parameters`); the optimizer uses parameters as they are stored. With a
     `home`, every trained parameter has a master on that device, whatever its dtype and even while
     the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
 
-    `places` is the slice of each whole parameter on this rank (default: all of it). If the network
-    is sharded (`shards`), parameters are this rank's rows, in float32 if trained; FSDP2 casts them
-    when it gathers.
+    `places` maps each parameter to the slice of it that this rank has (default: all of it). If the
+    network is sharded (`shards`), parameters are this rank's rows. Trained rows are float32; FSDP2
+    casts them when it gathers them.
 
     Copies between device and host go through `lane`. `blocks` are the modules of the forward pass
-    in order: when parameters are fetched back, each block's arrive before that block is called, all
-    others before the pass starts.
+    in order. When parameters are fetched back, those of each block arrive before the block is
+    called, and all others before the pass starts.
     """
 
     def __init__(
@@ -119,9 +119,10 @@ class MasterWeights:
         return move
 
     def _build_accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that adds the gradient of a compute copy to the master's in host memory.
+        """Return a hook that adds a copy's gradient to the master's gradient in host memory.
 
-        For a sharded parameter FSDP2 calls the hook after the reduction of this rank's rows.
+        For a sharded parameter, FSDP2 calls the hook after it has reduced the gradient of this
+        rank's rows.
         """
 
         def bring(copy: Tensor) -> None:
@@ -156,7 +157,7 @@ class MasterWeights:
 
     @property
     def changed_tensors(self) -> dict[str, Tensor]:
-        """Tensors that may differ from the model directory: trained or written to."""
+        """Tensors that may differ from the model directory: trained ones, and those written to."""
         parts = self._iterate_exact()
         written = self._written
         tensors: dict[str, Tensor] = {}
@@ -167,7 +168,7 @@ class MasterWeights:
 
     @property
     def exact_tensors(self) -> dict[str, Tensor]:
-        """All parameters in their most exact form, as views without gradients."""
+        """All parameters in the highest precision available, as views without gradients."""
         return {name: part.data for name, part in self._iterate_exact()}
 
     def _is_trained(self, part: StoredParameter) -> bool:
@@ -175,11 +176,11 @@ class MasterWeights:
 
     @property
     def stored_parameters(self) -> Mapping[str, StoredParameter]:
-        """This rank's stored parameters in their most exact form, by canonical name."""
+        """This rank's stored parameters in the highest precision available, by canonical name."""
         return dict(self._iterate_exact())
 
     def _iterate_exact(self) -> Iterator[tuple[str, StoredParameter]]:
-        """Iterate over (name, parameter); offloaded parameters are those in host memory."""
+        """Iterate over (canonical name, parameter); offloaded ones are read from host memory."""
         self.wait_for_copies()
         for name, part in self._canonical.items():
             parameter = self._masters.get(part.name, part.parameter)
@@ -200,7 +201,7 @@ class MasterWeights:
         return self._mover is not None and self._mover.memory.is_offloaded
 
     def refresh(self) -> None:
-        """Cast the masters into the compute copies; called after every change of the masters."""
+        """Cast the masters into the compute copies; must be called after masters change."""
         self.wait_for_copies()
         if self._shards is not None:
             self._shards.reshard()
@@ -219,8 +220,8 @@ class MasterWeights:
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
         """Start copying masters that the optimizer just updated to the device.
 
-        For masters with a `home` only. The copies overlap with the update of other masters;
-        `refresh` must be called after the last.
+        Only for masters with a `home`. The copies overlap with the update of other masters;
+        `refresh` must be called after the last update.
         """
         names = {id(master): name for name, master in self._masters.items()}
         for name in (names[id(master)] for master in masters):
@@ -232,7 +233,7 @@ class MasterWeights:
     def leave(self) -> None:
         """Move all parameters from the device to host memory and free the device memory.
 
-        Masters with a `home` are on the host already and not affected.
+        Masters with a `home` are already on the host and are not affected.
         """
         if not self._lane.has_separate_memory:
             return
@@ -263,7 +264,7 @@ class MasterWeights:
             self._mover.wait_for_all()
 
     def _group_tensors(self) -> list[list[Tensor]]:
-        """Return groups of tensors: before the first block, one per block, masters."""
+        """Return the tensors in groups: outside all blocks, one group per block, masters."""
         groups = []
         for block in self._blocks:
             groups.append([*map(self._select_rank_rows, block.parameters()), *block.buffers()])
@@ -284,7 +285,10 @@ class MasterWeights:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice of the whole, values); the next step changes the values."""
+        """Iterate over (name, slice of the whole parameter, values).
+
+        The next step may change the values in place.
+        """
         held = self.exact_tensors
         for name in names:
             _check_known(name, self._canonical)
@@ -292,11 +296,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
-        """Set each target to eta * source + (1 - eta) * target, in float32.
+        """Set each parameter to eta * value + (1 - eta) * parameter, computed in float32.
 
-        If eta is not 1, a half-precision target gets a float32 master first: in bfloat16 a moving
-        average would never change, because a small update is less than half of the last bit. Raises
-        `ConfigError` for unknown names and wrong shapes.
+        If eta is not 1, a half-precision parameter gets a float32 master first: in bfloat16 a
+        moving average would never change, because a small update is less than half of the last bit.
+        Raises `ConfigError` for unknown names and wrong shapes.
         """
         stored = self.stored_parameters
         for name, where, values in parts:
@@ -343,7 +347,10 @@ class MasterWeights:
         self.write(((name, self._places[name], v) for name, v in tensors.items()), eta=1.0)
 
     def _ensure_master(self, name: str) -> bool:
-        """Give a half-precision parameter a float32 master; return True if it had none."""
+        """Create a float32 master for a half-precision parameter that has none.
+
+        Returns True if a master was created.
+        """
         part = self._canonical[name]
         if part.parameter.dtype not in HALF or part.name in self._masters:
             return False
@@ -375,7 +382,7 @@ def _check_wide(name: str, part: StoredParameter) -> None:
 
 
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:
-    """Replace these parameters by ones of `dtype`; tied parameters stay tied."""
+    """Replace the parameters called `names` by parameters of `dtype`; tied parameters stay tied."""
     chosen = set(names)
     replacements = dict[nn.Parameter, nn.Parameter]()
     for name, parameter in network.named_parameters():

@@ -31,7 +31,10 @@ PIECE = 2**24
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """Step `number`, counted from 1, of Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1)."""
+    """Adam update of step `number`, counted from 1.
+
+    Source: Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
+    """
 
     number: int
     lr: float
@@ -40,7 +43,7 @@ class AdamUpdate:
     eps: float
 
     def update(self, values: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Update moments, then values, in place; all tensors have one dtype."""
+        """Update the moments and then the values in place; all tensors have the same dtype."""
         mean.lerp_(gradient, 1.0 - self.beta1)
         square.mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
         divisor = square.sqrt().div_(math.sqrt(1.0 - self.beta2**self.number)).add_(self.eps)
@@ -48,16 +51,16 @@ class AdamUpdate:
 
 
 class MomentFormat(Protocol):
-    """Storage format of the two moments of a parameter, with the update in that format."""
+    """Storage format of a parameter's two Adam moments; also performs the update in that format."""
 
     def create_state(self, parameter: nn.Parameter) -> State:
-        """Return moments of zeros."""
+        """Return moments that are all zero."""
         ...
 
     def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None: ...
 
     def encode_state(self, state: State) -> State:
-        """Return values of the parameter's shape, and any data needed for an exact restore."""
+        """Return moments in the parameter's shape, and any data needed to restore them exactly."""
         ...
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
@@ -126,9 +129,10 @@ class BFloat16Moments:
 class EightBitMoments:
     """Moments in 8 bits, as stored and updated by `bitsandbytes`.
 
-    Each element has a code, each block of elements a float32 scale (Dettmers et al. 2022,
-    arXiv:2110.02861). Saved states contain float32 values, which can be loaded in any layout, and
-    the scales: if blocks start at the same elements, the loaded codes are identical.
+    Each element is stored as a code, and each block of elements has a float32 scale (Dettmers et
+    al. 2022, arXiv:2110.02861). Saved states contain float32 values, which can be loaded in any
+    layout, and the scales. If the blocks start at the same elements, the loaded codes are
+    identical.
     """
 
     def __init__(self) -> None:
@@ -176,7 +180,7 @@ class EightBitMoments:
             )
 
     def get_levels(self, name: str, device: torch.device) -> Tensor:
-        """Return the values of the 256 codes for a scale of 1, `[256]`, in ascending order."""
+        """Return the values that the 256 codes have at scale 1, `[256]`, in ascending order."""
         if (name, device) not in self._levels:
             levels = self._library.create_dynamic_map(signed=name == MOMENTS[0])
             self._levels[name, device] = levels.to(device=device, dtype=torch.float32)
@@ -237,7 +241,7 @@ class NarrowAdamW(EagerOptimizer):
         return loss
 
     def encode_state(self, parameter: nn.Parameter, state: State) -> State:
-        """Return the state as written; it may be on another device than the parameter."""
+        """Return a parameter's state in its saved form; `state` may be on another device."""
         return {**self._moments[id(parameter)].encode_state(state), "step": state["step"]}
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
@@ -259,7 +263,9 @@ def make(
     """Return an AdamW optimizer with moments in `state_dtype` (`bfloat16` or `8bit`).
 
     `parameters` maps each parameter to its name. With `8bit`, moments of embeddings stay in
-    float32: gradients of rows of rare tokens differ much from those of neighbouring rows.
+    float32, because the gradient of a rare token's row differs much from those of neighbouring
+    rows. Moments of parameters with fewer than `LEAST_CODED` elements stay in the parameter's
+    dtype.
     """
     if state_dtype == "bfloat16":
         narrow: MomentFormat = BFloat16Moments(
@@ -283,8 +289,8 @@ def make(
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round to bfloat16 stochastically.
 
-    A value is rounded up with a probability equal to the discarded fraction of the last bit. Other
-    dtypes than float32 are cast to float32 first.
+    A value is rounded up with a probability equal to the discarded fraction of the last bit. Values
+    of other dtypes than float32 are cast to float32 first.
     """
     bits = values.float().view(torch.int32)
     noise = torch.empty_like(bits).random_(0, 2**16, generator=generator)
@@ -292,7 +298,10 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def decode_values(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """Return level times scale of each code, in float32 and in the shape of `codes`."""
+    """Return the value of each code, its level times the scale of its block, in float32.
+
+    The result has the shape of `codes`.
+    """
     values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     per_piece = zip(
         values.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
@@ -336,7 +345,7 @@ def _find_nearest(rows: Tensor, scales: Tensor, between: Tensor) -> Tensor:
 
 
 def _repeat_scales(scales: Tensor, count: int) -> Tensor:
-    """Return the scale of each of `count` elements."""
+    """Return the scale of each of `count` elements, given the scales of the blocks."""
     return scales[:, None].expand(-1, BLOCK).reshape(-1)[:count]
 
 

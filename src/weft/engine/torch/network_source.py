@@ -33,7 +33,8 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 class RankCoordinates:
     """A rank's coordinates in a layout, without communication with other ranks.
 
-    A network built for it has the sizes of the rank's part, but isn't connected to the other parts.
+    A network built for these coordinates has the sizes of the rank's part, but isn't connected to
+    the other parts.
     """
 
     layout: Layout
@@ -48,7 +49,7 @@ GROWN = (
 
 
 class NetworkSource:
-    """Builder of one role's network without memory, and source of its parameters' values."""
+    """Builds one role's network on the meta device, and provides the values of its parameters."""
 
     def __init__(
         self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None
@@ -147,7 +148,7 @@ class NetworkSource:
         return network.eval()
 
     def list_stages(self, mesh: RankMesh | RankCoordinates) -> dict[int, range]:
-        """Return the range of blocks of every pipeline stage on a rank, by the stage's number."""
+        """Return the range of blocks of each pipeline stage on a rank, by stage index."""
         placement = mesh.layout.placement
         config = self.config
         stages: dict[int, range] = {}
@@ -158,7 +159,10 @@ class NetworkSource:
         return stages
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
-        """Fill the parameters `stored`; `places` are their slices (default: whole parameters)."""
+        """Fill the parameters `stored` with their values.
+
+        `places` maps names to the slices that are stored (default: whole parameters).
+        """
         with torch.no_grad():
             for name, part in stored.items():
                 part.data.copy_(self._read_values(name, places.get(name)))
@@ -189,7 +193,7 @@ class NetworkSource:
     def _with_new_rows(
         self, reader: hf_io.ParameterReader, name: str, where: Slice, added_from: int
     ) -> Tensor:
-        """Return rows of the vocabulary; each new row is the mean of all rows in the directory.
+        """Return rows of a vocabulary matrix; new rows are the mean of the directory's rows.
 
         The mean leaves the probabilities of the other tokens nearly unchanged (Hewitt 2021,
         "Initializing new word embeddings for pretrained language models").
@@ -205,7 +209,7 @@ class NetworkSource:
 
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
-    """Raise `ConfigError` for a layout that this network or this version doesn't support."""
+    """Raise `ConfigError` for a layout that this network or this version of weft can't use."""
     try:
         _check_layout(spec, layout, config)
     except ConfigError as error:

@@ -39,8 +39,8 @@ def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) ->
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     The warm-up is linear and reaches `lr` on its last step, so that no step has rate 0
-    (`transformers` starts at 0). After it the rate falls from `lr` towards `last_lr`, which it
-    would reach one step after the last, as in `transformers`.
+    (`transformers` starts at 0). After the warm-up, the rate falls from `lr` towards `last_lr`,
+    which it would reach one step after the run's last step, as in `transformers`.
     """
     if step < schedule.warmup_steps:
         return spec.peak_lr * (step + 1) / schedule.warmup_steps
@@ -70,7 +70,7 @@ def list_decayed_names(network: nn.Module) -> frozenset[str]:
 
 
 def list_embedding_names(network: nn.Module) -> frozenset[str]:
-    """Return the canonical names of embeddings and of heads tied to one."""
+    """Return the canonical names of embeddings, and of heads tied to an embedding."""
     parameter_ids = set()
     for m in network.modules():
         if isinstance(m, nn.Embedding | Embedding):
@@ -88,7 +88,8 @@ def make(
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer for `spec`; `names` maps each parameter to its name.
 
-    `sgd` uses `beta1` as its momentum (0 is plain SGD); `lion` uses both betas.
+    `sgd` uses `beta1` as its momentum (0 is plain SGD); `lion` uses both betas. States of
+    `embeddings` are never stored in 8 bits.
     """
     parameters = list(names)
     fused = parameters[0].device.type in FUSED
@@ -110,17 +111,18 @@ def make(
 class Optimizer:
     """Optimizer of one role's trained parameters.
 
-    `trained` are the stored parameters by canonical name, `decay` the names of those with weight
-    decay, `embeddings` the names of those whose states are never in 8 bits. `steps` counts the
-    steps taken. State is saved and loaded by canonical name, however parameters are stored.
+    `trained` maps canonical names to stored parameters. `decay` contains the names of the
+    parameters with weight decay, `embeddings` the names of those whose states are never stored in 8
+    bits. `steps` counts the steps taken. State is saved and loaded by canonical name, however
+    parameters are stored.
 
     `scaled` is for networks that compute in float16, whose gradients underflow below 6e-8. The loss
-    is multiplied by `loss_scale` before the backward pass and the gradients divided by it; the
-    scale halves when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+    is multiplied by `loss_scale` before the backward pass, and the gradients are divided by it; the
+    scale is halved when gradients overflow (Micikevicius et al. 2017, arXiv:1710.03740).
 
     State can be offloaded to host memory through `lane`. The next step fetches it in buckets: one
     is copied while the previous one is updated. `updated` is called with the masters of each
-    updated bucket, to copy their new values while the next one is updated.
+    updated bucket, to copy their new values while the next bucket is updated.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class Optimizer:
     def collect_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all masters that have one, by canonical name.
 
-        Divides the gradients by the loss scale first, so it must be called only once a step.
+        Divides the gradients by the loss scale first, so it must be called only once per step.
         """
         if self._scaled:
             torch._foreach_div_(
@@ -190,7 +192,7 @@ class Optimizer:
     def step(self, norm: Tensor) -> None:
         """Clip the gradients, apply weight decay and update the masters.
 
-        `norm` is the norm of the gradient, which is clipped to `max_grad_norm`. Weight decay is
+        `norm` is the gradient's norm, which is clipped to `max_grad_norm`. Weight decay is
         decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
         """
         if self.spec.max_grad_norm > 0.0:
@@ -214,7 +216,7 @@ class Optimizer:
             self._calm_steps = 0
 
     def _update(self) -> None:
-        """Update all masters at once, or bucket by bucket."""
+        """Update all masters, bucket by bucket if states or new values have to be copied."""
         if self._memory is not None and self._memory.is_offloaded:
             memory = self._memory
         else:
@@ -262,13 +264,13 @@ class Optimizer:
     # -- state
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Return the state tensors by `{parameter}/{slot}`; empty before the first step."""
+        """Return the state tensors, named `{parameter}/{slot}`; empty before the first step."""
         return optimizer_states.to_named_tensors(
             self._trained, {p: self._encode_state(p) for p in self._parameters}, BLOCK
         )
 
     def _encode_state(self, parameter: nn.Parameter) -> State:
-        """Return a parameter's state as it is written."""
+        """Return a parameter's state in the form in which it is saved."""
         state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
         here = {}
         for slot, value in state.items():
@@ -280,7 +282,7 @@ class Optimizer:
         return here
 
     def collect_values(self) -> dict[str, float]:
-        """Return the state that isn't tensors, as plain numbers."""
+        """Return the part of the state that consists of plain numbers, such as the step count."""
         return {
             "steps": self.steps,
             "attempts": self.attempts,
@@ -339,7 +341,7 @@ class Optimizer:
         return value if away is None else away
 
     def leave(self) -> None:
-        """Offload the state to host memory, except the step counters."""
+        """Move the state to host memory, except the step counters."""
         if self._lane is None or not self._lane.has_separate_memory:
             return
         slots = []
@@ -366,12 +368,15 @@ class Optimizer:
 
 
 def clip_divisor(norm: Tensor, most: float) -> Tensor:
-    """Return the divisor that clips a gradient of this norm to `most`; 1 if it isn't larger."""
+    """Return the divisor that reduces a gradient of norm `norm` to norm `most`; at least 1."""
     return ((norm.float() + CLIP_EPS) / most).clamp(min=1.0)
 
 
 def _split_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split parameters, in order, into buckets of up to `BUCKET` elements or one parameter."""
+    """Split parameters, in order, into buckets of up to `BUCKET` elements.
+
+    A larger parameter has a bucket of its own.
+    """
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Saved form of optimizer states: by canonical name, for any layout."""
+"""Saved form of optimizer states, by canonical name and independent of the layout."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def is_scales(key: str) -> bool:
 
 
 def count_blocks(count: int, size: int) -> int:
-    """Return the number of blocks of up to `size` elements needed for `count`."""
+    """Return how many blocks of `size` elements are needed for `count` elements."""
     return -(-count // size)
 
 
 def to_named_tensors(
     trained: Mapping[str, StoredParameter], states: Mapping[nn.Parameter, State], block: int
 ) -> dict[str, Tensor]:
-    """Return the state tensors of canonical parameters by `{parameter}/{slot}`.
+    """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    A stored parameter may contain several canonical ones. Each gets the scales of all blocks of
-    `block` elements of the stored parameter that it has elements in.
+    A stored parameter may contain several canonical ones. Its scales are for blocks of `block`
+    elements; each canonical parameter gets the scales of all blocks in which it has elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -46,7 +46,8 @@ def from_named_tensors(
 ) -> dict[nn.Parameter, State]:
     """Return the states of stored parameters from the tensors that `to_named_tensors` returned.
 
-    If only some parts of a stored parameter have scales, those of the others are 0.
+    If only some of a stored parameter's canonical parameters have scales, those of the others are
+    0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -75,7 +76,7 @@ def _slice_state(part: StoredParameter, slot: str, value: Tensor, block: int) ->
 
 
 def _find_blocks(part: StoredParameter, block: int) -> slice:
-    """Return the range of the stored parameter's blocks with at least one element of the part."""
+    """Return the range of the stored parameter's blocks that contain elements of `part`."""
     if part.rows is None:
         return slice(0, count_blocks(part.parameter.numel(), block))
     row = math.prod(part.parameter.shape[1:])
@@ -85,9 +86,9 @@ def _find_blocks(part: StoredParameter, block: int) -> slice:
 def rename_for_writing(
     tensors: Mapping[str, Tensor], places: Mapping[str, Slice]
 ) -> dict[str, Tensor]:
-    """Rename tensors for writing: names of scales get the slice they belong to, others stay.
+    """Rename tensors for writing: the name of a scale is extended by its parameter's slice.
 
-    Scales can only be loaded for that same slice.
+    Other names are unchanged. Scales can only be loaded for the same slice.
     """
     for_writing: dict[str, Tensor] = {}
     for key, value in tensors.items():
@@ -96,7 +97,7 @@ def rename_for_writing(
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
-    """Return True if a tensor has its parameter's shape, so that it can be sliced like it."""
+    """Return whether a tensor has its parameter's shape and can therefore be sliced like it."""
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
@@ -117,7 +118,7 @@ def read(
 
 
 def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Return the parameter of each tensor, whose name is `{parameter}` or `{parameter}/{slot}`."""
+    """Map the name of each tensor, `{parameter}` or `{parameter}/{slot}`, to its parameter."""
     return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
 
 

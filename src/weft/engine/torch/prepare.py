@@ -53,7 +53,7 @@ class PrefixSharingNetwork(Protocol):
     """Network that can compute a prefix shared by several sequences once."""
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return True if prefixes are computed once for sequences of at most `longest` tokens."""
+        """Return whether prefixes are computed once for sequences of at most `longest` tokens."""
         ...
 
 
@@ -74,7 +74,8 @@ def share_training_prefixes(
     """Return the layout with shared prefixes for a `sample` that is trained.
 
     Different ids may share a prefix too, such as a template or system prompt. If another pass
-    scored the same tokens, prompts are shared by id only, as in that pass, for the same rounding.
+    scored the same tokens, prompts are shared by id only, as in that pass, so that both round in
+    the same way.
     """
     if not any(key in keys for key in SCORED):
         across = layout.share_by_prefix(sample)
@@ -89,9 +90,9 @@ def share_training_prefixes(
 def mask_read_rows(
     part: SequenceSample, layout: PackLayout, how: PassSettings
 ) -> npt.NDArray[np.bool_]:
-    """Mask `[N]` of the rows whose output is read.
+    """Return a mask `[N]` of the rows whose output is read.
 
-    They exist and, with `trained_only`, have a nonzero loss mask.
+    These rows exist and, with `trained_only`, have a nonzero loss mask.
     """
     counts = layout.index_rows(how.extra)[1]
     if how.trained_only and "loss_mask" in part.data:
@@ -102,7 +103,7 @@ def mask_read_rows(
 def prepare(
     network: nn.Module, part: SequenceSample, how: PassSettings, device: torch.device
 ) -> PreparedPass:
-    """Return a micro-batch prepared for the network.
+    """Pack a micro-batch for the network, with shared prefixes computed once where possible.
 
     Outputs are 0 for rows that don't exist and, with `how.trained_only`, for rows with loss mask 0.
     A pass with dropout shares no prompts, because dropout differs between the completions of a
@@ -171,7 +172,7 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
 
 @dataclass(frozen=True)
 class ScoringProcessor:
-    """Implement `MicrobatchProcessor` for scoring: return the outputs of a micro-batch by id."""
+    """`MicrobatchProcessor` for scoring, which returns the outputs of a micro-batch by id."""
 
     network: nn.Module
     how: PassSettings

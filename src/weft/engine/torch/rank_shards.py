@@ -135,9 +135,9 @@ def build_rank_shard(
 def _list_stages(
     source: NetworkSource, network: Transformer, mesh: RankMesh
 ) -> dict[int, Transformer]:
-    """Return the pipeline stages on this rank, by number.
+    """Return the pipeline stages on this rank, by stage index.
 
-    `network` is either the only stage of this rank or is split into all of its stages.
+    If this rank has several stages, `network` is split into them; otherwise it is the only stage.
     """
     runs = source.list_stages(mesh)
     if len(runs) == 1:
@@ -150,7 +150,7 @@ def _list_stages(
 
 
 def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -> RankShard:
-    """Return the part of a rank that has a copy of the whole network, for data parallelism.
+    """Return the part of a data-parallel rank that has a copy of the whole network.
 
     The network may consist of modules of any kind.
     """
@@ -190,8 +190,8 @@ def _open_generator(
     """Open a generator on this rank's part of the network.
 
     Ranks of one data-parallel part generate in lockstep; different parts generate independently.
-    `held` are the stages of `network`. If parameters are gathered for generation, no KV pages are
-    kept for the next call, because the next call gathers the weights into other memory.
+    `held` are the pipeline stages of `network`. If parameters are gathered for generation, no KV
+    pages are kept for the next call, because the next call gathers the weights into other memory.
     """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     # Gather sharded parameters and experts, and agree on the size of the KV cache.
@@ -258,7 +258,7 @@ def _agree_on_draws(
 
 
 def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
-    """Return the smallest budget of the ranks that generate together."""
+    """Return the budget with the fewest cache tokens among the ranks that generate together."""
     axes = ("tensor", "context", "pipeline")
     if mesh.count_ranks(*axes) == 1:
         return own

@@ -36,7 +36,7 @@ def adapt_config(
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration with the prefix to train or, without one, the directory's prefix.
+    """Return the configuration with the prefix that the role trains, or else the directory's.
 
     Raises `ConfigError` if the two conflict.
     """

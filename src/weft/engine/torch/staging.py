@@ -35,9 +35,10 @@ class _PendingGradient:
 
 
 class HostGradientAccumulator:
-    """Accumulate gradients in host memory: `add` starts a copy, `finish` waits for all of them.
+    """Accumulates gradients in host memory.
 
-    Sums are computed in the dtype of the target.
+    `add` starts a copy, and `finish` waits for all copies. Sums are computed in the dtype of the
+    target.
     """
 
     def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
@@ -50,9 +51,9 @@ class HostGradientAccumulator:
 
     @torch.no_grad()
     def add(self, gradient: Tensor, into: Tensor, *, fresh: bool) -> None:
-        """Set into <- gradient if `fresh`, else into <- into + gradient; both have the same shape.
+        """Copy `gradient` to `into` if `fresh`, else add it to `into`, in the background.
 
-        The gradient must not be written to afterwards.
+        Both have the same shape. The gradient must not be written to afterwards.
         """
         flat = gradient.reshape(-1)
         sums = into.view(-1)
@@ -79,7 +80,7 @@ class HostGradientAccumulator:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Add the piece that was sent first to its sum."""
+        """Wait for the piece that was sent first, and add it to its sum."""
         piece, buffer = self._coming.popleft()
         piece.mark.wait()
         if piece.fresh:
@@ -90,9 +91,9 @@ class HostGradientAccumulator:
 
 
 class MasterUploader:
-    """Copy masters to the device, rounded on the host to the target's dtype.
+    """Copies masters to the device, rounded on the host to the target's dtype.
 
-    `put` starts a copy and returns when a buffer contains its last values; `hold` makes later work
+    `put` starts a copy, and returns once a buffer contains its last values. `hold` makes later work
     of the device wait for the copies.
     """
 
@@ -105,7 +106,7 @@ class MasterUploader:
 
     @torch.no_grad()
     def put(self, target: Tensor, source: Tensor) -> None:
-        """Start copying `source` to `target`, after the work that the device was given so far."""
+        """Start copying `source` to `target`, after the work already submitted to the device."""
         if not self._begun:
             self._lane.follow_device()
             self._begun = True

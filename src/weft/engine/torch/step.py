@@ -39,7 +39,7 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """Results of a minibatch's micro-batches; tensors stay on the device until `collect`."""
+    """Results of a minibatch's micro-batches; tensors stay on the device until collected."""
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class MinibatchSums:
 
     @classmethod
     def join(cls, ranks: Sequence[MinibatchSums]) -> MinibatchSums:
-        """Return the sums over ranks."""
+        """Return the sums over all ranks."""
         return cls(
             sum(rank.loss for rank in ranks),
             [stats for rank in ranks for stats in rank.stats],
@@ -99,7 +99,7 @@ class MinibatchSums:
 
 @dataclass
 class _PendingNumber:
-    """A number that stays on a device until `BatchedReadback.read_all` reads it."""
+    """Number that stays on a device until `BatchedReadback.read_all` reads it."""
 
     value: float = 0.0
 
@@ -108,13 +108,13 @@ class _PendingNumber:
 
 
 class BatchedReadback:
-    """Numbers on devices that are copied to the host together, in one copy for each device."""
+    """Collects numbers on devices, and copies them to the host in one copy for each device."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, _PendingNumber]] = []
 
     def register(self, value: Any) -> _PendingNumber:
-        """Return a placeholder that has the number's value after `read_all` was called."""
+        """Return a placeholder that has the number's value once `read_all` has been called."""
         placeholder = _PendingNumber()
         if isinstance(value, Tensor):
             self._waiting.append((value.detach(), placeholder))
@@ -162,9 +162,9 @@ def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """Weight of the experts' load-balancing loss, and number of ranks that compute it.
+    """Weight of the experts' load-balancing loss, and the number of ranks that compute this loss.
 
-    The loss is a mean over sequences; the gradients of the `ranks` are summed.
+    The loss is a mean over sequences. The gradients of the `ranks` ranks are summed.
     """
 
     weight: float = 0.0
@@ -174,7 +174,10 @@ class AuxLoss:
     )
 
     def compute(self, uneven: Tensor) -> Tensor:
-        """Return the weighted loss; its gradient is divided by the number of ranks."""
+        """Return the weighted loss for the imbalance `uneven`.
+
+        The gradient is divided by the number of ranks.
+        """
         value = self.weight * uneven
         if self.ranks == 1:
             return value
@@ -186,7 +189,7 @@ NO_AUX_LOSS = AuxLoss()
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Settings and objects shared by the optimizer steps of one role.
+    """Callable that runs one optimizer step of a role on a minibatch.
 
     `on_nonfinite` is "stop" (raise `NotFinite`) or "skip" (no update; counted in the metrics).
     """
@@ -206,7 +209,7 @@ class OptimizerStep:
     ready: Callable[[], None]  # waits for pending copies of gradients and masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
-        """Accumulate the gradient of a minibatch, and update unless a check fails."""
+        """Accumulate the gradient of a minibatch, and update the weights unless a check fails."""
         started = time.perf_counter()
         total = self._sum_denominators(minibatch, loss)
         if total is None:
@@ -301,9 +304,10 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class _TrainingProcessor:
-    """Implement `MicrobatchProcessor` for training; results are collected in `passes`.
+    """`MicrobatchProcessor` for training, which collects the results in `passes`.
 
-    `finish` returns the micro-batch's share of the loss. `total` are the denominators.
+    `finish` returns the micro-batch's contribution to the loss, times the optimizer's loss scale.
+    `total` contains the denominators of the loss.
     """
 
     step: OptimizerStep
@@ -394,8 +398,8 @@ class _TrainingProcessor:
 def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
     """Return the imbalance of expert use, summed over the micro-batch's sequences and layers.
 
-    Returns None without an auxiliary loss. The list of layers is cleared: layers recomputed in the
-    backward pass add to it again and must not be counted twice.
+    Returns None without an auxiliary loss. The list of layers is cleared, because layers that are
+    recomputed in the backward pass add to it again and must not be counted twice.
     """
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:

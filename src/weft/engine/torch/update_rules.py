@@ -15,28 +15,28 @@ from torch import nn
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that never loads the compiler."""
+    """Base class of optimizers that never load torch's compiler."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class AdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW, undecorated."""
+    """torch's AdamW without the decorators."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class SGD(EagerOptimizer, torch.optim.SGD):
-    """torch's SGD, undecorated."""
+    """torch's SGD without the decorators."""
 
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
 class Lion(EagerOptimizer):
-    """Optimizer with the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675).
+    """Optimizer that steps by the sign of an interpolated momentum.
 
-    Implements algorithm 2 of the paper.
+    Implements algorithm 2 of Chen et al. 2023, arXiv:2302.06675.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Lion(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update p <- p - lr sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g."""
+        """Set p to p - lr sign(b1 m + (1 - b1) g), and then m to b2 m + (1 - b2) g."""
         loss = closure() if closure else None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
