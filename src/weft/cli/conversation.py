@@ -62,8 +62,8 @@ class ConversationView(Protocol):
 class Conversation:
     """One conversation.
 
-    `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer; `is_answer_complete` is True if
-    the model finished that answer.
+    `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer;
+    `is_answer_complete` is True if the model finished that answer.
 
     `context` is the model's maximum number of tokens; the oldest messages of a longer conversation
     are left out. Without `history` each message is answered independently.

@@ -1,8 +1,8 @@
 """`weft plan`: show what a run would do, without running it.
 
-`print_search`: the devices assigned to each call of an experiment, and the estimated times; `print_reallocation`:
-the transfers that move parameters between two layouts; `memory`: the GPU that fits the training of
-a model.
+`print_search`: the devices assigned to each call of an experiment, and the estimated times;
+`print_reallocation`: the transfers that move parameters between two layouts; `memory`: the GPU that
+fits the training of a model.
 """
 
 from __future__ import annotations

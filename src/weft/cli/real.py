@@ -2,9 +2,9 @@
 
 Covered are `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*` and nodes by name.
 
-`translate_real_options` runs before the spellings of other programs are read (cli/aliases.py). It changes only
-names that are not options of the configuration, and adds a note for each. A name that is also
-weft's keeps weft's meaning.
+`translate_real_options` runs before the spellings of other programs are read (cli/aliases.py). It
+changes only names that are not options of the configuration, and adds a note for each. A name that
+is also weft's keeps weft's meaning.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def choose_default_budget(
 ) -> GenerationBudget:
     """Return the default limits of generation on a device.
 
-    The KV cache gets the bytes that `compute_kv_bytes` returns. `cache_bytes` is the number of bytes that
-    it already has.
+    The KV cache gets the bytes that `compute_kv_bytes` returns. `cache_bytes` is the number of
+    bytes that it already has.
     """
     return GenerationBudget(
         max_sequences=MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES),
@@ -52,8 +52,8 @@ def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, cache_byte
     """Return the maximum bytes of the KV cache.
 
     That is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
-    process can use on the device, and on a GPU at most nine tenths of the free memory. `cache_bytes` bytes
-    belong to the KV cache already, and count as free.
+    process can use on the device, and on a GPU at most nine tenths of the free memory.
+    `cache_bytes` bytes belong to the KV cache already, and count as free.
 
     Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
     """

@@ -64,11 +64,11 @@ def open_generator(
 
     `version` is the weight version that is recorded with each token. A completion ends with one of
     `eos_ids`, `spec.stop_ids` or `spec.stop`; stop texts need the spec's tokenizer (`ConfigError`
-    without one). `budget` defaults to what the device's memory allows. `reusable_caches` stores pages and
-    graphs for the network's next generator.
+    without one). `budget` defaults to what the device's memory allows. `reusable_caches` stores
+    pages and graphs for the network's next generator.
 
-    Ranks that generate together run the same steps: they need equal budgets, and a `settle` that
-    returns the same tokens on all of them.
+    Ranks that generate together run the same steps: they need equal budgets, and an
+    `agree_on_tokens` that returns the same tokens on all of them.
     """
     if spec.stop and spec.tokenizer is None:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 While the tokens of one generator are in transit, the passes of the others are computed.
 
-    with open_interleaved(decoder, spec, 4, budget=budget, settle=settle, ...) as generator:
+    with open_interleaved(decoder, spec, 4, budget=budget, agree_on_tokens=agree_on_tokens, ...) as generator:
         ...
 
 This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.

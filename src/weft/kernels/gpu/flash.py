@@ -60,10 +60,10 @@ def find_features() -> FlashFeatures:
 def choose(device: torch.device, version: str) -> str | None:
     """Select the flash attention version of this process; return a message for the user, or None.
 
-    `version` is "fa2" (torch's own), "fa3" (Shah et al. 2024, arXiv:2407.08608; its package replaces
-    torch's kernels) or "auto" (version 3 if the device is a Hopper and the package is installed).
-    torch has one version at a time for all devices. Raises `RuntimeError` if "fa3" is not
-    available.
+    `version` is "fa2" (torch's own), "fa3" (Shah et al. 2024, arXiv:2407.08608; its package
+    replaces torch's kernels) or "auto" (version 3 if the device is a Hopper and the package is
+    installed). torch has one version at a time for all devices. Raises `RuntimeError` if "fa3" is
+    not available.
     """
     if version == "fa2":
         if find_active_implementation() == THIRD:
