@@ -511,12 +511,13 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
         (
             "huge",
-            r"'huge' failed on p1\[1\]: it returned 1e\+308; a reward is at most 1e\+18 in size",
+            r"'huge' failed on p1\[1\]: it returned 1e\+308; the absolute value of a reward must be "
+            r"at most 1e\+18",
         ),
         ("text", r"'text' failed on p0\[0\]: it returned 'good' \(str\)"),
         ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),
         ("number", r"'number' failed.*it returned a float; return a list"),
-        ("seen", r"'seen' failed.*it needs 'answer', and the dataset's columns are: question"),
+        ("seen", r"'seen' failed.*it needs 'answer', but the dataset's columns are: question"),
         (
             "never",
             r"no reward applies to p0\[0\], p1\[0\], p1\[1\] \(3 of 3 completions\): never "
@@ -689,14 +690,14 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
         ({"name": "gsm8k", "args": [1]}, r"args=\[1\]"),
         ({}, "no reward is given"),
         ({"gsm8k": 0, "length": 0.0}, "all weights are 0"),
-        (["gsm8k", "length", "gsm8k"], "'gsm8k' is named twice"),
-        ("rw.py", r"'rw.py' names no function in the file; write rw.py:FUNCTION"),
+        (["gsm8k", "length", "gsm8k"], "'gsm8k' appears twice"),
+        ("rw.py", r"'rw.py' does not name a function in the file; write rw.py:FUNCTION"),
         (
             {"name": "length", "args": {"qqq": 3}},
             r"verifier 'length' has no option 'qqq'; its options: ",
         ),
-        ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a number, and a finite one"),
-        ({"gsm8k": float("nan")}, "must be a number, and a finite one"),
+        ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a finite number"),
+        ({"gsm8k": float("nan")}, "must be a finite number"),
         ({"gsm9k": 1.0}, "did you mean gsm8k"),
         (["gsm8k", 0.5], r"\[\['gsm8k', 0.5\]\]"),
         ([["gsm8k", 0.5, 1]], "cannot be read"),
@@ -718,7 +719,7 @@ def test_wrong_specifications_are_refused(reward: Any, message: str) -> None:
     [
         ("no.such.module:f", "No module named"),
         ("os.path:jion", "there is no function 'jion' in os.path"),
-        ("{source}:value", "'value' is a int, no function"),
+        ("{source}:value", "'value' is of type int, not a function"),
         ({"name": "{source}:scaled", "args": {"times": 3}}, "takes no argument 'times'"),
     ],
 )
