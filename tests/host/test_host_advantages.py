@@ -481,6 +481,6 @@ def test_a_reward_with_which_the_loss_is_not_finite_is_named(function: Any, larg
     )
     with pytest.raises(
         DataError,
-        match=r"p1: a completion's reward is .*e\+\d\d; a reward is at most 1e\+18 in size",
+        match=r"p1: a completion's reward is .*e\+\d\d; the absolute value of a reward must",
     ):
         function(batch, HostContext())
