@@ -52,8 +52,8 @@ class SandboxLimits:
 
     `seconds`: wall time of both together, and about the processor time of each. `memory_mb`:
     address space. `file_mb`: size of a file. `disk_mb`: total size of the files in the process's
-    folder, if it has its own file tree. `processes`: number of processes that it can start
-    (root is exempt).
+    folder, if it has its own file tree. `processes`: number of processes that it can start (root
+    is exempt).
     """
 
     seconds: float = 5.0
