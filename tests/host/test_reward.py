@@ -703,7 +703,7 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
         ([["gsm8k", None]], "weight=None"),
         ("gsm9k", "did you mean gsm8k"),
         ({"name": "length", "args": {"maxi": 3}}, "did you mean max"),
-        ({"name": "format", "args": {"pattern": "("}}, "no regular expression"),
+        ({"name": "format", "args": {"pattern": "("}}, "not a regular expression"),
         ("nowhere.py:f", "there is no file"),
         ("os.path:", "function's name"),
     ],

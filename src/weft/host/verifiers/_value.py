@@ -177,8 +177,8 @@ def _get_context() -> Any:
 class _TreeCalculator:
     """Evaluation of expression trees: in fractions while values are exact, then with `bits` bits.
 
-    With `real`, square roots of negative numbers and complex exponents raise `_UndecidedValue`. `size` is the number of
-    bits of the largest or smallest rounded number so far, or -1.
+    With `real`, square roots of negative numbers and complex exponents raise `_UndecidedValue`.
+    `size` is the number of bits of the largest or smallest rounded number so far, or -1.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:

@@ -249,7 +249,7 @@ def math_answer(
 ) -> list[float | None]:
     r"""Return 1 if the completion's answer equals the reference's, else 0.
 
-    None for rows without a reference.
+    The reward is None for rows without a reference.
 
     The answer is the content of the last `\boxed{}`; without one (and without `strict`) the text
     after "the answer is", or the last formula or number. The reference is the column `answer`
