@@ -113,7 +113,8 @@ def test_a_result_of_another_shape_is_refused() -> None:
     register_advantage("test-short", short)
     with pytest.raises(
         ConfigError,
-        match=r"short returned advantages of shape \(3,\); it must return one number per completion, 4",
+        match=r"short returned advantages of shape \(3,\); it must return one number per "
+        r"completion, 4",
     ):
         make_host_function("test-short", {})(batch(), HostContext())
     register_advantage("test-odd", short, per="row")

@@ -510,8 +510,8 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
         (
             "huge",
-            r"'huge' failed on p1\[1\]: it returned 1e\+308; the absolute value of a reward must be "
-            r"at most 1e\+18",
+            r"'huge' failed on p1\[1\]: it returned 1e\+308; the absolute value of a reward must "
+            r"be at most 1e\+18",
         ),
         ("text", r"'text' failed on p0\[0\]: it returned 'good' \(str\)"),
         ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),

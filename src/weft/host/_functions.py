@@ -41,7 +41,8 @@ class HostFunctionBuilder:
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise ConfigError(
-                f"host function {name!r}: its parameters must be listed one by one, without *, ** and /"
+                f"host function {name!r}: its parameters must be listed one by one, without "
+                f"*, ** and /"
             )
         return cls(
             kind, function, name, tuple(p.name for p in parameters if p.default is p.empty), more
@@ -138,9 +139,8 @@ class AdvantageFunction(StatelessHostFunction):
             raise UserError(
                 f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a "
                 f"completion of "
-                f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of absolute value at most "
-                f"{MOST_REWARD:g}, or the "
-                "loss is not finite"
+                f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of absolute "
+                f"value at most {MOST_REWARD:g}, or the loss is not finite"
             )
 
 

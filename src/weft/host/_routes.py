@@ -93,8 +93,8 @@ class RewardRoutes:
         if value is None or value in ("", [], {}):
             if not self.default_route.functions:
                 raise DataError(
-                    f"{id}: the column {self.column!r} is empty in this row, and there is no default "
-                    f"reward; set reward"
+                    f"{id}: the column {self.column!r} is empty in this row, and there is no "
+                    f"default reward; set reward"
                 )
             return self.default_route
         key = repr(value)

@@ -241,7 +241,7 @@ class GroupAdvantages(StatelessHostFunction):
     trained tokens of the completion; it is whitened over all trained tokens of the batch if
     `whiten` is set.
 
-    Settings of `baseline` and `scale`: GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out,
+    Values of `baseline` and `scale`: GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out,
     none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group,
     none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`. `pass_k` replaces
     baseline and scale: it rewards that at least one of k completions passes (a reward above

@@ -35,8 +35,8 @@ class HighCovariance(StatelessHostFunction):
             raise build_unknown_name_error("covariance control", self.method, ("clip", "kl"))
         if not 0.0 < self.share <= 1.0 or self.low >= self.high:
             raise ConfigError(
-                f"high_covariance: share={self.share} must be in (0, 1], and low={self.low} must be "
-                f"below high={self.high}"
+                f"high_covariance: share={self.share} must be in (0, 1], and low={self.low} must "
+                f"be below high={self.high}"
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:

@@ -194,7 +194,8 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
     """
     if part.name.endswith(".py"):
         raise ConfigError(
-            f"reward: {part.name!r} does not name a function in the file; write {part.name}:FUNCTION"
+            f"reward: {part.name!r} does not name a function in the file; write "
+            f"{part.name}:FUNCTION"
         )
     if part.name not in verifiers:
         raise build_unknown_name_error("verifier", part.name, verifiers.list_names())

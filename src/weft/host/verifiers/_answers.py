@@ -60,7 +60,7 @@ def find_references(
 ) -> Sequence[Any]:
     """Return the right answers: the given column, or the first of `COLUMNS` that is present.
 
-    The entry of a row without an answer is None; if there is no such column, all `count` entries are.
+    The entry of a row without an answer is None; without such a column, all `count` entries are.
     """
     for name in (column,) if column else COLUMNS:
         if name in columns:

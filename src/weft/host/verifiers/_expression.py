@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-# Node of an expression tree: ("number", Fraction), ("letter", name), ("constant", name), or the name
-# of an operation and its operands; operands of "sum" and "product" are (1 or -1, node), where -1
-# means subtracted or divided.
+# Node of an expression tree: ("number", Fraction), ("letter", name), ("constant", name), or the
+# name of an operation and its operands; operands of "sum" and "product" are (1 or -1, node), where
+# -1 means subtracted or divided.
 Node = tuple[Any, ...]
 
 MOST_CHARACTERS = 1000  # maximum length of an expression
@@ -106,8 +106,8 @@ ENDS = {"+", "-", *CLOSING.values()}  # tokens that end a product
 class ParsedExpression:
     """Parsed expression: its tree and what it contains.
 
-    `letters` are its variables (without e and i). `decimal`: it contains a number that is not whole,
-    such as 0.5.
+    `letters` are its variables (without e and i). `decimal`: it contains a number that is not
+    whole, such as 0.5.
     """
 
     root: Node

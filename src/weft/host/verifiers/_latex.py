@@ -153,8 +153,8 @@ def extract_braced(text: str) -> str | None:
 def tidy(answer: str) -> str:
     """Return an answer as LaTeX without marks that have no meaning.
 
-    Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between
-    digit groups are removed, and "and" and "or" between members become commas, so that every comma separates
+    Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between digit groups
+    are removed, and "and" and "or" between members become commas, so that every comma separates
     members.
     """
     # Marks around the answer, and styles

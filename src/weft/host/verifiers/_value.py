@@ -103,8 +103,8 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
         return True
     if a.decimal or b.decimal:
         return None
-    # Values that are near but not equal come from different functions. Values that are far apart are
-    # left to computer algebra, which knows more names of functions.
+    # Values that are near but not equal come from different functions. Values that are far apart
+    # are left to computer algebra, which knows more names of functions.
     if (rational and a.letters == b.letters) or max(seen) < FAR:
         return False
     return None

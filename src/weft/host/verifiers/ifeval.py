@@ -18,8 +18,8 @@ def is_followed(
     """Return whether a response follows one instruction. An empty response follows none.
 
     With `loose`, it is enough that a variant of the response follows the instruction: without its
-    first line, its last line, or both, and without asterisks (the paper's loose accuracy). Raises `DataError` for an unknown
-    instruction or missing arguments.
+    first line, its last line, or both, and without asterisks (the paper's loose accuracy). Raises
+    `DataError` for an unknown instruction or missing arguments.
     """
     if instruction not in CHECKS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
