@@ -241,11 +241,12 @@ class GroupAdvantages(StatelessHostFunction):
     trained tokens of the completion; it is whitened over all trained tokens of the batch if
     `whiten` is set.
 
-    Values of `baseline` and `scale`: GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out,
-    none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group,
-    none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`. `pass_k` replaces
-    baseline and scale: it rewards that at least one of k completions passes (a reward above
-    `pass_reward`). `part_weights` normalises each part of the reward separately (GDPO).
+    Values of `baseline` and `scale`: GRPO: group, group. Dr. GRPO: group, none. RLOO:
+    leave_one_out, none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a
+    baseline: group, none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`.
+    `pass_k` replaces baseline and scale: it rewards that at least one of k completions passes (a
+    reward above `pass_reward`). `part_weights` normalises each part of the reward separately
+    (GDPO).
 
     Without a baseline, the KL penalty of a token reduces the advantage of that token and of those
     before it (REINFORCE++); otherwise the total KL of the completion is subtracted from its reward
