@@ -102,7 +102,7 @@ def test_wrong_readings_and_options() -> None:
         make_host_function("test-centred", {})(
             batch().select(keys=["prompt", "completion"]), HostContext()
         )
-    with pytest.raises(DataError, match=r"reads 'rewards'.*there are: level"):
+    with pytest.raises(DataError, match=r"reads 'rewards'.*available: level"):
         make_host_function("test-hard", {})(batch().meta(), HostContext())
 
 
@@ -113,7 +113,8 @@ def test_a_result_of_another_shape_is_refused() -> None:
     register_advantage("test-short", short)
     with pytest.raises(
         ConfigError,
-        match=r"short returned advantages of the shape \(3,\); it is one number a completion, 4",
+        match=r"short returned advantages of shape \(3,\); it must return one number per "
+        r"completion, 4",
     ):
         make_host_function("test-short", {})(batch(), HostContext())
     register_advantage("test-odd", short, per="row")

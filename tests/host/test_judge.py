@@ -347,7 +347,7 @@ def test_retry_after_may_be_a_date_or_too_far_away(stub: Stub) -> None:
     )
     stub.reply = lambda text, number: (429, {"Retry-After": "3600"}, {})
     with pytest.raises(
-        UserError, match=r"status 429, to be asked again in 3600 seconds: '\{\}'; lower concurrency"
+        UserError, match=r"status 429, retry after 3600 seconds: '\{\}'; lower concurrency"
     ):
         judged(stub.url, "a")
     assert len(stub.bodies) == 1
@@ -600,7 +600,8 @@ def test_a_broken_cache_is_told_of_once_and_left(stub: Stub, tmp_path: Path) -> 
     file = tmp_path / "broken.sqlite"
     file.write_bytes(b"this is no database" * 100)
     with pytest.warns(
-        RuntimeWarning, match=r"broken\.sqlite' cannot be used .*; this process goes on without it"
+        RuntimeWarning,
+        match=r"broken\.sqlite' cannot be used .*; this process continues without it",
     ) as told:
         for _ in range(3):
             assert judged(stub.url, "a", cache=str(file))[0] == [1.0]
@@ -679,10 +680,10 @@ def test_the_key_is_written_nowhere(
             "https://me:pass-secret@judge.example/v1",
             None,
             False,
-            "url must hold no user, password, query or fragment",
+            "url must not contain a user, password, query or fragment",
         ),
-        ("me:pass-secret@judge.example/v1", None, False, "url must hold no user"),
-        ("https://judge.example/v1?key=secret", None, False, "url must hold no user"),
+        ("me:pass-secret@judge.example/v1", None, False, "url must not contain a user"),
+        ("https://judge.example/v1?key=secret", None, False, "url must not contain a user"),
         ("judge.example/v1", None, False, "url='judge.example/v1' must be a base URL such as http"),
         ("ftp://judge.example", None, False, "must be a base URL"),
         ("http://x:y/v1", None, False, "must be a base URL"),
@@ -698,7 +699,7 @@ def test_the_key_is_written_nowhere(
             False,
             "api_key_env names an environment variable that is not set",
         ),
-        ("https://x/v1", "TWO_LINES", False, "must hold ASCII characters without spaces"),
+        ("https://x/v1", "TWO_LINES", False, "must contain only ASCII characters without spaces"),
         ("https://x/v1", "MY_KEY", "no", "insecure='no' must be true or false"),
     ],
 )
@@ -738,11 +739,11 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
     ("options", "message"),
     [
         ({"url": None}, "url is not set, and neither is the environment variable OPENAI_BASE_URL"),
-        ({"model": None}, "model=None must be the name under which the server knows"),
+        ({"model": None}, "model=None must be the name of the model on the server"),
         ({"modle": "m"}, "has no option 'modle'; did you mean model"),
         ({"api_key": "sk-secret"}, "has no option 'api_key'; did you mean api_key_env"),
-        ({"prompt": "Score {prompt}"}, "must hold {completion}"),
-        ({"prompt": "Score {{completion}}"}, "must hold {completion}"),
+        ({"prompt": "Score {prompt}"}, "must contain {completion}"),
+        ({"prompt": "Score {{completion}}"}, "must contain {completion}"),
         ({"system": 5}, "system=5 must be a text"),
         ({"pattern": "(a)(b)"}, "has 2 groups; it must have one"),
         ({"pattern": "("}, "must be a regular expression"),
@@ -750,7 +751,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
         ({"low": True}, "low=True must be"),
         ({"temperature": -1}, "temperature=-1 must be 0 or more"),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1"),
-        ({"votes": 2}, "votes=2 at temperature=0 would be the same vote"),
+        ({"votes": 2}, "votes=2 at temperature=0 would give equal votes"),
         ({"concurrency": 0}, "concurrency=0 must be"),
         ({"retries": 1.5}, "retries=1.5 must be"),
         ({"timeout_s": 0}, "timeout_s=0 must be above 0 seconds"),
@@ -758,10 +759,10 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
         ({"on_unreadable": float("nan")}, "on_unreadable=nan must be"),
         ({"cache": 7}, "cache=7 must be the path"),
         ({"input_price": -1}, "input_price=-1 must be 0 or more"),
-        ({"extra": {"stream": True}}, "extra must not hold 'stream'; answers are read whole"),
-        ({"extra": {"api_key": "sk-secret"}}, "extra must not hold 'api_key'; use api_key_env"),
+        ({"extra": {"stream": True}}, "extra must not contain 'stream'; streaming is"),
+        ({"extra": {"api_key": "sk-secret"}}, "extra must not contain 'api_key'; use api_key_env"),
         ({"extra": {"max_tokens": 3}}, "'max_tokens'; use the option max_tokens"),
-        ({"extra": {"x": float("inf")}}, "extra must hold plain JSON values"),
+        ({"extra": {"x": float("inf")}}, "extra must contain only plain JSON values"),
         ({"extra": [1]}, "extra must be a mapping"),
     ],
 )

@@ -349,8 +349,7 @@ def test_rows_name_their_verifiers() -> None:
         (
             None,
             None,
-            "p0: the column 'by' names no verifier, and there is no reward for such rows; set "
-            "reward",
+            "p0: the column 'by' is empty in this row, and there is no default reward; set reward",
         ),
     ],
 )
@@ -363,10 +362,10 @@ def test_what_a_row_may_not_name(reward: Any, value: Any, message: str) -> None:
 
 def test_a_column_of_verifiers_must_be_there() -> None:
     function = RewardFunction("length", column="by", num_workers=1)
-    with pytest.raises(UserError, match="reward_column='by': the dataset's columns are: answer"):
+    with pytest.raises(UserError, match=r"reward_column='by' is not a column; .* are: answer"):
         function(batch([["a"]], answer=["a"]), context())
     function.pool.close()
-    with pytest.raises(ConfigError, match="keep_parts has one column a part"):
+    with pytest.raises(ConfigError, match="keep_parts needs the same parts in all rows"):
         RewardFunction("length", column="by", keep_parts=True)
 
 
@@ -511,12 +510,13 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
         (
             "huge",
-            r"'huge' failed on p1\[1\]: it returned 1e\+308; a reward is at most 1e\+18 in size",
+            r"'huge' failed on p1\[1\]: it returned 1e\+308; the absolute value of a reward must "
+            r"be at most 1e\+18",
         ),
         ("text", r"'text' failed on p0\[0\]: it returned 'good' \(str\)"),
         ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),
         ("number", r"'number' failed.*it returned a float; return a list"),
-        ("seen", r"'seen' failed.*it needs 'answer', and the dataset's columns are: question"),
+        ("seen", r"'seen' failed.*it needs 'answer', but the dataset's columns are: question"),
         (
             "never",
             r"no reward applies to p0\[0\], p1\[0\], p1\[1\] \(3 of 3 completions\): never "
@@ -532,7 +532,7 @@ def test_wrong_results_are_the_users_to_mend(make: Make, name: str, message: str
 def test_a_sum_of_rewards_that_is_too_large_is_named(make: Make) -> None:
     with pytest.raises(
         UserError,
-        match=r"the reward of p1\[0\] is -1e\+26 with the weights of .*huge.*; it is at most",
+        match=r"the reward of p1\[0\] is -1e\+26 with the weights of .*huge.*; its absolute value",
     ):
         make({"name": "huge", "weight": 1e9})(batch([[], ["b"]]), context())
     assert rewards(make("huge")(batch([["b"]]), context())) == [pytest.approx(-1e17)]
@@ -689,21 +689,21 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
         ({"name": "gsm8k", "args": [1]}, r"args=\[1\]"),
         ({}, "no reward is given"),
         ({"gsm8k": 0, "length": 0.0}, "all weights are 0"),
-        (["gsm8k", "length", "gsm8k"], "'gsm8k' is named twice"),
-        ("rw.py", r"'rw.py' names no function in the file; write rw.py:FUNCTION"),
+        (["gsm8k", "length", "gsm8k"], "'gsm8k' appears twice"),
+        ("rw.py", r"'rw.py' does not name a function in the file; write rw.py:FUNCTION"),
         (
             {"name": "length", "args": {"qqq": 3}},
             r"verifier 'length' has no option 'qqq'; its options: ",
         ),
-        ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a number, and a finite one"),
-        ({"gsm8k": float("nan")}, "must be a number, and a finite one"),
+        ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a finite number"),
+        ({"gsm8k": float("nan")}, "must be a finite number"),
         ({"gsm9k": 1.0}, "did you mean gsm8k"),
         (["gsm8k", 0.5], r"\[\['gsm8k', 0.5\]\]"),
         ([["gsm8k", 0.5, 1]], "cannot be read"),
         ([["gsm8k", None]], "weight=None"),
         ("gsm9k", "did you mean gsm8k"),
         ({"name": "length", "args": {"maxi": 3}}, "did you mean max"),
-        ({"name": "format", "args": {"pattern": "("}}, "no regular expression"),
+        ({"name": "format", "args": {"pattern": "("}}, "not a regular expression"),
         ("nowhere.py:f", "there is no file"),
         ("os.path:", "function's name"),
     ],
@@ -718,7 +718,7 @@ def test_wrong_specifications_are_refused(reward: Any, message: str) -> None:
     [
         ("no.such.module:f", "No module named"),
         ("os.path:jion", "there is no function 'jion' in os.path"),
-        ("{source}:value", "'value' is a int, no function"),
+        ("{source}:value", "'value' is of type int, not a function"),
         ({"name": "{source}:scaled", "args": {"times": 3}}, "takes no argument 'times'"),
     ],
 )

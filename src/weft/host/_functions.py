@@ -1,4 +1,4 @@
-"""Host functions made from one plain function by `register_advantage` and `register_filter`."""
+"""Host functions that `register_advantage` and `register_filter` make from one plain function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class HostFunctionBuilder:
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise ConfigError(
-                f"host function {name!r}: its parameters are named one by one, without *, ** and /"
+                f"host function {name!r}: its parameters must be listed one by one, without "
+                f"*, ** and /"
             )
         return cls(
             kind, function, name, tuple(p.name for p in parameters if p.default is p.empty), more
@@ -91,7 +92,7 @@ def build_filter_function(function: Callable[..., Any], name: str) -> HostFuncti
 
 @dataclass
 class AdvantageFunction(StatelessHostFunction):
-    """Host function made by `build_advantage_function`."""
+    """Host function that computes advantages; see `build_advantage_function`."""
 
     function: Callable[..., Any]
     input_names: tuple[str, ...]
@@ -100,6 +101,7 @@ class AdvantageFunction(StatelessHostFunction):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
+        # Call the function.
         own: dict[str, Any] = {
             "group": rows.group,
             "lengths": rows.lengths,
@@ -110,14 +112,15 @@ class AdvantageFunction(StatelessHostFunction):
         for name in self.input_names:
             given[name] = own[name] if name in own else rows.read_tokens_or_sequences(name)
         made: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
+        # Check the result, and expand it to tokens.
         if self.per == "completion":
             count = len(rows.lengths)
         else:
             count = int(rows.lengths.sum())
         if made.shape != (count,):
             raise ConfigError(
-                f"{self.function.__name__} returned advantages of the shape {made.shape}; it is "
-                f"one number a {self.per}, "
+                f"{self.function.__name__} returned advantages of shape {made.shape}; it must "
+                f"return one number per {self.per}, "
                 f"{count} here (register_advantage(.., per=..))"
             )
         if "rewards" in given:
@@ -136,15 +139,14 @@ class AdvantageFunction(StatelessHostFunction):
             raise UserError(
                 f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a "
                 f"completion of "
-                f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of at most "
-                f"{MOST_REWARD:g} in size, or the "
-                "loss is not finite"
+                f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of absolute "
+                f"value at most {MOST_REWARD:g}, or the loss is not finite"
             )
 
 
 @dataclass
 class FilterFunction(StatelessHostFunction):
-    """Host function made by `build_filter_function`."""
+    """Host function that drops some ids; see `build_filter_function`."""
 
     function: Callable[..., Any]
     input_names: tuple[str, ...]
@@ -165,7 +167,10 @@ class FilterFunction(StatelessHostFunction):
 
 
 def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
-    """Return the values of a filter's parameter, one entry per id."""
+    """Return the values of a filter's parameter, one entry per id.
+
+    Raises `DataError` if `name` is not "context", a key or a column.
+    """
     if name == "context":
         return [context] * batch.num_ids
     if name in batch.data:
@@ -178,6 +183,6 @@ def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -
         return batch.metadata[name]
     held = ", ".join([*batch.data, *batch.metadata]) or "none"
     raise DataError(
-        f"a filter reads {name!r}, which is neither a key of its node nor a column; there are: "
+        f"a filter reads {name!r}, which is neither a key of its node nor a column; available: "
         f"{held}"
     )

@@ -29,7 +29,7 @@ LIVENESS_CHECK_SECONDS = 1.0  # interval of the checks that a silent worker is a
 
 SOURCE = Path(__file__).resolve().parent.parent.parent  # parent directory of the package
 
-# index of the function, prompts, completions, completion ids, columns, the rows' own arguments
+# (index of the function, prompts, completions, completion ids, columns, arguments that rows set)
 Task = tuple[Any, ...]
 
 
@@ -60,10 +60,8 @@ class RewardWorker:
     def start(cls, targets: Sequence[RewardTarget]) -> RewardWorker:
         """Start a process and send it the import path and the targets."""
         ours, theirs = multiprocessing.Pipe()
-        paths = [
-            str(SOURCE),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]  # an empty entry would mean the working directory
+        # An empty PYTHONPATH is left out: an empty entry would mean the working directory.
+        paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "weft.host._worker", str(theirs.fileno())],
@@ -76,12 +74,12 @@ class RewardWorker:
         return cls(process, ours)
 
     def compute(self, task: Task) -> RewardReply:
-        """Send a task and wait for its reply, or for the end of the process."""
+        """Send a task and return its reply, or the status "died" if the process ends first."""
         try:
             self.connection.send(task)
             while not self.connection.poll(LIVENESS_CHECK_SECONDS):
                 if self.process.poll() is not None and not self.connection.poll():
-                    raise EOFError  # no end of file: its children may hold the other end open
+                    raise EOFError  # recv would block if the worker's children keep the pipe open
             return RewardReply(*self.connection.recv())
         except (EOFError, OSError):
             return RewardReply("died", self.process.wait())
@@ -102,21 +100,24 @@ class RewardWorker:
 
 @dataclass
 class RewardWorkerThread:
-    """Worker and the thread that talks to it.
+    """Worker and the thread that sends it tasks.
 
-    `lock` guards the state shared between that thread and others.
+    `lock` guards the state that this thread shares with others; `start_lock` is held while the
+    worker starts.
     """
 
     worker: RewardWorker | None = None
     job: Future[RewardReply] | None = None  # job that the thread is working on
     is_job_dropped: bool = False  # True once the job was cancelled or timed out
-    lock: threading.RLock = field(
-        default_factory=threading.RLock
-    )  # reentrant: a finalizer can run while it is held
+    # reentrant, since a finalizer can run while the lock is held
+    lock: threading.RLock = field(default_factory=threading.RLock)
     start_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, targets: Sequence[RewardTarget]) -> None:
-        """Start the worker unless it runs. Raises `UserError` if a function cannot be imported."""
+        """Start the worker unless it is running.
+
+        Raises `UserError` if a function cannot be imported.
+        """
         with self.start_lock:
             if self.worker is None:
                 worker = RewardWorker.start(targets)
@@ -182,7 +183,7 @@ class RewardWorkerThread:
                 return
             self.is_job_dropped = True
             if self.worker is not None:
-                self.worker.kill_process_group()  # the thread that reads from it cleans up
+                self.worker.kill_process_group()  # the worker's thread closes the connection
 
 
 Jobs = queue.SimpleQueue[tuple[Task, Future[RewardReply]] | None]
@@ -208,9 +209,10 @@ def _await_import(worker: RewardWorker, targets: Sequence[RewardTarget]) -> None
 
 @dataclass
 class RewardPool:
-    """Pool of `size` workers that have imported `targets`.
+    """Pool of `size` workers that have imported the functions of `targets`.
 
-    Workers are started by `start` or when a task needs them, and end with the pool.
+    Workers are started by `start` or when a task needs them. They are killed by `close` and when
+    the pool is garbage-collected.
     """
 
     targets: Sequence[RewardTarget]
@@ -263,9 +265,9 @@ class RewardPool:
                     lane.stop(reply)
 
     def collect(self, replies: Sequence[Future[RewardReply]], seconds: float) -> list[RewardReply]:
-        """Wait for the replies, `seconds` at most, and return them.
+        """Wait at most `seconds` for the replies, and return them.
 
-        Replies that are late are cancelled and have the status "timeout".
+        Replies that are not there by then are cancelled and get the status "timeout".
         """
         late = wait(replies, seconds).not_done
         self.drop(late)

@@ -1,6 +1,6 @@
 """Validation of reward functions' results, in the process that computed them.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-Value = (
-    float | None | list[float | None] | dict[int, float]
-)  # of a completion, of each of its tokens, or of its steps by end position in the text
+# Reward of a completion (None: does not apply), of each of its tokens, or of its steps, keyed by
+# their end positions in the text
+Value = float | None | list[float | None] | dict[int, float]
 
-
-# Largest absolute value: the square of a larger one overflows float32, in which losses are computed
+# Largest absolute value of a reward: the square of a larger one overflows float32, in which losses
+# are computed
 MOST_REWARD = 1e18
 
 
 class InvalidRewardResult(Exception):
-    """Invalid result or signature, with the reason and the index of the affected completion."""
+    """Error of an invalid result or signature of a reward function.
+
+    `text` is the reason, `index` the affected completion, if it is only one.
+    """
 
     def __init__(self, text: str, index: int | None = None) -> None:
         super().__init__(text)
@@ -29,7 +32,7 @@ class InvalidRewardResult(Exception):
 
 @dataclass(frozen=True)
 class RewardResultCheck:
-    """Completions of one call, to validate its result against.
+    """Validation of the result of one call, for the completions of that call.
 
     `texts` and `ids` are the texts and token ids of the completions. With `by_token`, rewards of
     tokens and steps are allowed.
@@ -45,7 +48,7 @@ class RewardResultCheck:
         The result is a list of rewards, or a pair (rewards, metrics).
 
         Raises `InvalidRewardResult` for anything other than finite numbers and None, and with
-        `by_token` for lists and mappings that are no valid `Value`.
+        `by_token` for lists and mappings that are not a valid `Value`.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):
@@ -76,7 +79,7 @@ class RewardResultCheck:
                 raise InvalidRewardResult(
                     f"it returned {len(value)} rewards for the {count} tokens of a completion; "
                     f"return one for each token, "
-                    "None where there is none",
+                    "None for tokens without a reward",
                     index,
                 )
             return [_validate_number(each, index) for each in value]
@@ -102,8 +105,8 @@ class RewardResultCheck:
             ):
                 raise InvalidRewardResult(
                     f"it returned the step {end!r}: {reward!r} for a completion of {length} "
-                    f"characters; a step is its end, "
-                    f"in characters from 1 to {length}, and a number",
+                    f"characters; give a step as its end position "
+                    f"in characters, from 1 to {length}, and a number",
                     index,
                 )
             made[end] = number
@@ -141,8 +144,8 @@ def _validate_number(value: Any, index: int) -> float | None:
         )
     if abs(number) > MOST_REWARD:
         raise InvalidRewardResult(
-            f"it returned {number:g}; a reward is at most {MOST_REWARD:g} in size, or the loss is "
-            f"not finite: scale it",
+            f"it returned {number:g}; the absolute value of a reward must be at most "
+            f"{MOST_REWARD:g}, or the loss is not finite: scale the reward",
             index,
         )
     return number

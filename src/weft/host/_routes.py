@@ -10,14 +10,15 @@ from weft.errors import ConfigError, DataError
 from weft.host.spec import RewardPart, RewardTarget, locate, parse_reward
 from weft.registry import verifiers
 
-# Options that a row of the data must not set: the server that receives a key, the variable that
-# contains the key, and the file that is written.
+# Verifier -> options that a row of the data must not set. For the judge: the server that receives
+# the API key, the variable that contains the key, whether the key may be sent unencrypted, and the
+# file of the cache.
 FORBIDDEN_ROW_OPTIONS = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 
 @dataclass(frozen=True)
 class RoutedFunction:
-    """Reward function as applied to some completions.
+    """Reward function of a route, with its weight.
 
     `target` is its index in the list of targets, `args` are the arguments that the row specifies.
     """
@@ -29,19 +30,19 @@ class RoutedFunction:
 
 @dataclass(frozen=True, eq=False)
 class RewardRoute:
-    """Functions whose weighted sum is the reward of some completions.
+    """Reward functions whose weighted sum is the reward of some completions.
 
-    Rows with equal specifications share one Route.
+    Rows with equal specifications share one route.
     """
 
     functions: tuple[RoutedFunction, ...]
 
 
 class RewardRoutes:
-    """Reward functions of a run and the assignment of rows to them.
+    """Reward functions of a run and the route of each row.
 
-    The functions are those of `reward` and, with a `column`, all registered verifiers, for rows
-    that name verifiers in that column.
+    `targets` are the functions of the option `reward` and, if a `column` is given, all registered
+    verifiers, for rows that name verifiers in that column. `labels` are their names in metrics.
 
     A row can only name verifiers, because data must not be able to call arbitrary functions of
     arbitrary modules. Raises `ConfigError` if a function cannot be found.
@@ -73,14 +74,16 @@ class RewardRoutes:
     ) -> list[RewardRoute]:
         """Return one route per id.
 
-        Raises `DataError` for an id whose row names something other than a verifier, or nothing
-        although `reward` is not set.
+        Raises `DataError` if a row names something other than a verifier, or if a row's entry is
+        empty and `reward` is not set.
         """
         if self.column is None:
             return [self.default_route] * len(ids)
         if self.column not in columns:
             held = ", ".join(sorted(columns)) or "none"
-            raise DataError(f"reward_column={self.column!r}: the dataset's columns are: {held}")
+            raise DataError(
+                f"reward_column={self.column!r} is not a column; the dataset's columns are: {held}"
+            )
         routes: list[RewardRoute] = []
         for value, id in zip(columns[self.column], ids, strict=True):
             routes.append(self._find_route(value, id))
@@ -90,8 +93,8 @@ class RewardRoutes:
         if value is None or value in ("", [], {}):
             if not self.default_route.functions:
                 raise DataError(
-                    f"{id}: the column {self.column!r} names no verifier, and there is no reward "
-                    f"for such rows; set reward"
+                    f"{id}: the column {self.column!r} is empty in this row, and there is no "
+                    f"default reward; set reward"
                 )
             return self.default_route
         key = repr(value)
@@ -100,7 +103,8 @@ class RewardRoutes:
         return self._parsed_routes[key]
 
     def _parse(self, value: Any, id: str) -> RewardRoute:
-        """Return the route that a row specifies. Raises `DataError`."""
+        """Return the route that a row specifies. Raises `DataError` if it is not valid."""
+        # Parse the parts, and check that a row can set them.
         try:
             parts = parse_reward(value)
             for part in parts:
@@ -122,10 +126,11 @@ class RewardRoutes:
             raise DataError(
                 f"{id}: column {self.column!r}: {str(error).removeprefix('reward: ')}"
             ) from None
+        # Look up the functions; each verifier can appear once.
         names = [part.name for part in parts]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            raise DataError(f"{id}: column {self.column!r} names {twice[0]!r} twice; name it once")
+            raise DataError(f"{id}: column {self.column!r} names {twice[0]!r} twice; list it once")
         return RewardRoute(
             tuple(
                 RoutedFunction(self._by_name[part.name], part.weight, part.args) for part in parts

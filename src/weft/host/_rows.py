@@ -1,4 +1,4 @@
-"""View of a batch as vectors over tokens and completions, and the shaping of rewards."""
+"""A batch as vectors over tokens and completions, and the shaping of rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CompletionRows:
-    """Tokens and completions of a batch as float64 vectors, `[T]` tokens of `[S]` completions."""
+    """Vectors of a batch: float64, [T] over all completion tokens or [S] over completions."""
 
     batch: SequenceSample
 
@@ -30,7 +30,10 @@ class CompletionRows:
         return self.batch.lengths["completion"].astype(np.int64)
 
     def read_tokens(self, key: str) -> Vector:
-        """Return a key with one value per token. Raises `DataError` if its lengths differ."""
+        """Return a key with one value per token [T].
+
+        Raises `DataError` if its lengths are not those of the completions.
+        """
         if not np.array_equal(self.batch.lengths[key], self.lengths):
             raise DataError(f"key {key!r} must have one value per completion token")
         return to_host_array(self.batch.data[key]).astype(np.float64)
@@ -38,7 +41,8 @@ class CompletionRows:
     def read_sequences(self, key: str) -> Vector:
         """Return a key with one value per completion [S].
 
-        A key with one value per id is expanded to all completions of the id.
+        A key with one value per id is expanded to all completions of the id. Raises `DataError` for
+        any other number of values.
         """
         values = to_host_array(self.batch.data[key]).astype(np.float64)
         group = self.batch.group_of("completion")
@@ -46,9 +50,7 @@ class CompletionRows:
             return values
         if len(values) == self.batch.num_ids:
             return values[group]
-        raise DataError(
-            f"key {key!r} holds {len(values)} values; there are {len(group)} completions"
-        )
+        raise DataError(f"key {key!r} has {len(values)} values for {len(group)} completions")
 
     def read_rewards(self) -> Vector:
         """Return the key "rewards" [S].
@@ -62,18 +64,21 @@ class CompletionRows:
             at = int(large[0])
             raise DataError(
                 f"{self.batch.ids[int(self.group[at])]}: a completion's reward is {values[at]:g}; "
-                f"a reward is at most "
-                f"{MOST_REWARD:g} in size, or the loss is not finite: look at the reward model, "
+                f"the absolute value of a reward must be at most "
+                f"{MOST_REWARD:g}, or the loss is not finite: check the reward model, "
                 f"or scale its scores"
             )
         return values
 
     def read_tokens_or_sequences(self, key: str) -> Vector:
-        """Return a key as [S] if it has one value per completion or id, else as [T]."""
+        """Return a key as [S] if it has one value per completion or id, else as [T].
+
+        Raises `DataError` if the batch does not have the key.
+        """
         if key not in self.batch.data:
             held = ", ".join(self.batch.data) or "none"
             raise DataError(
-                f"there is no key {key!r}; the node reads: {held}; add it to its input_keys"
+                f"there is no key {key!r}; the node reads: {held}; add it to the node's input_keys"
             )
         if (self.batch.lengths[key] == 1).all():
             return self.read_sequences(key)
@@ -86,10 +91,9 @@ class CompletionRows:
 
     @property
     def mask(self) -> Vector:
-        """1 for trained tokens, else 0.
+        """Mask of the trained tokens [T]: `loss_mask` if present, else 1 for all tokens.
 
-        From `loss_mask` if present; the first token of a completion without a prompt is never
-        trained.
+        The first token of a completion without a prompt is never trained (0).
         """
         if "loss_mask" in self.batch.data:
             mask = self.read_tokens("loss_mask")
@@ -122,7 +126,7 @@ class CompletionRows:
 
 @dataclass(frozen=True)
 class RewardShape:
-    """Shaping of rewards: clip((reward - bias) * scaling, +-clip) - missing_eos_penalty.
+    """Shaping of rewards: clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty.
 
     The penalty applies to truncated completions only. With `clip` None nothing is clipped.
     """
@@ -144,7 +148,7 @@ class RewardShape:
 def compute_kl_rows(
     rows: CompletionRows, mask: Vector, estimator: str, context: HostContext
 ) -> Vector:
-    """Return the KL divergence from the reference at each trained token, in nats.
+    """Return the KL divergence from the reference at each token [T], in nats, times `mask`.
 
     Records its mean over tokens and over completions as `kl_{estimator}` and
     `kl_{estimator}_per_completion` (plain `kl` is the metric of policy nodes).

@@ -1,4 +1,4 @@
-"""Inputs of reward functions: texts, token ids and columns, one entry per completion."""
+"""Inputs of reward functions: texts, token ids and columns, with one entry per completion."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from weft.data.steps import find_step_tokens
 from weft.data.tokenizer import Tokenizer
 from weft.host._pool import Task
 
-RESERVED = ("prompts", "completions", "completion_ids")
+RESERVED = ("prompts", "completions", "completion_ids")  # arguments that columns cannot replace
 
 
 @dataclass(frozen=True)
 class CompletionTexts:
     """Completions of a batch, decoded to text only when a call needs them."""
 
-    names: list[str]  # id[k]
-    group: npt.NDArray[np.int64]
-    prompt_ids: list[list[int]]  # one list per prompt
-    completion_ids: list[list[int]]
-    columns: Mapping[str, list[Any]]  # columns of the dataset (the batch's metadata)
+    names: list[str]  # names of the completions in messages: "id[k]" is completion k of an id
+    group: npt.NDArray[np.int64]  # index of each completion's prompt [S]
+    prompt_ids: list[list[int]]  # token ids of each prompt
+    completion_ids: list[list[int]]  # token ids of each completion
+    columns: Mapping[str, list[Any]]  # columns of the dataset (the batch's metadata), by prompt
     tokenizer: Tokenizer
 
     @classmethod
     def from_batch(cls, batch: SequenceSample, tokenizer: Tokenizer) -> CompletionTexts:
-        """Return the completions of a batch; reserved names are left out of the columns."""
+        """Return the completions of a batch; columns with a reserved name are left out."""
         group = batch.group_of("completion")
         starts = batch.offsets["completion"][group]
         return cls(
@@ -51,7 +51,10 @@ class CompletionTexts:
         )
 
     def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Return (prompt ids, completion ids, columns) of some completions."""
+        """Return (prompt token ids, completion token ids, columns) of some completions.
+
+        `chunk` has the indices of the completions; each result has one entry per completion.
+        """
         groups = self.group[list(chunk)].tolist()
         columns = {}
         for name, values in self.columns.items():
@@ -63,9 +66,9 @@ class CompletionTexts:
         )
 
     def build_task(self, chunk: Sequence[int]) -> Task:
-        """Return (prompts, completions, completion ids, columns) of some completions.
+        """Return (prompts, completions, completion token ids, columns) of some completions.
 
-        Texts are without special tokens.
+        `chunk` has the indices of the completions. The texts do not contain special tokens.
         """
         groups = self.group[list(chunk)].tolist()
         prompts, ids, columns = self.select_inputs(chunk)
@@ -82,8 +85,9 @@ class CompletionTexts:
     ) -> npt.NDArray[np.float64]:
         """Return the rewards of one completion's tokens, float64 [L], NaN for tokens without one.
 
-        `value` is a list with one entry per token, or a mapping from end positions of steps in the
-        text to rewards, which go to the last token of each step.
+        `place` is the index of the completion. `value` is a list with one entry per token, or a
+        mapping from the end position of each step in the text to the step's reward, which is given
+        to the last token of the step.
         """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):

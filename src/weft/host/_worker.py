@@ -1,10 +1,11 @@
 """A process that computes rewards: `python -m weft.host._worker FD`, started by `weft.host._pool`.
 
-Does not import torch.
+The process does not import torch.
 
-It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and sends
-a `WorkerAnswer` for each. It ends when its standard input reaches the end of file, that is when the
-parent process has died or released it.
+From the connection with descriptor `FD` it reads (sys.path, targets), sends one `WorkerAnswer` once
+the targets are imported, and then reads tasks (`weft.host._pool.Task`) and sends a `WorkerAnswer`
+for each. It ends when its standard input reaches the end of file, that is when the parent process
+has died or released it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from weft.registry import import_user_code
 
 # ("ok", value, None), or ("error", message, index of the completion or None)
 WorkerAnswer = tuple[str, Any, int | None]
-POSITIONAL = 2  # prompts, completions
-SHOWN_FRAMES = 4  # last frames of a traceback in a message
+POSITIONAL = 2  # number of positional arguments of a reward function: prompts, completions
+SHOWN_FRAMES = 4  # number of frames, from the last one, that a message shows of a traceback
 
 
 def main(descriptor: int) -> None:
     """Serve tasks on the connection `descriptor` until the parent closes it."""
+    # Redirect the standard streams, and end with the parent.
     connection = Connection(descriptor)
     threading.Thread(target=_kill_group_at_end_of_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # output of rewards must not mix with that of the run
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  line-buffered, so that a killed worker's output is complete
+    # Line-buffered, so that the output of a killed worker is complete up to its last line
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # Import the functions.
     try:
         sys.path[:], targets = connection.recv()
     except EOFError:  # released before it was used
@@ -51,6 +55,7 @@ def main(descriptor: int) -> None:
             return
         functions.append(value)
     connection.send(("ok", None, None))
+    # Compute the tasks.
     loop = asyncio.new_event_loop()
     while True:
         try:
@@ -69,16 +74,16 @@ def main(descriptor: int) -> None:
 
 
 def _kill_group_at_end_of_parent(descriptor: int) -> None:
-    """Wait for the end of the old standard input, then kill this process group."""
+    """Wait until the parent closes the pipe `descriptor`, then kill this process group."""
     while os.read(descriptor, 1024):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
-    """Return the result of `work`, or its error for the parent to raise.
+    """Return the result of `work`, or the message of its error for the parent to raise.
 
-    Exceptions of user code must not end this process.
+    All exceptions are caught, since an error of user code must not end this process.
     """
     try:
         return "ok", work(*arguments), None
@@ -100,8 +105,8 @@ def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
 def load(target: RewardTarget) -> Callable[..., Any]:
     """Import and return the function that a target names.
 
-    Raises `InvalidRewardResult` if there is no such function, or if it does not take the target's
-    arguments.
+    Raises `InvalidRewardResult` if the function does not exist, cannot be called, or does not take
+    the target's arguments.
     """
     if target.file is not None:
         import_user_code([target.file])
@@ -117,7 +122,7 @@ def load(target: RewardTarget) -> Callable[..., Any]:
         ) from None
     if not callable(function):
         raise InvalidRewardResult(
-            f"{target.attribute!r} is a {type(function).__name__}, no function"
+            f"{target.attribute!r} is of type {type(function).__name__}, not a function"
         )
     made: Callable[..., Any] = function
     taken = inspect.signature(made).parameters.values()
@@ -172,7 +177,10 @@ async def _await_result(result: Any) -> Any:
 def select_accepted_columns(
     function: Callable[..., Any], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the columns that a function takes. Raises `InvalidRewardResult` if a required one is missing."""
+    """Return the columns that a function takes.
+
+    Raises `InvalidRewardResult` if a required one is missing.
+    """
     parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
     missing = []
     for p in parameters:
@@ -181,7 +189,7 @@ def select_accepted_columns(
     if missing:
         held = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
         raise InvalidRewardResult(
-            f"it needs {', '.join(map(repr, missing))}, and the dataset's columns are: {held}"
+            f"it needs {', '.join(map(repr, missing))}, but the dataset's columns are: {held}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(columns)

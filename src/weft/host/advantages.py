@@ -1,6 +1,6 @@
 """Advantages over a whole batch, for PPO and for GRPO and related algorithms.
 
-The KL controller and the running statistics of values are kept here only.
+The KL controller and the running statistics of values are part of the state of `gae_advantages`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from weft.registry import register_function
 @register_function("gae_advantages")
 @dataclass
 class GAEAdvantages:
-    """PPO: `advantages` and `returns` [L] by GAE from rewards, KL and the critic's values.
+    """Compute PPO's `advantages` and `returns` [L] by GAE from rewards, KL and critic values.
 
-        r_t = -kl_coef * KL_t (+ shaped reward at a completed text's last trained token)
+        r_t = -kl_coef * KL_t (+ shaped reward at the last trained token of a completed text)
 
-    then generalised advantage estimation over trained tokens, and whitening over the whole batch
-    (`adv_norm`).
+    These rewards go into generalised advantage estimation over trained tokens; the advantages are
+    then whitened over the whole batch if `adv_norm` is set.
 
     Keys: completion (lengths), `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and
     `ref_logprobs` if kl_ctl is above 0; `loss_mask` and `prompt` if present; `token_rewards` [L],
-    the part of a reward that is assigned to single tokens and stays there (NaN for tokens without
-    one). `truncated` sets the reward of a completion that was truncated: "bootstrap", the critic's
-    value of the next state instead of a reward, since the text is incomplete (ReaLHF); "score", its
+    the part of a reward that is assigned to single tokens, which keep it (NaN for tokens without
+    one). `truncated` determines the reward of a truncated completion. "bootstrap": the critic's
+    value of the next state instead of a reward, since the text is incomplete (ReaLHF). "score": its
     reward as if it had ended (TRL). The missing-eos penalty is subtracted in both cases.
 
     With `value_norm` the critic predicts returns normalised by their running mean and deviation:
@@ -99,6 +99,7 @@ class GAEAdvantages:
         )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        # Read the batch and compute the reward of each token.
         rows = CompletionRows(batch)
         mask = rows.mask
         finished = rows.read_sequences("finished")
@@ -107,8 +108,8 @@ class GAEAdvantages:
         ended = (finished != 0.0) | (self.truncated == "score")
         rewards = self._compute_token_rewards(rows, mask, kl, ended, context)
 
-        # Trained tokens only: tokens that the policy did not write are skipped and take no time
-        # step.
+        # Estimate advantages over the trained tokens only: tokens that the policy did not write are
+        # skipped and take no time step.
         trained = mask != 0.0
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         last_values = np.where(ended, 0.0, after)
@@ -121,6 +122,7 @@ class GAEAdvantages:
             lam=self.gae_lambda,
         )
         advantages, returns = (_scatter(each, trained) for each in found)
+        # Record metrics, and normalise returns and advantages.
         context.record("advantage_std", float(np.std(found[0])) if len(found[0]) else 0.0)
         context.record("return", float(np.mean(found[1])) if len(found[1]) else 0.0)
         if self.value_norm:
@@ -133,7 +135,7 @@ class GAEAdvantages:
     def _compute_kl_penalty(
         self, rows: CompletionRows, mask: Vector, context: HostContext
     ) -> Vector:
-        """Return the KL penalty of each trained token and update the controller.
+        """Return the KL penalty of each token [T] (0 if not trained) and update the controller.
 
         Raises `DataError` if `kl_ctl` is above 0 and the reference's log-probs are missing.
         """
@@ -152,7 +154,10 @@ class GAEAdvantages:
         return penalty
 
     def _read_values(self, rows: CompletionRows) -> tuple[Vector, Vector]:
-        """Return (V before each token, V after each completion's last one) in units of rewards."""
+        """Return (value before each token [T], value after each completion's last token [S]).
+
+        The values are in the units of rewards.
+        """
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
             raise DataError(
@@ -172,10 +177,10 @@ class GAEAdvantages:
         ended: npt.NDArray[np.bool_],
         context: HostContext,
     ) -> Vector:
-        """Return the reward of each token.
+        """Return the reward of each token [T].
 
-        -penalty plus the token's own reward; the last trained token of a completion also gets the
-        shaped rest of the completion's reward.
+        The reward is -penalty plus the token's own reward. The last trained token of a completion
+        also gets the rest of the completion's reward, which is shaped first.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -228,16 +233,20 @@ def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDAr
 @register_function("group_advantages")
 @dataclass
 class GroupAdvantages(StatelessHostFunction):
-    """GRPO and related: `advantages` [L] of completions' trained tokens from their group's rewards.
+    """Compute `advantages` [L] from the rewards of each group (GRPO and related algorithms).
 
     The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty,
-    minus `kl_coef` times the KL to the reference), its `baseline` is subtracted and the difference
-    is divided by `scale` (`weft.algorithms.advantages`), then whitened over all trained tokens of
-    the batch if `whiten` is set. GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out,
-    none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group,
-    none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`. `pass_k` replaces
-    baseline and scale: it rewards that at least one of k completions passes (a reward above
-    `pass_reward`). `part_weights` normalises each part of the reward separately (GDPO).
+    minus `kl_coef` times the KL to the reference). Then `baseline` is subtracted and the difference
+    is divided by `scale` (both in `weft.algorithms.advantages`). The result is the advantage of all
+    trained tokens of the completion; it is whitened over all trained tokens of the batch if
+    `whiten` is set.
+
+    Values of `baseline` and `scale`: GRPO: group, group. Dr. GRPO: group, none. RLOO:
+    leave_one_out, none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a
+    baseline: group, none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`.
+    `pass_k` replaces baseline and scale: it rewards that at least one of k completions passes (a
+    reward above `pass_reward`). `part_weights` normalises each part of the reward separately
+    (GDPO).
 
     Without a baseline, the KL penalty of a token reduces the advantage of that token and of those
     before it (REINFORCE++); otherwise the total KL of the completion is subtracted from its reward
@@ -274,10 +283,9 @@ class GroupAdvantages(StatelessHostFunction):
     def __post_init__(self) -> None:
         if self.overlong_buffer and not self.overlong_buffer <= (self.max_new_tokens or 0):
             raise ConfigError(
-                f"overlong_buffer={self.overlong_buffer} lies before the end of a completion; set "
-                f"max_new_tokens "
-                f"({self.max_new_tokens}) to the most tokens a completion may have, at least the "
-                f"buffer"
+                f"overlong_buffer={self.overlong_buffer} must be at most max_new_tokens "
+                f"({self.max_new_tokens}), because the buffer is the end of a completion; set "
+                f"max_new_tokens to the maximum number of tokens of a completion"
             )
         pair = np.arange(2.0)
         # Raise for unknown names
@@ -338,7 +346,10 @@ class GroupAdvantages(StatelessHostFunction):
         charged: Vector,
         context: HostContext,
     ) -> Vector:
-        """Return one advantage per completion; `charged` is subtracted from its reward."""
+        """Return one advantage per completion [S].
+
+        `charged` [S] is the KL penalty that is subtracted from the rewards.
+        """
         overlong = self._compute_overlong_penalty(rows.lengths)
         group = rows.group
         if self.overlong_buffer:

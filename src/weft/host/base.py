@@ -38,7 +38,7 @@ class HostContext:
         """Return the tokenizer. Raises `UserError` naming the function if the node has none."""
         if self.tokenizer is None:
             raise UserError(
-                f"host function {function!r} reads text; set tokenizer_role of its node"
+                f"host function {function!r} needs a tokenizer; set tokenizer_role of its node"
             )
         return self.tokenizer
 
@@ -49,7 +49,8 @@ class HostCallable(Protocol):
 
     Returns a sample with the node's output keys, for all ids or, if it is a filter, for fewer.
 
-    `state_dict` returns nested plain values and numpy arrays, and is part of every recovery point.
+    `state_dict` returns nested plain values and numpy arrays. They are saved in every recovery
+    point.
     """
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None: ...
@@ -61,12 +62,14 @@ class HostCallable(Protocol):
 class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
-    `begin` is called with the keys `begins_with` (the function's own names) of ids that a running
-    call has completed. It is called in threads, possibly in parallel with itself and with a call on
-    another batch, and never if these keys are made by two nodes or by a host function. The call
-    with these ids comes after `begin` has returned, and raises any error of `begin`. It is only a
-    head start: the ids may never come or may come with other values, and the result is the same
-    without it. In `begin`, `context.step` is not known yet (0), and recorded metrics are not
+    As soon as a running model function call has completed some ids, `begin` gets their keys
+    `begins_with`, named as in the function. `begin` runs in threads, possibly in parallel with
+    itself and with `__call__` on another batch. It is never called if these keys are made by two
+    nodes or by a host function.
+
+    `__call__` with these ids starts after `begin` has returned, and raises any error of `begin`.
+    Its result must not depend on `begin`: the ids may never reach `__call__`, or may reach it with
+    other values. In `begin`, `context.step` is not known yet (0), and recorded metrics are not
     logged.
     """
 
@@ -101,7 +104,7 @@ class StatelessHostFunction:
 
 @runtime_checkable
 class ShortHostFunction(Protocol):
-    """Host function registered in a shorter form (`weft.host._functions`)."""
+    """Builder of a host function from one plain function (`weft.host._functions`)."""
 
     def build(self, args: Mapping[str, Any]) -> HostCallable: ...
 
@@ -120,7 +123,7 @@ class PlainFunction(StatelessHostFunction):
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     """Return the host function registered as `name` (or at `module:thing` or `FILE.py:thing`).
 
-    A class is constructed with `args`; a function is called with them every time.
+    A class is constructed with `args`; a function gets them in every call.
 
     Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """
@@ -134,7 +137,7 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
         raise ConfigError(
             f"host function {name!r}: {thing.__name__} lacks __call__, state_dict or "
             f"load_state_dict; "
-            "a class without state derives from weft.host.base.StatelessHostFunction"
+            "derive a class without state from weft.host.base.StatelessHostFunction"
         )
     return made
 
@@ -167,5 +170,5 @@ def check_arguments(
             missing.append(p.name)
     if missing:
         raise ConfigError(
-            f"{what} needs the argument {', '.join(map(repr, missing))}; give it in its args"
+            f"{what} needs the argument {', '.join(map(repr, missing))}; set it in args"
         )

@@ -20,10 +20,11 @@ class BCOShift:
     """Compute BCO's `reward_shift` [1], a running midpoint of the two labels' rewards.
 
     delta = (mean desirable reward + mean undesirable reward) / 2 over all completions so far, this
-    batch included. A reward is beta times the sum of log pi - log ref.
+    batch included. The reward of a completion is beta times the sum of log pi - log ref over its
+    trained tokens.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both
-    labels have occurred, delta is the mean reward of the one that has.
+    labels have occurred, delta is the mean reward of the label that has.
 
     Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `label` [1]; `loss_mask` and `prompt` if present.

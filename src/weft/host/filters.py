@@ -1,6 +1,6 @@
 """Filters: host functions that keep some ids and drop the others.
 
-Dropped ids leave the run's buffer, and the loader supplies others.
+Dropped ids leave the run's buffer, and the loader supplies new ids in their place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def dynamic_sampling(rewards: Vector) -> bool:
     """
     if len(rewards) < 2:
         raise ConfigError(
-            "dynamic_sampling compares the rewards of one prompt's completions, and a prompt has "
-            "only one here; "
+            "dynamic_sampling compares the rewards of one prompt's completions, but a prompt "
+            "has only one here; "
             "set group_size to 2 or more, or dynamic_sampling=false"
         )
     return not find_zero_variance(rewards, np.zeros(len(rewards), dtype=np.int64))[0]

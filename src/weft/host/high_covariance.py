@@ -21,7 +21,7 @@ class HighCovariance(StatelessHostFunction):
     """Mark with `high_covariance` [L] = 1 the tokens that Clip-Cov or KL-Cov acts on.
 
     The method is in `weft.algorithms.covariance`. `share` is the share of all trained tokens;
-    Clip-Cov draws them at random among those with a covariance between `low` and `high`. Keys:
+    Clip-Cov draws them at random from the tokens with a covariance between `low` and `high`. Keys:
     `logprobs` and `advantages` [L]; `loss_mask` and `prompt` if present.
     """
 
@@ -35,8 +35,8 @@ class HighCovariance(StatelessHostFunction):
             raise build_unknown_name_error("covariance control", self.method, ("clip", "kl"))
         if not 0.0 < self.share <= 1.0 or self.low >= self.high:
             raise ConfigError(
-                f"high_covariance: share={self.share} must lie in (0, 1] and low={self.low} below "
-                f"high={self.high}"
+                f"high_covariance: share={self.share} must be in (0, 1], and low={self.low} must "
+                f"be below high={self.high}"
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
@@ -58,7 +58,10 @@ class HighCovariance(StatelessHostFunction):
     def _draw_random_order(
         self, batch: SequenceSample, rows: CompletionRows, context: HostContext
     ) -> Vector:
-        """Return a random number per token that does not depend on the batch or its layout."""
+        """Return a random number per token [T], the same in any batch order and layout.
+
+        It depends on the seed, the step, the id, the completion's index and the token's position.
+        """
         made = []
         index = dict.fromkeys(batch.ids, 0)
         for group, length in zip(rows.group.tolist(), rows.lengths.tolist(), strict=True):

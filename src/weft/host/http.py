@@ -1,4 +1,4 @@
-"""Shared parts of HTTP requests to other servers: URL and key validation, and the retry policy."""
+"""Shared parts of HTTP requests to other servers: validation of URLs and keys, retry policy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from urllib.parse import SplitResult, urlsplit
 from weft.errors import ConfigError
 
 RETRYABLE_STATUSES = (408, 409, 425, 429)  # statuses to retry, as well as all from 500 on
-BACKOFF_S = 0.5  # before the first retry; doubles with each further one
-MAX_DELAY_S = 60.0  # longest delay, also of one that a server asks for
+BACKOFF_S = 0.5  # delay before the first retry; it doubles with each further retry
+MAX_DELAY_S = 60.0  # longest delay; if a server asks for a longer one, there is no retry
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def split_base_url(
     """
     if any(mark in str(url) for mark in "@?#"):
         raise ConfigError(
-            f"{option} must hold no user, password, query or fragment (it is not shown); put the "
-            f"key into the environment "
+            f"{option} must not contain a user, password, query or fragment (its value is not "
+            f"shown); put the key into the environment "
             f"variable {key_variable}"
         )
     try:
@@ -59,10 +59,11 @@ def split_base_url(
 
 
 def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
-    """Return the key in an environment variable; only the variable `usual` may be unset.
+    """Return the key in an environment variable, or None if `variable` is empty.
 
-    Raises `ConfigError`. No message shows the option's value: it could be a key written there by
-    mistake.
+    The variable `usual` can be unset (None is returned); for any other unset variable, and for an
+    invalid name or key, `ConfigError` is raised. No message shows the option's value: it could be a
+    key written there by mistake.
     """
     if not variable:
         return None
@@ -80,8 +81,8 @@ def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
         )
     if key and not re.fullmatch(r"[\x21-\x7e]+", key):
         raise ConfigError(
-            f"{option.removesuffix(name)}the variable that {name} names must hold ASCII "
-            f"characters without spaces"
+            f"{option.removesuffix(name)}the variable that {name} names must contain only "
+            f"ASCII characters without spaces"
         )
     return key or None
 
@@ -104,12 +105,15 @@ def mask_key(text: str, key: str | None) -> str:
 
 
 def is_retryable_status(status: int) -> bool:
-    """Return whether a request that got this status can succeed when it is retried."""
+    """Return whether a request that got this status should be retried."""
     return status in RETRYABLE_STATUSES or status >= 500
 
 
 def compute_retry_delay(attempt: int, after: float, jitter: random.Random) -> float:
-    """Return the seconds to wait after attempt `attempt`, at least `after`, the server's demand."""
+    """Return the seconds to wait after attempt `attempt` (from 0), at least `after`.
+
+    `after` is the delay that the server asks for.
+    """
     return max(after, min(MAX_DELAY_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 
 

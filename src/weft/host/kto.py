@@ -31,7 +31,7 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
     Makes `kl_completion` and `kl_mask`, the corresponding `loss_mask` (ones if there is none). The
     KTO paper estimates z0 this way (section 4.1), and TRL pairs completions this way, but here over
     the whole batch. A batch of one id, such as the last of an epoch, has no mismatched completions:
-    its mask is 0, and so is its z0.
+    its mask is 0, and its z0 is 0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}

@@ -1,4 +1,7 @@
-"""Comparison values of AOT: the score of equal rank on the other side of the whole batch."""
+"""Comparison values of AOT: for each score, the score of equal rank on the other side.
+
+Ranks are those in the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ def optimal_transport(
 ) -> SequenceSample:
     """Compute `partner` [1] of each completion for AOT (`weft.algorithms.transport`).
 
-    With "aot", the reference's margin of the same rank at the better completion of a pair and 0 at
-    the worse; with "aot_unpaired", the log-ratio of the same rank on the other side.
+    With "aot": for the better completion of a pair, the reference's margin of equal rank; for the
+    worse one, 0. With "aot_unpaired": the log-ratio of equal rank among the completions of the
+    other side (better or worse).
 
     Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `rank` (and `comparison`); `loss_mask` and `prompt` if present. Raises `DataError` for
@@ -71,7 +75,7 @@ def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Ind
         id = batch.ids[int(odd[0, 0])] if len(odd) else batch.ids[0]
         raise DataError(
             f"{id}: aot and aot_unpaired compare a better with a worse completion, so each "
-            f"completion must be in one pair; "
-            "give rows of pairs, not rankings"
+            f"completion must be in exactly one pair; "
+            "use rows of pairs, not rankings"
         )
     return first, second

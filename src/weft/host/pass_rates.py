@@ -16,7 +16,7 @@ from weft.registry import register_function
 @register_function("pass_rates")
 @dataclass
 class PassRates(StatelessHostFunction):
-    """Record avg@k and pass@k; makes no keys.
+    """Record avg@k and pass@k as metrics. Returns no keys.
 
     Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a
     completion; `pass@k`, the share of prompts with at least one completion that passes (a reward

@@ -116,7 +116,7 @@ def _check_rewards(
 ) -> None:
     if (counts < 2).any():
         raise ConfigError(
-            "preferences_by_reward compares the completions of one prompt, and a prompt has only "
+            "preferences_by_reward compares the completions of one prompt, but a prompt has only "
             "one here; set "
             "samples_per_prompt to 2 or more"
         )
@@ -125,5 +125,5 @@ def _check_rewards(
         raise DataError(
             f"{batch.ids[int(rows.group[wrong[0]])]}: a completion's reward is "
             f"{rewards[wrong[0]]}, which cannot be ranked; "
-            "look at the reward model"
+            "check the reward model"
         )

@@ -1,6 +1,6 @@
-"""The host function `reward`: verifiers and users' functions on the text of completions.
+"""The host function `reward`: rewards of completions by verifiers and users' functions.
 
-The functions run in separate processes.
+The functions run in separate processes and get the texts of the completions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from weft.host.verifiers._sandbox import describe_protections, find_protections
 from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
-MOST_WORKERS = 8
+MOST_WORKERS = 8  # default number of workers, if there are as many CPUs
 CALLS_PER_WORKER = 4  # so that a hung call loses only a small part of the batch
-MAX_BATCHES_PREFETCHED = (
-    1  # number of batches for which prefetched rewards are kept, for ids that come late
-)
+# Number of batches for which unused prefetched calls are kept, since their ids may come later
+MAX_BATCHES_PREFETCHED = 1
 MAX_NAMES_SHOWN = 5  # maximum number of ids in a message
 CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
@@ -60,10 +59,10 @@ class RewardFunction(StatelessHostFunction):
     for tokens without one, and `rewards` includes them. `keep_parts` also makes `reward_parts` [1,
     parts]: the unweighted parts, the reward model's score last, NaN for parts that do not apply.
 
-    `timeout_s` is for the whole batch, measured from when all its completions are available.
-    Completions whose call has not returned by then stop the run or, if `on_timeout` is set, get
-    that value for that part and are counted in the metric `timeouts`. The process of the call is
-    killed with all its children.
+    `timeout_s` limits the time of the whole batch, measured from when all its completions are
+    available. If a call has not returned by then, the run stops or, if `on_timeout` is set, the
+    completions of the call get that value for that part and are counted in the metric `timeouts`.
+    The process of the call is killed with all its children.
 
     Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a
     prompt's completions (of the whole batch, if prompts have one each); `frac_reward_zero_std`, the
@@ -97,8 +96,8 @@ class RewardFunction(StatelessHostFunction):
         self.routes = RewardRoutes(self.reward, self.column, by_token=self.by_token)
         if self.keep_parts and self.column is not None:
             raise ConfigError(
-                f"reward: keep_parts has one column a part, and column={self.column!r} lets rows "
-                f"differ"
+                f"reward: keep_parts needs the same parts in all rows, but with "
+                f"column={self.column!r} rows can have different ones"
             )
         self.pool = RewardPool(
             self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1)
@@ -107,13 +106,12 @@ class RewardFunction(StatelessHostFunction):
         self.notes: Sequence[str] = ()
         if any(target.module == CODE for target in self.routes.targets):
             self.notes = describe_protections(find_protections())
-        self._prefetched_calls: dict[
-            str, PendingRewardCall
-        ] = {}  # prefetched calls by id, until the batch with that id
+        # Prefetched calls by id, until the batch with that id arrives
+        self._prefetched_calls: dict[str, PendingRewardCall] = {}
         self._num_batches = 0  # number of batches computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
-        """Start computing the rewards of these ids."""
+        """Submit the calls for these ids; does nothing if `chunk_size` is set."""
         if self.chunk_size is not None:
             return
         texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
@@ -179,16 +177,17 @@ class RewardFunction(StatelessHostFunction):
             raise UserError(
                 f"the reward of {texts.names[int(large[0])]} is {rewards[large[0]]:g} with the "
                 f"weights of "
-                f"{', '.join(self.routes.labels)}; it is at most {MOST_REWARD:g} in size, or the "
-                f"loss is not finite: lower them"
+                f"{', '.join(self.routes.labels)}; its absolute value must be at most "
+                f"{MOST_REWARD:g}, or the loss is not finite: lower the weights"
             )
 
     def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:
         """Return the calls for all completions, `chunk_size` prompts each.
 
-        A call covers consecutive prompts with the same route. A prompt that `begin` was called for
-        is a call by itself.
+        A call covers prompts with the same route, in the order of the batch. A prompt whose call
+        was submitted by `begin` has its own call.
         """
+        # Take the prefetched calls whose inputs are still the same.
         calls: list[PendingRewardCall] = []
         rest: dict[RewardRoute, list[list[int]]] = {}
         for index, (id, route) in enumerate(
@@ -278,8 +277,7 @@ class RewardFunction(StatelessHostFunction):
             scores = to_host_array(batch.data["scores"]).astype(np.float64)
             if len(scores) != len(sums.total):
                 raise DataError(
-                    f"key 'scores' holds {len(scores)} values; there are {len(sums.total)} "
-                    f"completions"
+                    f"key 'scores' has {len(scores)} values for {len(sums.total)} completions"
                 )
             context.record("reward/model", float(scores.mean()))
             return sums.total + self.scores_weight * scores
@@ -289,32 +287,35 @@ class RewardFunction(StatelessHostFunction):
             raise UserError(
                 f"no reward applies to {', '.join(without[:MAX_NAMES_SHOWN])} ({len(without)} of "
                 f"{len(names)} completions): "
-                f"{', '.join(self.routes.labels)} returned None; give these rows what a reward "
-                f"needs, or add a reward function that applies"
+                f"{', '.join(self.routes.labels)} returned None; add the columns that a reward "
+                f"needs to these rows, or add a reward function that applies to them"
             )
         return sums.total
 
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Completions of a batch by position, and the pending replies of their reward functions."""
+    """Calls of the reward functions of one route for some completions of a batch."""
 
-    positions: list[int]
+    positions: list[int]  # indices of the completions in the batch
     route: RewardRoute
-    inputs: Any  # inputs of the functions, as ids and columns
-    replies: list[Future[RewardReply]]
+    inputs: Any  # inputs of the functions: token ids and columns (`CompletionTexts.select_inputs`)
+    replies: list[Future[RewardReply]]  # one per function of the route
     batches_before: int  # number of batches computed before this call was submitted
 
 
 class RewardSums:
-    """Running sums of a batch's rewards."""
+    """Rewards of a batch, added up call by call.
+
+    `parts` [parts, S] are the unweighted parts, NaN for parts that do not apply; `total` [S] is
+    their weighted sum; `by_token` [T] are the weighted rewards of tokens, NaN for tokens without
+    one.
+    """
 
     def __init__(self, texts: CompletionTexts, labels: Sequence[str]) -> None:
         self.texts = texts
         self.labels = labels
-        self.parts = np.full(
-            (len(labels), len(texts.names)), np.nan
-        )  # without weights, NaN where a part does not apply
+        self.parts = np.full((len(labels), len(texts.names)), np.nan)
         self.total = np.zeros(len(texts.names))
         self.lengths = np.array([len(ids) for ids in texts.completion_ids], np.int64)
         self.by_token = np.full(int(self.lengths.sum()), np.nan)
@@ -322,7 +323,7 @@ class RewardSums:
         self.timeouts = 0
 
     def add(self, part: int, weight: float, places: Sequence[int], values: Sequence[Value]) -> None:
-        """Add the rewards of one call."""
+        """Add the rewards of one call: `values` of the completions at `places`."""
         for place, value in zip(places, values, strict=True):
             if value is None:
                 continue
@@ -358,7 +359,7 @@ class RewardSums:
 
 
 def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:
-    """Record the metrics of any node that makes rewards; see `RewardFunction`."""
+    """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std` (`RewardFunction`)."""
     if (np.bincount(group) < 2).all():
         group = np.zeros_like(group)
     first = np.unique(group, return_index=True)[1]

@@ -39,7 +39,7 @@ class SamplerCorrection(StatelessHostFunction):
                 f"sampler_correction: high={self.high} must be at least 1 and low={self.low} "
                 f"between 0 and 1, so that a "
                 f"ratio of 1 "
-                "keeps its weight"
+                "is not changed"
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:

@@ -1,4 +1,4 @@
-"""Parser of the option `reward`: plain values, checked without importing anything heavy."""
+"""Parsing and validation of the option `reward`, given as plain values; no heavy imports."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class RewardTarget:
-    """Location of a part's function: a module or a file, and the function's name in it.
+    """Location of a part's function, from which another process imports it.
 
-    Another process imports the function from there. A verifier's parameters with a default are its
-    options, which only `args` can set: a column of the data with the name of an option is ignored.
-    For a user's function, a parameter with a default can also be a column. `by_token`: the function
-    may return rewards of tokens.
+    The location is `module` or `file`, and `attribute`, the function's name in it. `label` is the
+    part's name in metrics and messages. `by_token`: the function may return rewards of tokens.
+
+    A verifier's parameters with a default are its options, which only `args` can set: a column of
+    the data with the name of an option is ignored. For a user's function, a parameter with a
+    default can also be a column.
     """
 
     label: str
@@ -63,8 +65,8 @@ def parse_reward(reward: Any) -> list[RewardPart]:
         raise ConfigError(f"reward: no reward is given; give {FORM}")
     if len(entries) == 2 and isinstance(entries[0], str) and _is_number(entries[1]):
         raise ConfigError(
-            f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of "
-            f"its own: [{list(entries)}]"
+            f"reward: {reward!r} is a list of a name and a number; write a weighted part as a "
+            f"list in the list: [{list(entries)}]"
         )
     parts = []
     for entry in entries:
@@ -72,12 +74,12 @@ def parse_reward(reward: Any) -> list[RewardPart]:
             parts.append(part)
     if all(part.weight == 0 for part in parts):
         raise ConfigError(
-            "reward: all weights are 0, so every reward is; give one of them another weight"
+            "reward: all weights are 0, so every reward would be 0; change one of the weights"
         )
     for index, part in enumerate(parts):
         if any((part.name, part.args) == (other.name, other.args) for other in parts[:index]):
             raise ConfigError(
-                f"reward: {part.name!r} is named twice; name it once, with the weight of both"
+                f"reward: {part.name!r} appears twice; list it once, with the sum of both weights"
             )
     return parts
 
@@ -110,8 +112,8 @@ def _parse_named_part(entry: Mapping[str, Any]) -> RewardPart:
 def _build_part(name: str, weight: Any, args: Mapping[str, Any] | None = None) -> RewardPart:
     if not _is_number(weight):
         raise ConfigError(
-            f"reward: weight={weight!r} of {name!r} must be a number, and a finite one; options "
-            f"of a part go into the form "
+            f"reward: weight={weight!r} of {name!r} must be a finite number; write a part with "
+            f"options as "
             "{name, weight, args}"
         )
     return RewardPart(name, float(weight), dict(args or {}))
@@ -132,7 +134,7 @@ def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
         return _locate_verifier(part, checked)
     if not attribute.isidentifier():
         raise ConfigError(
-            f"reward: {part.name!r}: what follows the colon must be a function's name"
+            f"reward: {part.name!r}: the text after the colon must be a function's name"
         )
     if place.endswith(".py"):
         file = Path(place).expanduser()
@@ -154,7 +156,8 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
     """Raise `ConfigError` if a file cannot define the function.
 
     The file is parsed, not run: it may import anything, and a dry run and `weft config validate`
-    run no code of a reward. Cases that remain undecided are checked by the reward's process.
+    do not run code of rewards. A file whose names depend on running it, for example because of
+    `import *`, passes here; the process that computes rewards checks it.
     """
     try:
         tree = ast.parse(file.read_bytes())
@@ -162,6 +165,7 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
         raise ConfigError(
             f"reward: {part.name!r}: {file} cannot be read as Python ({error})"
         ) from error
+    # Collect the defined, imported and assigned names.
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -170,6 +174,7 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
             names.add(node.asname or node.name.partition(".")[0])
         elif isinstance(node, ast.Name):
             names.add(node.id)
+    # `import *` and calls such as `globals` can define names that are not in the tree.
     if attribute not in names and names.isdisjoint(
         ("*", "__getattr__", "globals", "locals", "vars", "exec", "setattr")
     ):
@@ -181,13 +186,16 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
 
 
 def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
-    """Return the location of a registered verifier, by the module or file that defines it.
+    """Return the location of a registered verifier: the module or file that defines it.
 
-    A verifier can come from user code that another process has not imported.
+    The location is needed because a verifier can come from user code, which other processes have
+    not imported. Raises `ConfigError` as `locate` does, and for a verifier that another process
+    cannot import.
     """
     if part.name.endswith(".py"):
         raise ConfigError(
-            f"reward: {part.name!r} names no function in the file; write {part.name}:FUNCTION"
+            f"reward: {part.name!r} does not name a function in the file; write "
+            f"{part.name}:FUNCTION"
         )
     if part.name not in verifiers:
         raise build_unknown_name_error("verifier", part.name, verifiers.list_names())
@@ -199,7 +207,7 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
     if module == "__main__" or not name.isidentifier():
         raise ConfigError(
             f"reward: {part.name!r} is {module}.{name}, which another process cannot import; "
-            f"define it at the top of a module"
+            f"define it at the top level of a module"
         )
     file = inspect.getsourcefile(sys.modules[module])
     found = importlib.util.find_spec(module)
@@ -224,7 +232,7 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
 def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
     """Raise `ConfigError` for arguments that are not options of a verifier.
 
-    A built-in verifier is also called without completions, so that it rejects invalid values.
+    A built-in verifier is also called with no completions, so that it raises for invalid values.
     """
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]

@@ -142,7 +142,7 @@ def test_a_server_that_is_gone_ends_the_run_and_says_who(
     [
         ({"rew.url": "127.0.0.1:8000/rm"}, r"rew\.url='127"),
         ({"rew.url": "http://127.0.0.1:8000"}, "host, port and model"),
-        ({"rew.url": "http://user:secret@127.0.0.1:8000/rm"}, "no user, password"),
+        ({"rew.url": "http://user:secret@127.0.0.1:8000/rm"}, "must not contain a user, password"),
         ({"rew.url": "http://10.1.2.3:8000/rm"}, "unencrypted"),
         ({"rew.url": "http://127.0.0.1:8000/rm", "rew_step": "x"}, "rew_step"),
         ({"rew.url": "http://127.0.0.1:8000/rm", "rew.backend": "hf"}, "exclude each other"),

@@ -2,10 +2,10 @@
 
 Usage: `python -m weft.host.verifiers._algebra FD`.
 
-It forks a child that reads questions (number, reference, answer, seconds) from the connection and
-answers each with (number, whether they are equal, seconds used). When a question exceeds its
-processor time, the kernel ends the child, whatever loop of whatever library it is in; the answer is
-then (None, False, 0), and another child is forked.
+It forks a child that reads questions (number, reference, answer, seconds) from the connection, and
+sends for each (number, whether the two are equal, seconds used). When a question exceeds its
+processor time, the kernel ends the child, in whatever loop of whatever library it is. The process
+then sends (None, False, 0) and forks another child.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import math_verify
 
 from weft.host.verifiers._survival import is_fully_parsed
 
-MEMORY = 4 << 30  # bytes of address space
+MEMORY = 4 << 30  # limit of the address space in bytes
 TARGETS = (
     math_verify.LatexExtractionConfig(boxed_match_priority=0),
     math_verify.ExprExtractionConfig(),
@@ -36,10 +36,11 @@ def main(descriptor: int) -> None:
     """Answer questions on the connection `descriptor`, in forked children."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    # Silence the libraries' warnings about texts that are not mathematics.
     for name in (
         "math_verify",
         "latex2sympy2_extended",
-    ):  # their warnings about texts that are not mathematics are of no use
+    ):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -57,7 +58,7 @@ def main(descriptor: int) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer questions until the connection closes; ends the process."""
+    """Answer questions until the connection closes, then exit the process."""
     try:
         while True:
             number, reference, answer, seconds = connection.recv()
@@ -74,7 +75,7 @@ def _serve(connection: Connection) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def are_surely_equal(reference: str, answer: str) -> bool:
-    """Return whether the library finds two texts equal without having dropped anything.
+    """Return whether the library finds two texts equal and has taken all of both into account.
 
     The texts are formulas, or sentences that contain one.
     """
@@ -84,7 +85,7 @@ def are_surely_equal(reference: str, answer: str) -> bool:
 
 
 def are_equal(reference: str, answer: str) -> bool:
-    """Return the library's own verdict."""
+    """Return whether the library finds the answers in two texts equal."""
     one = parse_answer(reference)
     other = parse_answer(answer)
     return bool(
@@ -98,7 +99,7 @@ def are_equal(reference: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parse_answer(text: str) -> tuple[Any, ...]:
-    """Return the parsed answer of a text: its last boxed answer, or its last formula or number.
+    """Return the library's parse of a text's last boxed answer, or of its last formula or number.
 
     Empty if there is none.
     """

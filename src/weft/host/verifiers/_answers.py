@@ -1,4 +1,4 @@
-"""Shared parts of verifiers: the column with the right answer, and numbers in text."""
+"""Shared parts of verifiers: the column of right answers, and numbers in texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-COLUMNS = ("answer", "ground_truth", "solution", "target")
+COLUMNS = ("answer", "ground_truth", "solution", "target")  # names of the column, in this order
 MOST_EXPONENT = 400  # largest exponent of a power or of scientific notation
-MOST_DIGITS = 1000  # longest number
+MOST_DIGITS = 1000  # maximum number of characters of a number
 
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 SUPERSCRIPT = re.compile("(?<=[0-9)])[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -31,6 +31,7 @@ VULGAR = {
     "⅞": "7/8",
 }
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
+# Word -> power of ten
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 # A minus is a sign unless it follows a word, digit or bracket ("5-3" is a difference). Commas,
@@ -39,9 +40,8 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 GROUP = r"(?:,|\{,\}|\\,|\\ |,\\!|['’]|[ \u00a0\u2007\u2009\u202f])"
 GROUPED = rf"[1-9]\d{{0,2}}(?P<group>{GROUP})\d{{3}}(?:(?P=group)\d{{3}})*(?!\d)"
 POWER = r"\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<{0}_braced>[-+]?\d+)\s*\}}|(?P<{0}>[-+]?\d+))"
-UNIT_POWER = re.compile(
-    r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)"
-)  # the 2 of cm^2 is not a number
+# The 2 of cm^2, which is not a number
+UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)")
 NUMBER = re.compile(
     rf"(?P<root>(?:√|\\sqrt|\bsqrt)\s*[({{]?\s*)?"
     rf"(?P<sign>(?<![\w.)])-)?(?:\\?\$(?P<inner>-(?=\d))?)?"
@@ -60,7 +60,7 @@ def find_references(
 ) -> Sequence[Any]:
     """Return the right answers: the given column, or the first of `COLUMNS` that is present.
 
-    None for rows without one.
+    The entry of a row without an answer is None; without such a column, all `count` entries are.
     """
     for name in (column,) if column else COLUMNS:
         if name in columns:

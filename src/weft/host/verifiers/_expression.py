@@ -1,4 +1,4 @@
-"""Parser of expressions in plain form (`_latex.plain`)."""
+"""Parser of expressions in plain form (`_latex.to_plain_form`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-# ("number", Fraction), ("letter", name), ("constant", name), or an operation and its nodes
+# Node of an expression tree: ("number", Fraction), ("letter", name), ("constant", name), or the
+# name of an operation and its operands; operands of "sum" and "product" are (1 or -1, node), where
+# -1 means subtracted or divided.
 Node = tuple[Any, ...]
 
-MOST_CHARACTERS = 1000
-MAX_DEPTH = 50
+MOST_CHARACTERS = 1000  # maximum length of an expression
+MAX_DEPTH = 50  # maximum nesting
 MOST_EXPONENT = 400  # largest exponent of a number such as 1e400
 FUNCTIONS = (
     "sin",
@@ -64,6 +66,7 @@ GREEK = (
     "Psi",
     "Omega",
 )
+# Functions that are also recognised without a backslash
 BARE = (
     "sin",
     "cos",
@@ -71,7 +74,7 @@ BARE = (
     "ln",
     "log",
     "exp",
-)  # functions that are also recognised without a backslash
+)
 # Names that runs of letters are split into; hyperbolic functions are included so that `\sinh` is
 # not read as `\sin h`.
 KNOWN = sorted(
@@ -96,15 +99,15 @@ KNOWN = sorted(
 )
 TOKEN = re.compile(r"\d+\.?\d*(?:[eE]\d+)?|\.\d+|\\?[A-Za-z]+|_\{[A-Za-z0-9,]*\}|[-+*/^(){}\[\]!|]")
 CLOSING = {"(": ")", "{": "}", "[": "]", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
-ENDS = {"+", "-", *CLOSING.values()}
+ENDS = {"+", "-", *CLOSING.values()}  # tokens that end a product
 
 
 @dataclass(frozen=True)
 class ParsedExpression:
-    """Parsed expression.
+    """Parsed expression: its tree and what it contains.
 
-    `letters` are its variables (without e and i); `decimal`: a number in it has digits after the
-    decimal point.
+    `letters` are its variables (without e and i). `decimal`: it contains a number that is not
+    whole, such as 0.5.
     """
 
     root: Node
@@ -114,7 +117,7 @@ class ParsedExpression:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> ParsedExpression | None:
-    """Return the expression that a text is, or None if it is not one."""
+    """Parse a text in plain form; return None if it is not an expression."""
     if len(text) > MOST_CHARACTERS:
         return None
     try:
@@ -131,9 +134,12 @@ class _ExpressionSyntaxError(Exception):
 
 
 class _ExpressionParser:
-    """Recursive-descent parser.
+    """Recursive-descent parser of expressions in plain form.
 
     sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?.
+
+    The methods return nodes, and raise `_ExpressionSyntaxError` for other texts. `depth` is the
+    nesting so far.
     """
 
     def __init__(self, text: str) -> None:
@@ -157,13 +163,19 @@ class _ExpressionParser:
         return token
 
     def expect(self, wanted: str) -> None:
-        """Consume this token, or the end if `wanted` is ""; raise `_ExpressionSyntaxError` for another one."""
+        """Consume the token `wanted`, or expect the end of the text if `wanted` is "".
+
+        Raises `_ExpressionSyntaxError` for another token.
+        """
         if self._peek() != wanted:
             raise _ExpressionSyntaxError
         self._position += 1
 
     def parse_sum(self, depth: int) -> Node:
-        """Parse a sum. Raises `_ExpressionSyntaxError`, also for nesting deeper than `MAX_DEPTH`."""
+        """Parse a sum.
+
+        Raises `_ExpressionSyntaxError`, also for nesting deeper than `MAX_DEPTH`.
+        """
         if depth > MAX_DEPTH:
             raise _ExpressionSyntaxError
         parts = [(1, self._parse_product(depth))]
@@ -255,10 +267,11 @@ class _ExpressionParser:
         return number
 
     def _parse_function(self, name: str, depth: int) -> Node:
-        """Parse the rest of `\\sin^2 x`, `\\log_2 8` or `\\sin 2x`.
+        """Parse the rest of a function call such as `\\sin^2 x`, `\\log_2 8` or `\\sin 2x`.
 
         An argument without brackets extends to the next sign or function.
         """
+        # Parse the base of a logarithm, the exponent, and the argument.
         if name == "log" and self._peek().startswith("_{"):
             base = self._peek()
         else:
@@ -303,7 +316,7 @@ def _is_function(token: str) -> bool:
 
 
 def _split_letters(token: str) -> list[str]:
-    """Split a run of letters into known names and variables.
+    """Split a run of letters into known names and variables; other tokens stay whole.
 
     xy is x times y, and \\sinx is the sine of x.
     """

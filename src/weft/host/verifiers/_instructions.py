@@ -31,8 +31,8 @@ TOKEN = re.compile(r"\w+(?:[-'.]\w+)*")
 def count_sentences(text: str) -> int:
     """Return the number of sentences in a text.
 
-    A sentence ends in . ! or ? before white space (not after an abbreviation); the text after the
-    last end is a sentence, too.
+    A sentence ends in . ! or ? before white space (not after an abbreviation). Text after the last
+    such end counts as a sentence, too.
     """
     protected = ABBREVIATIONS.sub(lambda match: match.group().replace(".", "·"), text)
     parts = SENTENCE_END.split(protected)
@@ -45,7 +45,10 @@ def count_words(text: str) -> int:
 
 
 def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
-    """Return whether `count` is "at least" or "less than" `bound`."""
+    """Return whether `count` is "at least" or "less than" `bound`, as `relation` says.
+
+    Raises `ValueError` for another relation.
+    """
     if relation == "at least":
         return count >= int(bound)
     if relation == "less than":
@@ -133,8 +136,10 @@ def _build_word_pattern(word: str) -> str:
     return rf"\b{re.escape(word)}\b"
 
 
+# Responses of which `constrained_response` requires one
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
+# Name of an instruction -> check of a response
 CHECKS: Mapping[str, Check] = {
     "keywords:existence": lambda t, a: all(
         _count_occurrences(re.escape(word), t) for word in a["keywords"]

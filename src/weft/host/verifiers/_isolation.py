@@ -1,9 +1,9 @@
 """Linux protections around a process that runs untrusted code, through `ctypes`.
 
-Imports nothing of weft, since the launcher loads this file by its path.
+This module imports nothing of weft, since the launcher loads this file by its path.
 
-`enter` puts the calling process behind the requested protections and raises `OSError` for one that
-the system refuses; `weft.host.verifiers._sandbox` determines once which ones work.
+`enter` puts the calling process behind the requested protections, and raises `OSError` for one that
+the system refuses. `weft.host.verifiers._sandbox` determines once which protections work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NOBODY = 65534  # user id that owns no files
+NOBODY = 65534  # id of a user and group that own no files
+# Flags and options of the kernel, from its headers
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 MS_RDONLY = 1
 MS_NOSUID = 2
@@ -39,7 +40,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 EPERM = 1
 
-# Numbers of system calls on x86-64 and on ARM64.
+# Name of a system call -> its numbers on x86-64 and on ARM64
 CALLS: Mapping[str, tuple[int, int]] = {
     "capset": (126, 91),
     "pivot_root": (155, 41),
@@ -47,9 +48,9 @@ CALLS: Mapping[str, tuple[int, int]] = {
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }
-# System calls that a computation never needs. Without them a program cannot open a socket, access
-# another process, leave its process group, or get a new namespace, mount, key, or memory that
-# outlives it.
+# System calls that the protection `seccomp` refuses; a computation never needs them. Without them a
+# program cannot open a socket, access another process, leave its process group, or get a new
+# namespace, mount, key, or memory that outlives it.
 DENIED: Mapping[str, tuple[int, int]] = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -91,21 +92,24 @@ DENIED: Mapping[str, tuple[int, int]] = {
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
 }
+# Machine -> its architecture number in seccomp
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-X32 = 0x40000000  # x86-64 has the same calls again from this number on
+X32 = 0x40000000  # on x86-64, the numbers of the same calls are repeated from here on
 
 # Landlock's rights: execute 1, write 2, read a file 4, read a folder 8; higher bits create and
 # remove files.
 LANDLOCK_READ = 1 | 4 | 8
 LANDLOCK_DEVICE = 2 | 4
+# Landlock's version -> all its rights; later versions add rights that are not needed here
 LANDLOCK_ALL = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
     3: (1 << 15) - 1,
-}  # by version; later versions add rights that are not needed here
+}
 O_PATH = 1 << 21
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# Folders and files of the system that a program can read
 SYSTEM = (
     "/usr",
     "/bin",
@@ -124,8 +128,9 @@ SYSTEM = (
 class IsolationSettings:
     """Protections to enter, by name, and their parameters.
 
-    `folder` is an empty folder. With the protection `files` the new root is mounted there, and the
-    program works in `/tmp`, of at most `disk_mb`.
+    `limits` are values by the names of the `resource` module. `folder` is an empty folder in which
+    the program works. With the protection `files` the new root is mounted there instead, and the
+    program works in a new `/tmp` of at most `disk_mb`.
     """
 
     protections: frozenset[str]
@@ -137,7 +142,8 @@ class IsolationSettings:
 def list_readable_paths() -> list[str]:
     """Return the folders and files that a Python program needs to read.
 
-    These are the system's libraries and the Python installation of this process.
+    These are the system's libraries and the Python installation of this process. Raises `OSError`
+    if they include `/`.
     """
     found: list[str] = []
     for path in [
@@ -152,7 +158,7 @@ def list_readable_paths() -> list[str]:
         if not known and os.path.exists(path):
             found.append(path)
     if "/" in found:
-        raise OSError("Python is installed in /, so that there is nothing to hide")
+        raise OSError("Python is installed in /, so no file can be hidden")
     return found
 
 
@@ -162,7 +168,7 @@ def set_death_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose parent ends, so that none can escape."""
+    """Become the parent of all descendants whose own parent ends, so that all can be killed."""
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -176,20 +182,22 @@ def list_children() -> list[int]:
 
 
 def hide_memory() -> None:
-    """Prevent processes of the same user from reading this one's memory or tracing it.
+    """Prevent processes of the same user from tracing this process or reading its memory.
 
-    This also covers its environment.
+    Its environment cannot be read either.
     """
     with contextlib.suppress(OSError):
         _call_prctl(PR_SET_DUMPABLE, 0)
 
 
 def enter(wanted: IsolationSettings) -> None:
-    """Put this process behind the protections.
+    """Put this process behind the protections. Raises `OSError` if the system refuses one.
 
-    With `namespaces` the caller continues as a grandchild, below the first process of the new PID
-    namespace; the processes in between wait, and the end of the first one kills all others.
+    With `namespaces` the caller continues as a grandchild of this process. Its parent is the first
+    process of the new PID namespace, whose end kills all processes in the namespace. The processes
+    above the grandchild wait for it.
     """
+    # Namespaces and files
     if "namespaces" in wanted.protections:
         _unshare()
         _fork_and_wait()
@@ -200,6 +208,7 @@ def enter(wanted: IsolationSettings) -> None:
         os.chdir(wanted.folder)
     if "namespaces" in wanted.protections:
         _fork_and_wait()
+    # Access rights of the process
     if "landlock" in wanted.protections:
         _restrict_file_access(os.getcwd())
     if "user" in wanted.protections and os.geteuid() == 0:
@@ -212,12 +221,14 @@ def enter(wanted: IsolationSettings) -> None:
         _drop_capabilities()
     if "seccomp" in wanted.protections:
         _refuse_calls()
+    # Limits of resources
     for name, value in wanted.limits.items():
         with contextlib.suppress(ValueError, OSError):  # a lower hard limit is in force
             resource.setrlimit(getattr(resource, name), (value, value))
 
 
 def _unshare() -> None:
+    """Enter new namespaces: as root without a new user namespace if possible, else with one."""
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
     gid = os.getegid()
@@ -247,9 +258,9 @@ def _fork_and_wait() -> None:
 
 
 def _isolate_files(wanted: IsolationSettings) -> None:
-    """Change to a new root without /proc.
+    """Change to a new root, which contains no /proc.
 
-    It has the readable folders, read-only, four devices and an empty /tmp of limited size.
+    It contains the readable folders (read-only), four devices and an empty /tmp of limited size.
     """
     root = wanted.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -293,7 +304,8 @@ def _isolate_files(wanted: IsolationSettings) -> None:
 
 
 def _restrict_file_access(work: str) -> None:
-    """Restrict file access to reading the readable folders and writing in `work`."""
+    """Allow only reading the readable folders, using the devices, and any access in `work`."""
+    # Create a set of rules for the rights that this version of Landlock knows.
     version = _call_system("landlock_create_ruleset", None, 0, 1)
     rights = LANDLOCK_ALL[min(version, 3)]
     fields = [rights]
@@ -303,6 +315,7 @@ def _restrict_file_access(work: str) -> None:
         fields.append(1 | 2)  # abstract sockets and signals
     content = struct.pack(f"<{len(fields)}Q", *fields)
     rules = _call_system("landlock_create_ruleset", content, len(content), 0)
+    # Add a rule for each allowed path, then enter the rules.
     allowed = [(path, rights & LANDLOCK_READ) for path in list_readable_paths()]
     allowed += [(path, LANDLOCK_DEVICE) for path in DEVICES] + [(work, rights)]
     for path, right in allowed:
@@ -326,6 +339,7 @@ def _refuse_calls() -> None:
 
     Calls of another architecture kill the process.
     """
+    # Opcodes and return values of the filter
     machine = platform.machine()
     column = list(AUDIT).index(machine)
     load = 0x20
@@ -335,12 +349,14 @@ def _refuse_calls() -> None:
     kill = 0x80000000
     refuse = 0x00050000 | EPERM
     allow = 0x7FFF0000
+    # Check the architecture, then compare the number of the call with each denied one.
     numbers = sorted(pair[column] for pair in DENIED.values())
     tests = [(at_least, X32)] * (machine == "x86_64") + [(equal, number) for number in numbers]
     code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
     for left, (kind, value) in zip(range(len(tests), 0, -1), tests, strict=True):
         code.append((kind, left, 0, value))  # jump to the last line, which refuses
     code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    # Install the filter.
     lines = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in code))
     filter_ = struct.pack("@HP", len(code), ctypes.addressof(lines))
     _call_prctl(

@@ -18,9 +18,9 @@ from weft.reading import refuse_url
 from weft.writing import resolve_destination
 
 FILE = "answers.sqlite"
-ENDINGS = (".sqlite", ".sqlite3", ".db")
-BUSY_S = 5.0  # time that a process waits for another's write
-FORM = 1  # version of the keys
+ENDINGS = (".sqlite", ".sqlite3", ".db")  # a path with another ending is a folder, unless a file
+BUSY_S = 5.0  # maximum wait for another process's write
+FORM = 1  # version of the keys' format, part of each key
 
 
 def find_cache_file(cache: str | bool | None) -> Path | None:
@@ -44,9 +44,9 @@ def find_cache_file(cache: str | bool | None) -> Path | None:
 
 
 def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
-    """Return a hash of everything that determines an answer.
+    """Return a hash of the server, the body of a request, and the index of the vote.
 
-    That is the server, the body of the request, and the index of the vote.
+    These determine the answer; the hash is the key of the cache.
     """
     told = json.dumps([FORM, url, body, vote], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
@@ -54,14 +54,14 @@ def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
 
 @functools.cache
 def open_cache(file: Path) -> JudgeCache:
-    """Return the cache in this file, with one connection per process and file."""
+    """Return the cache in this file; later calls in this process return the same object."""
     return JudgeCache(file)
 
 
 class JudgeCache:
     """Persistent mapping from keys to texts.
 
-    If the file cannot be used, a warning is issued once; after that, lookups find nothing and
+    If the file cannot be used, a warning is issued once; after that, lookups return None and
     nothing is stored.
     """
 
@@ -117,8 +117,8 @@ class JudgeCache:
             self._database = None
         warnings.warn(
             f"judge: cache={str(self.file)!r} cannot be used ({type(error).__name__}: {error}); "
-            f"this process goes on without "
-            "it, and pays for every answer; move the file away, or name another one",
+            f"this process continues without "
+            "it, and pays for every answer; move the file away, or set another one",
             RuntimeWarning,
             stacklevel=3,
         )

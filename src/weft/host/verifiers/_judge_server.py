@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server: validated URL and key, limits and retries."""
+"""Client of an OpenAI-compatible server: validation of URL and key, limits and retries."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from weft.host.verifiers._judge_text import check_integer, check_number, shorten
 URL_VARIABLE = "OPENAI_BASE_URL"
 KEY_VARIABLE = "OPENAI_API_KEY"
 PATH = "/chat/completions"
+# Status -> fix in the error message
 FIXES = {
     400: "check model, max_tokens and extra",
     401: "put a valid key into the environment variable that api_key_env names",
-    403: "put a key that may use this model into the environment variable that api_key_env names",
+    403: "put a key with access to this model into the environment variable that api_key_env names",
     404: "check model, and url, which usually ends in /v1",
     422: "check model, max_tokens and extra",
     429: "lower concurrency, or raise retries",
@@ -34,9 +35,9 @@ FIXES = {
 class JudgeEndpoint:
     """Server and API key. Construct it with `from_options`, which validates both."""
 
-    url: str  # without credentials
+    url: str  # URL of chat completions, without credentials
     key: str | None = field(repr=False)
-    is_loopback: bool
+    is_loopback: bool  # whether the server is on this machine
 
     @classmethod
     def from_options(
@@ -64,7 +65,7 @@ class JudgeEndpoint:
             raise ConfigError(
                 f"judge: url={base!r} would send the key unencrypted to another machine; use "
                 f"https, set api_key_env to null to "
-                "send no key, or set insecure to true where the network is trusted"
+                "send no key, or set insecure to true if the network is trusted"
             )
         return cls(base.rstrip("/").removesuffix(PATH) + PATH, key, loopback)
 
@@ -75,7 +76,7 @@ class JudgeEndpoint:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests: number in flight, timeout, and number of retries."""
+    """Limits of requests: number in flight, timeout of one attempt, and number of retries."""
 
     concurrency: int
     timeout_s: float
@@ -89,7 +90,10 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """Judge's text and the numbers of billed tokens. `is_truncated`: truncated at `max_tokens`."""
+    """Text of an answer and its numbers of billed tokens.
+
+    `is_truncated`: the text was cut at `max_tokens`.
+    """
 
     text: str
     input_tokens: int
@@ -98,9 +102,9 @@ class JudgeAnswer:
 
 
 class UnansweredRequest(UserError):
-    """Request that got no answer in any of its attempts.
+    """Error of a request that got no answer in any of its attempts.
 
-    `what` is the cause, without the server's response.
+    `what` is the cause of the last failure, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:
@@ -113,14 +117,14 @@ class JudgeSession:
 
     Usage:
 
-        async with Session(endpoint, policy) as session:
+        async with JudgeSession(endpoint, policy) as session:
             answer = await session.ask(body)
     """
 
     def __init__(self, endpoint: JudgeEndpoint, policy: RequestLimits) -> None:
         self.endpoint = endpoint
         self.policy = policy
-        self.num_requests = 0  # number of requests
+        self.num_requests = 0  # number of requests sent, retries included
         self._slots = asyncio.Semaphore(policy.concurrency)
         self._jitter = random.Random()
         headers = {"Content-Type": "application/json"}
@@ -142,7 +146,7 @@ class JudgeSession:
         await self._client.aclose()
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeAnswer:
-        """Return the answer to a chat completion request.
+        """Return the answer to a chat completion request, retried as the limits allow.
 
         Raises `UnansweredRequest` with the URL, the response and the fix.
         """
@@ -193,7 +197,7 @@ class JudgeSession:
 
 
 def _parse_answer(said: str) -> JudgeAnswer | RequestFailure:
-    """Parse the JSON of a chat completion."""
+    """Parse the JSON of a chat completion; return a failure if it is not one."""
     try:
         answer = json.loads(said)
         choice = answer["choices"][0]
@@ -209,18 +213,20 @@ def _parse_answer(said: str) -> JudgeAnswer | RequestFailure:
 
 
 def _explain_status(status: int, said: str, retry_after: str | None) -> RequestFailure:
-    """Return the cause and the fix of a status other than 200.
+    """Return the failure (cause and fix) of a status other than 200.
 
     The response to 401 and 403 is not shown: it may contain a part of the key.
     """
     shown = "" if status in (401, 403) else said
     if 300 <= status < 400:
         return RequestFailure(
-            f"status {status}", "redirects are not followed; set url to where the server is", False
+            f"status {status}",
+            "redirects are not followed; set url to the redirect's target",
+            False,
         )
     after = http.parse_retry_after(retry_after)
     if after > http.MAX_DELAY_S:
-        wait = f", to be asked again in {after:g} seconds"
+        wait = f", retry after {after:g} seconds"
     else:
         wait = ""
     fix = FIXES.get(

@@ -1,4 +1,4 @@
-"""Prompts and answers of judges: a template filled from a row, and the score in a text."""
+"""Prompts and answers of judges: the template of a prompt, and the score in an answer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ SCORE = (
 
 PLACEHOLDER = re.compile(r"\{\{([^\W\d][\w.-]*)\}\}|\{([^\W\d][\w.-]*)\}")
 OWN_PLACEHOLDERS = ("prompt", "completion", "low", "high")  # placeholders that are not columns
-SHOWN = 200  # most characters of an answer in a message
+SHOWN = 200  # maximum number of characters of an answer in a message
 
 
 def check_number(
     name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raise `ConfigError` unless an option is a finite number >= `least` and > `above`."""
+    """Raise `ConfigError` unless an option is a finite number >= `least` and > `above`.
+
+    `rule` describes valid values in the message.
+    """
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or value < least or value <= above:
         raise ConfigError(f"judge: {name}={value!r} must be {rule}")
@@ -82,19 +85,19 @@ class ScoreScale:
         if groups != 1:
             raise ConfigError(
                 f"judge: pattern={self.pattern!r} has {groups} groups; it must have one, which "
-                f"holds the score; write (?:..) "
-                "for others"
+                f"contains the score; write (?:..) "
+                "for other groups"
             )
 
     def parse_reward(self, answer: str) -> float | None:
-        """Return the score of the pattern's last match, mapped to 0..1.
+        """Return the score in the pattern's last match, mapped to 0..1.
 
         None if nothing matches or the score is outside the scale.
         """
         found = list(re.finditer(self.pattern, answer))
         try:
             score = float(found[-1][1]) if found else math.nan
-        except (TypeError, ValueError):  # the group did not match, or is no number
+        except (TypeError, ValueError):  # the group did not match, or is not a number
             return None
         if self.low <= score <= self.high:
             return (score - self.low) / (self.high - self.low)
@@ -103,8 +106,9 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class JudgeTemplate:
-    """Text with `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
+    """Template of a judge's prompt, and its system message.
 
+    `text` has the placeholders `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
     `{{NAME}}` is the literal text `{NAME}`; other braces are literal, too.
     """
 
@@ -118,13 +122,13 @@ class JudgeTemplate:
                 raise ConfigError(f"judge: {name}={value!r} must be a text")
         if "completion" not in self.placeholder_names:
             raise ConfigError(
-                f"judge: prompt={shorten(self.text)!r} shows the judge no completion; it must "
-                f"hold {{completion}}"
+                f"judge: prompt={shorten(self.text)!r} does not show the completion to the judge; "
+                f"it must contain {{completion}}"
             )
 
     @cached_property
     def placeholder_names(self) -> list[str]:
-        """Names of the placeholders."""
+        """Names of the placeholders in the text, in order, with repetitions."""
         return [name for _, name in PLACEHOLDER.findall(self.text) if name]
 
     def build_messages(
@@ -136,8 +140,9 @@ class JudgeTemplate:
         """Return the chat messages for each completion.
 
         None for a row in which a column that the template names is null. Raises `DataError` for a
-        placeholder that is no column.
+        placeholder that is not a column.
         """
+        # Find the columns that the template names.
         used = []
         for name in dict.fromkeys(self.placeholder_names):
             if name not in OWN_PLACEHOLDERS:
@@ -145,6 +150,7 @@ class JudgeTemplate:
         for name in used:
             if name not in columns:
                 raise DataError(_explain_unknown_placeholder(name, columns))
+        # Fill the template with each row.
         ends = {"low": f"{self.scale.low:g}", "high": f"{self.scale.high:g}"}
         made: list[list[dict[str, str]] | None] = []
         for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -176,7 +182,7 @@ def _explain_unknown_placeholder(name: str, columns: Mapping[str, Any]) -> str:
     close = find_nearest(name, [*held, *OWN_PLACEHOLDERS])
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return (
-        f"judge: prompt names {{{name}}}, which is no column; {hint}the dataset's columns are: "
+        f"judge: prompt names {{{name}}}, which is not a column; {hint}the dataset's columns are: "
         f"{', '.join(held) or 'none'}; "
         f"write {{{{{name}}}}} for the text {{{name}}}"
     )

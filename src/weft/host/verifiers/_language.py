@@ -1,8 +1,8 @@
 """Detection of the language of a text.
 
-By its script, and then by letters or frequent words that distinguish the languages of a script.
-Deliberately light (no model, no download): intended for answers of a few sentences, not for single
-words.
+The script of the text is found first, then letters or frequent words that distinguish the languages
+of the script. This is deliberately light (no model, no download), and intended for answers of a few
+sentences, not for single words.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 import unicodedata
 from collections import Counter
 
-# First words of Unicode letter names -> default language of the script; scripts of several
-# languages are examined further.
+# First word of the Unicode names of a script's letters -> default language of the script. For
+# scripts of several languages, letters or words decide.
 SCRIPTS = {
     "DEVANAGARI": "hi",
     "BENGALI": "bn",
@@ -34,7 +34,8 @@ SCRIPTS = {
     "LATIN": "en",
 }
 
-LETTERS = {  # letters that only one language of a script uses, or uses often
+# Language -> letters that only this language of its script uses, or uses often
+LETTERS = {
     "ur": "ٹڈڑںےہھ",
     "fa": "پچژگیک",
     "uk": "іїєґ",
@@ -51,6 +52,7 @@ LETTERS = {  # letters that only one language of a script uses, or uses often
     "cs": "řěů",
 }
 
+# Language -> its frequent words
 WORDS = {
     "en": (
         "the of and to in is that it for was with on as are be this you have not but they from "
@@ -125,7 +127,7 @@ WORDS = {
     ),
 }
 
-# Languages not listed here are written in Latin letters
+# Language in `WORDS` -> its script, if that is not Latin
 SCRIPT_OF = {"hi": "DEVANAGARI", "mr": "DEVANAGARI", "ne": "DEVANAGARI"}
 WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
 
@@ -133,7 +135,7 @@ WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
 def detect(text: str) -> str:
     """Return the ISO 639-1 code of a text's language.
 
-    "en" for Latin letters without evidence of another language, "" without letters.
+    "en" for Latin letters without evidence of another language, "" for texts without letters.
     """
     folded = text.casefold()
     scripts = Counter(_find_script(sign) for sign in folded if sign.isalpha())
@@ -158,7 +160,10 @@ def _find_script(sign: str) -> str:
 
 
 def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
-    """Return the first candidate whose own letters are at least 1% of the letters."""
+    """Return the first candidate whose `LETTERS` are at least 1% of the text's letters.
+
+    If there is none, return `default`.
+    """
     letters = sum(sign.isalpha() for sign in text)
     for language in candidates:
         if sum(text.count(sign) for sign in LETTERS[language]) >= 0.01 * letters:
@@ -167,7 +172,10 @@ def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> 
 
 
 def _detect_by_words(text: str, script: str) -> str:
-    """Return the language whose frequent words and own letters occur most in the text."""
+    """Return the language of a script whose `WORDS` and `LETTERS` occur most in the text.
+
+    If none occurs more often than those of the script's default language, return the default.
+    """
     tokens = text.split() if script == "DEVANAGARI" else WORD.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)
     scores = {}

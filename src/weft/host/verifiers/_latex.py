@@ -1,4 +1,8 @@
-"""Normalisation of mathematical answers in LaTeX to one plain form."""
+"""Normalisation of mathematical answers in LaTeX, in two steps.
+
+`tidy` removes marks without a meaning and leaves LaTeX. `to_plain_form` turns a tidy answer into
+plain form, which has one spelling for each notation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ NAMED = re.compile(
 SUCH_THAT = re.compile(
     r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|:|\|)\s*(.+?)\s*\\\}$"
 )
-# Words: three letters in a row, or a short English word.
+# A word: at least three letters in a row, or a short English word.
 WORD = re.compile(
     r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|(?:am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|or|so|to|up|us|we)(?![A-Za-z]))",
     re.IGNORECASE,
@@ -28,13 +32,13 @@ CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose\s*([^{}]*)\}|^([^{}\\]*?)\s*\\choos
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])\.?")
 NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?")
 HEXADECIMAL = re.compile(r"0[xX][0-9A-Fa-f]{1,200}")
-MOST_DIGITS = 1000  # longest number
+MOST_DIGITS = 1000  # maximum number of characters of a number
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
 FUNCTION_OF_DEGREES = re.compile(
     r"\\?(sin|cos|tan|sec|csc|cot)\s*[({]?\s*([\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[)}]?"
 )
 DROPPED = re.compile(rf"(?<!\\)\\(?:(?:{WORDS})(?![A-Za-z])|boxed|[\s!,;:])|~|\\?\$|\\?%")
-# Words that change the meaning of an answer; a unit contains none of them.
+# Looks ahead for words that change the meaning of an answer; a unit contains none of them.
 MEANT = (
     r"(?![^{}]*\b(?:half|halves|thirds?|quarters?|and|or|if|when|where|for|is|are|not|mod|remainder|R|even|odd|dozens?|"
     r"matrix|matrices|more|less|than)\b)"
@@ -53,7 +57,8 @@ UNITS = (
     "units?|square|cubic|meters?|metres?|inch(?:es)?|feet|foot|miles?|yards?|hours?|minutes?|seconds?|days?|weeks?|months?|"
     "years?|times|people|ways|sq|th|st|nd|rd"
 )
-# Standard spelling of each unit -> its other spellings. Answers in different units differ.
+# Standard spelling of each unit -> patterns of its other spellings. Answers in different units
+# differ.
 SPELLINGS = {
     "cm": "centimeters? centimetres?",
     "mm": "millimeters? millimetres?",
@@ -100,6 +105,7 @@ QUANTITY = re.compile(
 )
 WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname)\{([^{}]*)\}")
 SUBSCRIPT = re.compile(r"\s*_\s*(?:\{([^{}]*)\}|(\d+|[A-Za-z]))")
+# Name or sign -> its spelling in plain form
 NAMES = {
     r"\dfrac": r"\frac",
     r"\tfrac": r"\frac",
@@ -135,7 +141,7 @@ NAME = re.compile(
 
 
 def extract_braced(text: str) -> str | None:
-    """Return the text between the brace that a text begins with and its closing brace, or None."""
+    """Return the text between the first character, a brace, and its closing brace, or None."""
     depth = 0
     for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -145,16 +151,19 @@ def extract_braced(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """Return an answer in its own LaTeX, without marks that have no meaning.
+    """Return an answer as LaTeX without marks that have no meaning.
 
-    Dollar signs, sizes of brackets, bold type and spacing are removed. Commas then only separate
-    members, and so do "and" and "or" between members, which become commas.
+    Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between digit groups
+    are removed, and "and" and "or" between members become commas, so that every comma separates
+    members.
     """
+    # Marks around the answer, and styles
     text = answer.strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     text = SIZES.sub("", text.rstrip(".")).replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     text = _remove_style(text)
+    # Commas in numbers, and spacing
     text = re.sub(r",\\!\s*|(?<=\d)\{,\}(?=\d)", ",", text)
     text = re.sub(
         r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])",
@@ -162,6 +171,7 @@ def tidy(answer: str) -> str:
         text,
     )
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
+    # Words, and other spellings of operations
     text = SCALED.sub(_expand_scale, text)
     text = CHOOSE.sub(r"\\binom{\1\3}{\2\4}", text)
     text = SUCH_THAT.sub(r"\1", AND.sub(", ", text).strip())
@@ -202,14 +212,17 @@ def split_name(text: str) -> tuple[str | None, str]:
 
 
 def is_formula(text: str) -> bool:
-    """Return whether a text contains no words other than names of functions."""
+    """Return whether a text contains no words except names of functions."""
     return not any(
         word not in FUNCTIONS and word not in ("sqrt", "pi", "inf") for word in WORD.findall(text)
     )
 
 
 def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
-    """Return (number, unit) of each part of "3 hours 20 minutes"; None for fewer than two parts."""
+    """Return (number, unit) of each part of a quantity such as "3 hours 20 minutes".
+
+    None for texts with anything else in them and for fewer than two parts.
+    """
     rest = WRAPPED.sub(r" \1 ", text).strip()
     parts = []
     at = 0
@@ -222,7 +235,7 @@ def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
 def measure(text: str) -> tuple[str, int] | None:
     """Return (standard spelling of the unit, its power) of a tidy answer that ends in a unit.
 
-    None for an answer without a unit of measure.
+    None for an answer without a known unit of measure.
     """
     match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
     if match is None:
@@ -235,7 +248,7 @@ def measure(text: str) -> tuple[str, int] | None:
 
 
 def are_spelled_alike(one: str, other: str) -> bool:
-    """Return whether two texts in plain form are equal up to letter case without meaning."""
+    """Return whether two texts in plain form are equal, ignoring letter case without a meaning."""
     if one == other:
         return True
     return one.casefold() == other.casefold() and not (
@@ -246,7 +259,7 @@ def are_spelled_alike(one: str, other: str) -> bool:
 def _is_case_significant(text: str) -> bool:
     r"""Return whether the letter case of a formula has a meaning.
 
-    It has in `A-a`, where both cases of a letter occur, and in `\Delta`, which is not `\delta`.
+    This is so in `A-a`, where both cases of a letter occur, and in `\Delta`, which is not `\delta`.
     """
     if re.search(r"\\[A-Z]", text):
         return True
@@ -255,11 +268,12 @@ def _is_case_significant(text: str) -> bool:
 
 
 def to_plain_form(answer: str) -> str:
-    """Return a tidy answer in plain form, with one spelling.
+    """Return a tidy answer in plain form, with one spelling for each notation.
 
     Spacing, units, dollar and percent signs are removed; fractions and roots have braces. A blank
     remains between two numbers that are not digit groups of one number.
     """
+    # Degrees, units and names
     text = answer.strip().strip("$").rstrip(".").strip()
     text = FUNCTION_OF_DEGREES.sub(r"\\\1(\2*pi/180)", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree", "", text)
@@ -269,6 +283,7 @@ def to_plain_form(answer: str) -> str:
     text = NAME.sub(lambda match: NAMES[match.group()], text)
     text = REPEATING.sub(_convert_repeating_decimal, text)
     text = PLAIN_UNIT.sub("", text.strip())
+    # Subscripts, digit groups, blanks and braces
     text = SUBSCRIPT.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(
@@ -310,7 +325,7 @@ def parse_exact(text: str) -> Fraction | None:
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """Split a text at the separators that are outside of all brackets."""
+    """Split a text at the separators outside of all brackets."""
     parts = []
     depth = 0
     start = 0

@@ -5,9 +5,10 @@ weft and contains no secret.
 
 The socket delivers pairs of descriptors, one to read from and one to write to; the reply is the
 process id of the fork that serves them. The fork reads two messages: (protections, limits, folders,
-program), then (tests, prompt, entry point, word). The program's process is started before the
-second is read, so it never contains the tests or the word. The process that runs the tests calls
-the program's functions (`_peer.py`), and writes the word after the last test.
+disk_mb, program), then (tests, prompt, entry point, word). The word is random text, which proves
+that all tests have passed: the process that runs the tests calls the program's functions
+(`_peer.py`), and writes the word after the last test. The program's process is started before the
+second message is read, so it never contains the tests or the word.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ def main() -> None:
 
 
 def launch(given: int, out: int) -> None:
-    """Run one program and its tests; end when all their processes have ended."""
+    """Run one program and its tests; end this process when all their processes have ended.
+
+    `given` is the descriptor of the messages, `out` the one that the tests' process writes to.
+    """
+    # Silence the standard streams, and end all processes on SIGTERM.
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -106,7 +111,8 @@ def launch(given: int, out: int) -> None:
 def _read(descriptor: int) -> Any:
     """Read the next message, and no byte after it.
 
-    The following message must not be in this process when the program's process is forked.
+    A message is its size in 8 bytes, then JSON. No part of the second message may be in this
+    process when the program's process is forked.
     """
     content = b""
     left = 8
@@ -123,7 +129,7 @@ def _read(descriptor: int) -> Any:
 
 
 def _end() -> None:
-    """Kill the children and the orphans that become children, and exit when none is left."""
+    """Kill the children, then the orphans that become children; exit when none is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in isolation.list_children() or CHILDREN:
@@ -133,13 +139,13 @@ def _end() -> None:
     os._exit(0)
 
 
-CHILDREN: list[int] = []
+CHILDREN: list[int] = []  # process ids, for systems that do not list the children of a process
 
 
 def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> int:
-    """Fork a process that enters its protections and does the work; return its process id.
+    """Fork a process that enters the protections `wanted` and calls `work`; return its process id.
 
-    It keeps no descriptor open except the channel and `kept`.
+    The process keeps no descriptor open except the channel, `kept` and the standard streams.
     """
     child = os.fork()
     if child:
@@ -178,6 +184,7 @@ def _run(program: str, channel: int) -> None:
 
 def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
     """Run the tests on the program's functions, then write the word (in the tests' process)."""
+    # Define the helper functions of the prompt.
     isolation.hide_memory()
     tests = given["tests"]
     prompt = given["prompt"]
@@ -187,6 +194,7 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
     if entry_point is not None:
         _define_helpers(prompt, names)
         names.pop(entry_point, None)
+    # Import modules, and get the program's functions.
     wanted = [name for name in _find_names(tests) if name not in names]
     modules, plain, own = _sort_names(tests, wanted)
     for name in modules:
@@ -194,18 +202,19 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
             names[name] = importlib.import_module(MODULES.get(name, name))
     found = peer.request("names", None, [[*own, *plain]], {})
     if not any(name in found for name in own):
-        # The tests use no other name of the program: a function named like a built-in, such as
-        # `sum`, is the one that they test
+        # If the tests use no other name of the program, they test a function that is named like a
+        # built-in, such as `sum`.
         own = [*own, *plain]
     names.update({name: found[name] for name in own if name in found})
+    # Run the tests.
     exec(compile(tests, "tests.py", "exec"), names)
     os.write(out, given["word"].encode())
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
-    """Run the prompt if it is code.
+    """Run the prompt if it is code, so that tests can use its functions.
 
-    Tests can use its functions, and must not get them from the program.
+    The tests must not get these functions from the program.
     """
     try:
         exec(compile(prompt, "prompt.py", "exec"), names)

@@ -1,11 +1,11 @@
 """Calls between the process that runs a program and the one that runs its tests.
 
-Imports nothing of weft, since the launcher loads this file by its path.
+This module imports nothing of weft, since the launcher loads this file by its path.
 
 Plain values are sent as JSON with their type, and arrive as new objects of the built-in types;
 nothing that comes from the program is unpickled or evaluated. Any other object stays in its
-process, and the other side has a `RemoteProxy`, which forwards calls and accesses to attributes and
-items. A `RemoteProxy` is unequal to every plain value, so that an object of the program cannot
+process, and the other process gets a `RemoteProxy`, which forwards calls and accesses to attributes
+and items. A `RemoteProxy` is unequal to every plain value, so that an object of the program cannot
 claim to equal the expected value of a test.
 """
 
@@ -29,24 +29,26 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MOST_BYTES = 64 << 20  # largest message
-MOST_PRINTED = 1 << 20  # most characters of output forwarded at a time
-SAFE_INTEGER = 1 << 62
-DUNDERS = ("__name__", "__doc__", "__qualname__")
-# Predicates of texts, numbers and sets: an object in place of a plain value could always return
-# True.
+MOST_BYTES = 64 << 20  # size limit of a message
+MOST_PRINTED = 1 << 20  # maximum number of characters of output forwarded at a time
+SAFE_INTEGER = 1 << 62  # larger integers are sent as hexadecimal text
+DUNDERS = ("__name__", "__doc__", "__qualname__")  # special attributes that proxies forward
+# Names of predicates of texts, numbers and sets. Tests cannot get them from objects of the program:
+# such an object in place of a plain value could always return True.
 ANSWERS = frozenset(
     name
     for kind in (str, bytes, float, set, range)
     for name in dir(kind)
     if not name.startswith("_") and name.startswith(("is", "startswith", "endswith"))
 ) | {"equals", "equal"}
+# Types that are sent as text -> their parsers
 TEXTUAL: dict[str, Callable[[str], Any]] = {
     "Decimal": decimal.Decimal,
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
 }
+# Operators that proxies forward, by their names in the module `operator`
 OPERATORS = (
     "add",
     "sub",
@@ -158,7 +160,7 @@ def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
     peer, number = _locate(remote)
     if peer.guarded and operation == "getattr" and args[0] in ANSWERS:
         raise AttributeError(
-            f"{args[0]!r} of an object of the program is not asked: only plain values answer that"
+            f"{args[0]!r} of an object of the program is not available: only plain values have it"
         )
     return peer.request(operation, number, args, kwargs)
 
@@ -170,6 +172,7 @@ def _next(items: Any) -> list[Any]:
         return []
 
 
+# Operation of a request -> function that performs it on the object
 DO: dict[str, Callable[..., Any]] = {
     "call": lambda of, *args, **kwargs: of(*args, **kwargs),
     "getattr": getattr,
@@ -191,22 +194,30 @@ DO: dict[str, Callable[..., Any]] = {
 
 
 class ObjectPeer:
-    """One end of the channel.
+    """One end of the channel between the two processes.
 
-    The `guarded` end runs the tests: it allows the other end only to call functions that it was
-    given, and to read and set the attributes and items of objects whose classes the tests define.
+    The `guarded` end runs the tests. It allows the other end only to call functions that it passed
+    to it, and to read and set the attributes and items of objects whose classes the tests define.
+
+    Messages are ["?", operation, object number, arguments, keyword arguments] for a request, ["!",
+    value, output, changed arguments] for its result, and ["x", name of the built-in error class,
+    output, arguments of the error, own class of the error or None] for an error.
     """
 
     def __init__(self, descriptor: int, *, guarded: bool) -> None:
         self.guarded = guarded
         self.printed = io.StringIO()
         self._descriptor = descriptor
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._remotes: dict[int, Any] = {}
+        self._objects: list[Any] = []  # objects of this end that the other end knows, by number
+        self._numbers: dict[int, int] = {}  # id of such an object -> its number
+        self._remotes: dict[int, Any] = {}  # number of an object of the other end -> its proxy
 
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
-        """Request an operation from the other side, and return its result or raise its error."""
+        """Request an operation from the other side, and return its result or raise its error.
+
+        Requests of the other side are answered in the meantime. Its output is printed, and its
+        changes to mutable arguments are copied into `args`.
+        """
         self._send(
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]
         )
@@ -222,7 +233,7 @@ class ObjectPeer:
         raise self._rebuild_error(value, *rest)
 
     def serve(self, names: dict[str, Any]) -> None:
-        """Serve the requests of the other side until it closes the channel.
+        """Answer the requests of the other side until it closes the channel.
 
         `names` are the globals that it can request.
         """
@@ -292,7 +303,7 @@ class ObjectPeer:
     # -- values
 
     def encode(self, value: Any) -> Any:
-        """Return the JSON form of a value."""
+        """Return the JSON form of a value; objects that are not plain are sent by number."""
         if value is None or type(value) is bool:
             return value
         if type(value).__module__ == "numpy" and (packed := _pack_array(value)) is not None:
@@ -352,7 +363,7 @@ class ObjectPeer:
         if _is_remote(value):
             return {"y": _locate(value)[1]}
         for number, remote in self._remotes.items():
-            if remote is value:  # a local exception class for one of the other side
+            if remote is value:  # the local copy of an exception class of the other side
                 return {"y": number}
         if self.guarded and getattr(value, "__module__", type(value).__module__) != "__main__":
             try:
@@ -372,7 +383,7 @@ class ObjectPeer:
         return number
 
     def decode(self, value: Any) -> Any:
-        """Return the value of a JSON form. Raises `ProtocolError`."""
+        """Return the value of a JSON form. Raises `ProtocolError` for an unknown form."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -408,7 +419,9 @@ class ObjectPeer:
     def _send(self, message: Any) -> None:
         content = json.dumps(message).encode()
         if len(content) > MOST_BYTES:
-            raise ProtocolError(f"a message has {len(content)} bytes; it may have {MOST_BYTES}")
+            raise ProtocolError(
+                f"a message has {len(content)} bytes; at most {MOST_BYTES} are allowed"
+            )
         left = memoryview(struct.pack("<I", len(content)) + content)
         while left:
             left = left[os.write(self._descriptor, left) :]
@@ -416,7 +429,7 @@ class ObjectPeer:
     def _receive(self) -> Any:
         (size,) = struct.unpack("<I", self._read(4))
         if size > MOST_BYTES:
-            raise ProtocolError(f"a message has {size} bytes; it may have {MOST_BYTES}")
+            raise ProtocolError(f"a message has {size} bytes; at most {MOST_BYTES} are allowed")
         return json.loads(self._read(size))
 
     def _read(self, size: int) -> bytes:
@@ -430,6 +443,7 @@ class ObjectPeer:
         return b"".join(parts)
 
 
+# Type of a container or number -> tag of its JSON form; subclasses come before their base classes
 TAGS: dict[type, str] = {
     list: "l",
     collections.Counter: "C",
@@ -445,6 +459,7 @@ TAGS: dict[type, str] = {
     datetime.timedelta: "T",
     collections.deque: "D",
 }
+# Tag -> function that makes the value of its decoded content
 MAKE: dict[str, Callable[[Any], Any]] = {
     "t": tuple,
     "s": set,
@@ -463,11 +478,11 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "w": lambda parts: TEXTUAL[parts[0]](parts[1]),
     "a": lambda parts: _unpack_array(*parts),
 }
-CHANGEABLE = (list, dict, set, bytearray, collections.deque)
+CHANGEABLE = (list, dict, set, bytearray, collections.deque)  # types whose changes are sent back
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of an argument by its content after the call."""
+    """Replace the content of a mutable argument, in place, with its content after the call."""
     if isinstance(old, list):
         old[:] = new
     else:

@@ -50,8 +50,8 @@ def _split_ratio(text: str) -> list[str] | None:
 def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
     """Return whether two congruences in tidy form are equivalent; None if neither is one.
 
-    They are if the left sides are equal or one is missing, the moduli are equal, and the residues
-    are equal up to multiples of the modulus.
+    They are equivalent if the left sides are equal or one is missing, the moduli are equal, and the
+    residues are equal up to multiples of the modulus. `equal` compares two tidy answers.
     """
     first = _split_congruence(one)
     second = _split_congruence(other)

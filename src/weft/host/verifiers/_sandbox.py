@@ -1,8 +1,8 @@
 """Execution of a Python program and its tests in two processes, behind the system's protections.
 
-`_launcher.py` is the process that is started, `_isolation.py` has the protections, and `_peer.py`
-lets the tests call the program's functions. docs/code-reward.md describes what is protected and
-what is not.
+`_launcher.py` is the process that starts both, `_isolation.py` has the protections, and `_peer.py`
+lets the tests call the program's functions. docs/code-reward.md describes which dangers are
+covered, and which are not.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ PROBE_SECONDS = 20.0
 # Name -> description, in the order in which they are tried.
 PROTECTIONS: Mapping[str, str] = {
     "namespaces": (
-        "own process, mount, network and IPC namespaces (no network, no other process in sight)"
+        "own process, mount, network and IPC namespaces (no network, no other process visible)"
     ),
     "files": "own file tree (only the system and Python, read-only, and an empty /tmp)",
-    "landlock": "Landlock (no files but those of the system, of Python and of an empty folder)",
+    "landlock": "Landlock (only files of the system, of Python and of an empty folder)",
     "user": "another user",
     "seccomp": "seccomp (no sockets, no access to other processes)",
 }
-# Programs import from the standard library; a protection that prevents this cannot be used.
+# Program for trying a protection. Programs import modules and write files; a protection that
+# prevents this cannot be used.
 PROBE = "import hashlib, math, random, struct\ndef probe(x):\n    open('f', 'w').close()\n    return math.floor(x)"
 # Environment variables that limit libraries to one thread, since processes must not start threads
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -49,9 +50,10 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 class SandboxLimits:
     """Limits of each of the two processes.
 
-    `seconds` of wall time for both together, and of processor time; `memory_mb` of address space;
-    `file_mb` of the largest file; `disk_mb` of all files in its folder, if the process has its own
-    file tree; `processes` that it can start (root is exempt).
+    `seconds`: wall time of both together, and about the processor time of each. `memory_mb`:
+    address space. `file_mb`: size of a file. `disk_mb`: total size of the files in the process's
+    folder, if it has its own file tree. `processes`: number of processes that it can start (root
+    is exempt).
     """
 
     seconds: float = 5.0
@@ -76,8 +78,8 @@ class SandboxLimits:
 class SandboxTask:
     """Program and its tests.
 
-    Names that the tests use and do not define come from `prompt`, if that is code; the others,
-    including `entry_point`, come from the program.
+    Names that the tests use without defining them are taken from `prompt`, if that is code and
+    defines them; all others, and always `entry_point`, are taken from the program.
     """
 
     program: str
@@ -87,7 +89,7 @@ class SandboxTask:
 
 
 class ProgramLauncher:
-    """Process that forks others for programs (`_launcher.py`). It ends with this process."""
+    """Process that forks a process for each program (`_launcher.py`). It ends with this process."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -114,7 +116,8 @@ class ProgramLauncher:
     def fork(self, descriptors: Sequence[int]) -> int:
         """Fork a process for one program and return its process id.
 
-        It reads from the first descriptor and writes to the second.
+        The process reads from the first descriptor and writes to the second. Raises
+        `ConnectionError` if the launcher has ended.
         """
         with self._lock:
             socket.send_fds(self._socket, [b"+"], list(descriptors))
@@ -124,7 +127,7 @@ class ProgramLauncher:
         return int.from_bytes(number, "little")
 
 
-_launchers: list[ProgramLauncher] = []  # launcher of this process, if started
+_launchers: list[ProgramLauncher] = []  # launcher of this process, or empty if not started
 
 
 def _get_launcher() -> ProgramLauncher:
@@ -140,14 +143,15 @@ def _get_launcher() -> ProgramLauncher:
 def run_tests(
     task: SandboxTask, limits: SandboxLimits, active: Sequence[str] | None = None
 ) -> bool:
-    """Return whether the program and its tests run to their end within the limits.
+    """Return whether the program and its tests run to their end without error within the limits.
 
-    No process that they start outlives the call. `active` are the protections; by default all that
-    work on this system.
+    No process that they start outlives the call. `active` are the names of the protections; by
+    default all that work on this system.
     """
     # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
+        # Build the two messages; the program is sent before the tests.
         folders = [stack.enter_context(_create_folder()) for _ in range(2)]
         first = {
             "protections": list(find_protections() if active is None else active),
@@ -162,6 +166,7 @@ def run_tests(
             "entry_point": task.entry_point,
             "word": word,
         }
+        # Fork the process, send it the messages, and wait for the word.
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         stack.callback(os.close, ours_out)
@@ -184,7 +189,7 @@ def _encode_message(content: Mapping[str, object]) -> bytes:
 
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
-    """Read until all processes that write to this pipe have ended; None if they do not in time."""
+    """Return all that is written to a pipe until its writers have ended; None if time runs out."""
     said = b""
     end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -237,13 +242,14 @@ def find_protections() -> tuple[str, ...]:
 
 
 def _can_protect(names: Sequence[str]) -> bool:
+    """Return whether the probe program and its test pass behind these protections."""
     return run_tests(
         SandboxTask(PROBE, "assert probe(1.5) == 1"), SandboxLimits(seconds=PROBE_SECONDS), names
     )
 
 
 def describe_protections(active: Sequence[str]) -> list[str]:
-    """Return lines that list the active protections and those that this system refuses."""
+    """Return notes that list the active protections and those that this system refuses."""
     held = [PROTECTIONS[name] for name in active]
     lines = [
         f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"

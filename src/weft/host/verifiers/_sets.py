@@ -1,6 +1,6 @@
 """Parser of answers with members: lists, sets, tuples, intervals, unions.
 
-All texts are tidy (`_latex.tidy`).
+All texts are tidy answers (`_latex.tidy`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def split_brackets(text: str) -> list[str] | None:
 
 
 def parse_inequality(text: str) -> tuple[str, list[str]] | None:
-    """Return (letter, interval with its brackets as members) of `x<5`, `2 \\ge x`, `1<x\\le 3`."""
+    """Return (letter, interval) of an inequality such as `x<5`, `2 \\ge x` or `1<x\\le 3`.
+
+    The interval is [opening bracket, lower end, upper end, closing bracket]. None for other texts.
+    """
+    # Split the text at its signs.
     parts = re.split(
         r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text)
     )
@@ -89,6 +93,7 @@ def parse_inequality(text: str) -> tuple[str, list[str]] | None:
     signs = parts[1::2]
     if not all(terms):
         return None
+    # One sign
     if len(terms) == 2 and LETTER.fullmatch(terms[1]):
         terms = terms[::-1]
         signs = [_flip_sign(signs[0])]
@@ -97,6 +102,7 @@ def parse_inequality(text: str) -> tuple[str, list[str]] | None:
         closed = signs[0] in "≤≥"
         ends = ["(", r"-\infty", terms[1], "]" if closed else ")"]
         return terms[0], ends if below else ["[" if closed else "(", terms[1], r"\infty", ")"]
+    # Two signs
     if len(terms) == 3 and LETTER.fullmatch(terms[1]) and (signs[0] in "<≤") == (signs[1] in "<≤"):
         if signs[0] in ">≥":
             terms = terms[::-1]
@@ -115,7 +121,7 @@ def _flip_sign(sign: str) -> str:
 
 
 def split_union(text: str) -> list[str] | None:
-    r"""Return the parts of `A \cup B` or of `x<1 \text{ or } x>2`, or None."""
+    r"""Return the parts of a union such as `A \cup B` or `x<1 \text{ or } x>2`, or None."""
     parts = split_top(text.replace(r"\cup", "∪"), "∪")
     if len(parts) > 1:
         return parts

@@ -7,11 +7,11 @@ import re
 from weft.host.verifiers._latex import extract_braced
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
-MOST_BOXES = 20  # most boxes that are examined, from the last one
+MOST_BOXES = 20  # maximum number of boxes that are examined, counted from the last one
 GAP = r"(?:[\s$,;.]|\\[()\[\],;]|\\q?quad)*"
 # Text between the boxes of one answer
 JOINT = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")
-MOST_JOINT = 40  # most characters of that text
+MOST_JOINT = 40  # maximum number of characters of that text
 SAID = re.compile(r"(?:final answer|answer)\s*(?:is|are|:|=)[\s*:]*(?=\S)", re.IGNORECASE)
 NEGATED = re.compile(r"not\b(?:.{0,80}?\bbut\s+(?:rather\s+)?(?=\S))?", re.IGNORECASE)
 FORMULA = re.compile(r"\s*(?:\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
@@ -28,9 +28,9 @@ def count_boxes(text: str) -> int:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\extract_boxed{...}` (braces balanced) or `\extract_boxed 5`, or None.
+    r"""Return the content of the last `\boxed{...}` (braces balanced) or `\boxed 5`, or None.
 
-    Several adjacent boxes are one list.
+    The contents of several adjacent boxes are joined to one list.
     """
     answer: list[str] = []
     begin = 0  # start of the following box
@@ -54,9 +54,11 @@ def extract_boxed(text: str) -> str | None:
 def extract_stated(text: str) -> str | None:
     """Return the answer in the last `<answer>`, or after the last "answer is" or "Answer:".
 
-    That is the formulas that this text begins with, or its words up to the end of the sentence.
-    None if there is no such statement, and "" if the text only says what the answer is not.
+    The answer is the formulas at the beginning of that part, or its words up to the end of the
+    sentence. None if there is no such statement, and "" if the text only says that something is not
+    the answer.
     """
+    # Find the statement.
     rest = _extract_tagged(text) or ""
     negated = False
     if not rest:
@@ -69,6 +71,7 @@ def extract_stated(text: str) -> str | None:
     rest = rest.strip()
     if not rest:
         return "" if negated else None
+    # Extract the answer from it.
     formulas = _extract_formulas(rest)
     if formulas:
         return formulas
@@ -83,7 +86,7 @@ def _extract_tagged(text: str) -> str | None:
 
 
 def _extract_formulas(text: str) -> str | None:
-    """Return the formulas that a text begins with, as a list."""
+    """Return the formulas at the beginning of a text, joined by commas, or None."""
     found = []
     at = 0
     while match := FORMULA.match(text, at):

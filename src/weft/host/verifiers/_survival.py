@@ -1,4 +1,4 @@
-"""Check that a verdict of `math_verify` took every letter and number of both answers into account.
+"""Check that a verdict of `math_verify` depends on every letter and number of both answers.
 
 The library drops input that its grammar does not know, and evaluates expressions that it considers
 constant: `1 \\bmod 4` is read as 4, and `\\frac{dy}{dx}` becomes 0. Two answers that differ only in
@@ -19,8 +19,8 @@ from weft.host.verifiers._expression import FUNCTIONS, GREEK
 from weft.host.verifiers._latex import UNIT, split_name, split_top
 from weft.host.verifiers._stated import FORMULA, extract_boxed
 
-MOST_TOKENS = 200  # most tokens of an answer
-# Commands that only set the type or the spacing, and operations whose operands the library keeps
+MOST_TOKENS = 200  # maximum number of tokens of an answer
+# Commands that only change type or spacing, and operations whose operands the library keeps
 UNDERSTOOD = {
     *FUNCTIONS,
     "sinh",
@@ -156,13 +156,15 @@ def is_fully_parsed(
 ) -> bool:
     """Return whether every letter and number of two texts matters to their equality.
 
-    `same` finds the texts equal.
+    `same` compares two texts and has found these equal; `parsed` returns the expressions of a text.
     """
+    # Extract the formulas to compare.
     first = extract_formula(one, parsed)
     second = extract_formula(other, parsed)
     if first == second:
         return True
     first, second = extract_result(first, second), extract_result(second, first)
+    # Reject formulas that the library can misread, and those that differ in what it ignores.
     if not (is_understood(first) and is_understood(second)) or CAPITAL.findall(
         first
     ) != CAPITAL.findall(second):
@@ -176,6 +178,7 @@ def is_fully_parsed(
     letters = {_find_assigned_letter(first, parsed), _find_assigned_letter(second, parsed)} - {None}
     if len(letters) > 1:
         return False
+    # Replace each token in turn.
     return _are_all_tokens_needed(first, second, same, parsed) and _are_all_tokens_needed(
         second, first, lambda a, b: same(b, a), parsed
     )
@@ -187,9 +190,9 @@ def wrap_formula(formula: str) -> str:
 
 
 def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
-    """Return the part of a text that states its answer.
+    """Return the part of a text that states its answer, without its unit.
 
-    That is the last box, the last formula, or the number that the library found.
+    It is the last box, the last formula, or the number that the library found.
     """
     inside = extract_boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
@@ -226,7 +229,10 @@ def extract_result(formula: str, other: str) -> str:
 
 
 def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
-    """Return the letter that an equation gives a value; the library compares only the values."""
+    """Return the letter on the left of an equation such as `x = 5`, or None.
+
+    The library itself compares only the values.
+    """
     found = parsed(wrap_formula(formula))
     expression = found[0] if found else None
     if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
@@ -235,9 +241,9 @@ def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]
 
 
 def is_understood(formula: str) -> bool:
-    """Return whether the library knows all commands of a formula.
+    """Return whether the library knows all commands of a formula and does not misread it.
 
-    Also False if a letter occurs in it in both cases.
+    Also False if a letter occurs in it both as a capital and as a small letter.
     """
     if MISREAD.search(formula):
         return False
@@ -253,6 +259,10 @@ def _are_all_tokens_needed(
     same: Callable[[str, str], bool],
     parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
+    """Return whether `formula`, with any one token replaced, is no longer equal to `other`.
+
+    False if it has more than `MOST_TOKENS` tokens or no letter is left as a replacement.
+    """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:
         return False
@@ -301,7 +311,7 @@ def _replace_token(token: str, letter: str) -> str:
 def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
     """Return whether an expression has exactly the letters and numbers of the formula.
 
-    False if it contains operations other than simple ones.
+    False if it contains operations other than `SIMPLE` and `BOUND`.
     """
     leaves: Counter[str] = Counter()
     implied: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """Comparison of two answers by computer algebra, `math_verify` (Hugging Face), with limits.
 
 The library runs in a separate process (`_algebra`), which the kernel ends when its processor time
-is used up: no loop in Python, C or a regular expression can exceed that. It can also be used from a
-thread.
+is used up: no loop in Python, C or a regular expression can exceed the limit. Unlike limits by
+signals, this also works in threads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 
 from weft.errors import RunError
 
-SECONDS = 2.0  # most processor time for one answer
-ALLOWANCE = 4.0  # processor time shared by all answers of this process
-REFILL = 0.05  # added to the allowance for each answer
-START_SECONDS = 120.0  # to import the library
-MOST_CHARACTERS = 100_000  # longest text that is searched for its answer
-MOST_COMMAS = 150
-TAIL = 300  # last characters of a text, which are searched for expressions that are too large
-# Expressions that computer algebra cannot finish: large powers of letters and brackets, towers of
+SECONDS = 2.0  # maximum processor time of one answer, in seconds
+ALLOWANCE = 4.0  # processor time shared by all answers of this process, in seconds
+REFILL = 0.05  # seconds added to the allowance for each answer
+START_SECONDS = 120.0  # time limit of importing the library
+MOST_CHARACTERS = 100_000  # maximum length of a text that is searched for its answer
+MOST_COMMAS = 150  # maximum number of commas in a text's last `TAIL` characters
+TAIL = 300  # number of last characters that are searched for expressions that are too large
+# Expressions that take computer algebra too long: large powers of letters and brackets, towers of
 # powers, powers, factorials and binomials of large numbers, deep nesting.
 HUGE = re.compile(
     r"[A-Za-z)\]}|]\s*\^\s*\{?\s*-?\d{3,}|\^\s*\{?\s*-?\d{5,}|[\d)\]}]\s*\^\s*\{?\s*\(?\d+\s*\^|\d{4,}\s*!|!\s*!|\)\s*!\s*\)\s*!"
@@ -39,7 +39,7 @@ SOURCE = Path(__file__).resolve().parents[3]  # parent directory of the package
 
 
 def mark_formula(text: str) -> str:
-    """Return the text in dollar signs unless it is already marked as a formula."""
+    """Return the text between dollar signs unless it already contains marks of a formula."""
     if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
         return text
     return f"${text}$"
@@ -65,7 +65,7 @@ def _is_too_large(text: str) -> bool:
 
 
 def get_engine() -> AlgebraProcess:
-    """Return the engine of this process."""
+    """Return the process that compares answers for this one; a fork gets its own."""
     return _create_engine(os.getpid())
 
 
@@ -77,9 +77,10 @@ def _create_engine(pid: int) -> AlgebraProcess:
 class AlgebraProcess:
     """Process that compares answers, started at the first question, and its time budget.
 
-    An answer has `SECONDS`, and all answers share an allowance, so that n answers take at most
-    `ALLOWANCE + REFILL * n` seconds: the first slow answers get all their time, later ones little.
-    The budget is in processor time, so that verdicts do not depend on the load of the machine.
+    An answer has at most `SECONDS`, and all answers share an allowance, so that n answers take at
+    most `ALLOWANCE + REFILL * n` seconds: the first slow answers get all their time, later ones
+    little. The budget is in processor time, so that verdicts do not depend on the load of the
+    machine.
     """
 
     def __init__(self) -> None:
@@ -92,13 +93,13 @@ class AlgebraProcess:
         self._answer_seconds = SECONDS
 
     def begin(self) -> None:
-        """Start a new answer: refill the allowance and reset the time of an answer."""
+        """Begin a new answer: refill the shared allowance and reset the time of an answer."""
         with self._lock:
             self.allowance_seconds = min(ALLOWANCE, self.allowance_seconds + REFILL)
             self._answer_seconds = SECONDS
 
     def ask(self, reference: str, answer: str) -> bool:
-        """Return whether two texts are equal; False when the time is used up."""
+        """Return whether two texts are equal; False if the time is used up."""
         with self._lock:
             seconds = min(self.allowance_seconds, self._answer_seconds)
             if seconds < REFILL / 10:
@@ -120,7 +121,7 @@ class AlgebraProcess:
                     return found, used if number else seconds
         except (EOFError, OSError):
             pass
-        self._stop()  # it has died, or gets no processor time
+        self._stop()  # the process has died, or gets no processor time
         return False, seconds
 
     def _start(self) -> Connection:
@@ -148,7 +149,9 @@ class AlgebraProcess:
             ready = ours.poll(START_SECONDS) and ours.recv() == "ready"
         if not ready:
             self._stop()
-            raise RunError("the process for `math_verify` does not start; its message stands above")
+            raise RunError(
+                "the process for `math_verify` did not start; see its error message above"
+            )
         self._connection = ours
         self.process = process
         return ours

@@ -1,6 +1,6 @@
 """Comparison of the values of two expressions, with limits on size and time.
 
-Rational values are compared exactly, others to many more digits than can agree by chance.
+Rational values are compared exactly, others to more digits than can agree by chance.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.host.verifiers._expression import Node, ParsedExpression, parse
 Number = Any  # a Fraction, or a real or complex number of mpmath
 
 SEEDS = (1, 2, 3)  # seeds of the values of letters
-MOST_BITS = 20_000  # most bits of a fraction's numerator and denominator
-MOST_FACTORIAL = 2000
+MOST_BITS = 20_000  # maximum number of bits of a fraction's numerator and denominator
+MOST_FACTORIAL = 2000  # largest operand of factorials and binomials
 MOST_POWER = 10**6  # largest exponent of a number that is not a fraction
 MOST_SIZE = 800  # rounded numbers are between 2^-800 and 2^800
-# Relative distances of a decimal from the number that it may approximate: above FAR it does not,
-# up to NEAR it does if all its digits are right, between them this is undecided
+# Relative distances of a decimal from a number. Above FAR, the decimal does not approximate the
+# number; up to NEAR, it does if all its digits are right; between them, this is undecided.
 FAR = Fraction(1, 10**4)
 NEAR = Fraction(1, 10**9)
 DECIMAL = re.compile(r"[-+]?\d*\.\d+")
@@ -35,13 +35,13 @@ _local = threading.local()
 
 
 class _UndecidedValue(Exception):
-    """Error of an expression without a value, or without one within the limits."""
+    """Error of an expression that has no value, or no value within the limits."""
 
 
 def have_same_value(one: str, other: str) -> bool | None:
     """Return whether two texts in plain form are expressions of the same value.
 
-    Expressions with letters are compared for several values of the letters. None if undecided. A
+    None if undecided. Expressions with letters are compared for several values of the letters. A
     decimal with many digits equals the number that it approximates if all its digits are right.
     """
     a = parse(one)
@@ -68,7 +68,10 @@ def have_same_value(one: str, other: str) -> bool | None:
 def _is_rounded_or_truncated(
     text: str, decimal: ParsedExpression, number: ParsedExpression
 ) -> bool:
-    """Return whether a decimal is the number rounded or truncated after the last digit."""
+    """Return whether a decimal is the number, rounded or truncated to the decimal's digits.
+
+    `text` is the decimal as written.
+    """
     stated = _evaluate(decimal, 0, 0)
     meant = _evaluate(number, 0, 0)
     assert stated and meant, "their difference is known"
@@ -78,6 +81,8 @@ def _is_rounded_or_truncated(
 
 
 def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
+    """Return whether two expressions agree for several values of their letters; None if unsure."""
+    # Compute the distances for all seeds.
     seen: list[Fraction] = []  # relative distances
     rational = True
     for seed in SEEDS:
@@ -91,13 +96,14 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
         if found is None:
             return None
         seen.append(found[1])
+    # Decide from at least two distances.
     if len(seen) < 2:
         return None
     if not any(seen):
         return True
     if a.decimal or b.decimal:
         return None
-    # Values that are near but not equal are those of different functions. Values that are far apart
+    # Values that are near but not equal come from different functions. Values that are far apart
     # are left to computer algebra, which knows more names of functions.
     if (rational and a.letters == b.letters) or max(seen) < FAR:
         return False
@@ -107,9 +113,10 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
 def _measure_distance(
     a: ParsedExpression, b: ParsedExpression, seed: int
 ) -> tuple[Fraction, Fraction] | None:
-    """Return (distance of two values, distance relative to the larger one); 0 if they are equal.
+    """Return (distance of two values, distance relative to the larger one), or None if unknown.
 
-    Rounded values are equal if they agree to the number of digits computed.
+    Both are 0 for equal values. Rounded values are equal if they agree to the number of digits
+    computed.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -130,7 +137,7 @@ def _measure_distance(
 class _ComplexValue:
     """Complex number with the size of the rounded numbers in its computation.
 
-    `size` is the number of bits of the largest or smallest one, or -1 if none was rounded.
+    `size` is the number of bits of the largest or smallest of them, or -1 if none was rounded.
     """
 
     real: Fraction
@@ -140,9 +147,10 @@ class _ComplexValue:
 
 @functools.lru_cache(maxsize=4096)
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
-    """Return the value, with a fixed number for each letter that depends on `seed`, or None.
+    """Return the value of an expression, or None if it has none within the limits.
 
-    The precision is sufficient for rounded numbers of `size` bits.
+    Each letter has a fixed value that depends on `seed`. The precision is sufficient for rounded
+    numbers of `size` bits.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -167,7 +175,11 @@ def _get_context() -> Any:
 
 
 class _TreeCalculator:
-    """Evaluation of trees, in fractions while values are exact and then with `bits` bits."""
+    """Evaluation of expression trees: in fractions while values are exact, then with `bits` bits.
+
+    With `real`, square roots of negative numbers and complex exponents raise `_UndecidedValue`.
+    `size` is the number of bits of the largest or smallest rounded number so far, or -1.
+    """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
         self._seed = seed
@@ -202,7 +214,10 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Return a number within the limits and record the size of a rounded one."""
+        """Return a number and record its size if it is rounded.
+
+        Raises `_UndecidedValue` if the number exceeds the limits.
+        """
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
                 raise _UndecidedValue
@@ -233,7 +248,7 @@ class _TreeCalculator:
         return total
 
     def _convert_pair(self, one: Number, other: Number) -> tuple[Number, Number]:
-        """Convert two numbers to two fractions or to two rounded numbers, recording their sizes."""
+        """Return two numbers as two fractions or, if one is rounded, as two rounded numbers."""
         if isinstance(one, Fraction) and isinstance(other, Fraction):
             return one, other
         return self._to_rounded(one), self._to_rounded(other)

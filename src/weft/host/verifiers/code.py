@@ -18,10 +18,10 @@ FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTAL
 
 
 def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
-    """Return the program in a completion: its last fenced block, or all of it.
+    """Return the program in a completion: its last fenced block, or the whole completion.
 
-    If that does not define `entry_point`, it continues the prompt's code, which is prepended
-    (HumanEval: the prompt ends in a signature and the completion is the body).
+    If the program does not define `entry_point`, it continues the prompt's code, so the prompt is
+    prepended (HumanEval: the prompt ends in a signature and the completion is the body).
     """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
@@ -43,7 +43,8 @@ def _is_defined(code: str, name: str) -> bool:
 def parse_tests(test: Any, entry_point: str | None) -> str:
     """Return the code of a row's tests, given as a text or a list of statements.
 
-    HumanEval's `check` is called with the entry point. Raises `DataError` for other types.
+    If the tests define a function `check` (HumanEval), a call of it with the entry point is
+    appended. Raises `DataError` for other types.
     """
     text = "\n".join(test) if isinstance(test, (list, tuple)) else test
     if not isinstance(text, str):
@@ -69,8 +70,8 @@ def code(
 ) -> list[float | None]:
     """Return 1 if the program and then the row's tests run to their end, else 0.
 
-    None for rows without tests. The tests run in another process, which calls the program's
-    functions; docs/code-reward.md describes the protection of the machine.
+    The reward is None for rows without tests. The tests run in another process, which calls the
+    program's functions; docs/code-reward.md describes the protection of the machine.
 
     Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert
     f(1) == 2`, MBPP's form), and `entry_point`, the function's name, if the completion can continue

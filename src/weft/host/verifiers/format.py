@@ -26,7 +26,7 @@ def format_match(
 
     With `match` "full" it must match the whole completion, with "search" a part of it.
 
-    Python's `re`; `.` also matches line ends. The default pattern requires
+    The syntax is that of Python's `re`; `.` also matches line ends. The default pattern requires
     <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential
     time, which is limited by the batch's deadline. Raises `ConfigError` for an invalid pattern.
     """
@@ -36,7 +36,7 @@ def format_match(
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"format: pattern={pattern!r} is no regular expression: {error}"
+            f"format: pattern={pattern!r} is not a regular expression: {error}"
         ) from error
     matches = compiled.fullmatch if match == "full" else compiled.search
     return [float(matches(completion) is not None) for completion in completions]

@@ -37,13 +37,13 @@ def gsm8k(
 ) -> list[float | None]:
     """Return 1 if the completion's final number equals the reference's, else 0.
 
-    None for rows without a reference.
+    The reward is None for rows without a reference.
 
     The reference is the column `answer` or `ground_truth` (or `column`): a number, or a solution
     that ends in one. Commas and blanks between groups of three digits, dollar signs, units and
     trailing zeros do not matter; exponents (5e-05, 10^3, 2.5 x 10^3), fractions (3/4, 1 1/2) and
-    words such as "million" count. Numbers are compared exactly, as fractions. With `strict` only an
-    answer after "####" counts.
+    words such as "million" are understood. Numbers are compared exactly, as fractions. With
+    `strict` only an answer after "####" counts.
     """
     answers = find_references(columns, column, len(completions))
     rewards: list[float | None] = []

@@ -1,4 +1,4 @@
-"""The verifier `ifeval`: verifiable instructions of a prompt that a completion follows."""
+"""The verifier `ifeval`: whether a completion follows the verifiable instructions of a prompt."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def is_followed(
 ) -> bool:
     """Return whether a response follows one instruction. An empty response follows none.
 
-    With `loose`, it is enough that the response follows it without its first line, its last line,
-    both, or its asterisks (the paper's loose accuracy). Raises `DataError` for an unknown
-    instruction or missing arguments.
+    With `loose`, it is enough that a variant of the response follows the instruction: without its
+    first line, its last line, or both, and without asterisks (the paper's loose accuracy). Raises
+    `DataError` for an unknown instruction or missing arguments.
     """
     if instruction not in CHECKS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
@@ -61,10 +61,11 @@ def ifeval(
 ) -> list[float | None]:
     """Return the share of a row's instructions that the completion follows.
 
-    With `score` "all": 1 if it follows all, else 0.
+    With `score` "all": 1 if it follows all, else 0. The reward is None for rows without
+    instructions.
 
     Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction) as in the
-    IFEval data; None for rows without instructions.
+    IFEval data. Raises `DataError` for an unknown instruction or missing arguments.
     """
     if score not in SCORES:
         raise ConfigError(f"ifeval: score={score!r} must be share or all")

@@ -32,9 +32,10 @@ from weft.host.verifiers._judge_text import (
 from weft.registry import register_verifier
 
 Rewards = tuple[list[float | None], dict[str, float]]
-OWN_FIELDS = ("model", "messages", "temperature", "max_tokens")  # request fields with options
+OWN_FIELDS = ("model", "messages", "temperature", "max_tokens")  # fields that other options set
+# Request fields that the option `extra` must not contain -> hint in the error message
 FORBIDDEN_FIELDS = {
-    "stream": "answers are read whole",
+    "stream": "streaming is not supported",
     "n": "use votes",
     "api_key": "use api_key_env",
 }
@@ -71,12 +72,12 @@ def judge(
 ) -> Rewards | Coroutine[Any, Any, Rewards]:
     """Return another model's scores, mapped from `low`..`high` to 0..1.
 
-    None for rows in which a column of `prompt` is null.
+    The reward is None for rows in which a column that `prompt` names is null.
 
     Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`,
     `unreadable`, `input_tokens`, `output_tokens`, and `cost` if a price is set. Raises
-    `ConfigError` for invalid options, `DataError` for a placeholder that is no column, `UserError`
-    for a server that fails and for answers without a score.
+    `ConfigError` for invalid options, `DataError` for a placeholder that is not a column, and
+    `UserError` for a server that fails and for answers without a score.
     """
     scale = ScoreScale(pattern, low, high)
     made = Judge(
@@ -106,8 +107,7 @@ class JudgeRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(
-                f"judge: model={self.model!r} must be the name under which the server knows the "
-                f"model"
+                f"judge: model={self.model!r} must be the name of the model on the server"
             )
         if self.temperature is not None:
             check_number(
@@ -121,7 +121,7 @@ class JudgeRequest:
         check_integer("votes", self.votes, 1)
         if self.votes > 1 and self.temperature == 0:
             raise ConfigError(
-                f"judge: votes={self.votes} at temperature=0 would be the same vote; set "
+                f"judge: votes={self.votes} at temperature=0 would give equal votes; set "
                 f"temperature to 1"
             )
         self._check_extra()
@@ -136,13 +136,15 @@ class JudgeRequest:
         for name in self.extra:
             if name in OWN_FIELDS or name in FORBIDDEN_FIELDS:
                 raise ConfigError(
-                    f"judge: extra must not hold {name!r}; "
+                    f"judge: extra must not contain {name!r}; "
                     f"{FORBIDDEN_FIELDS.get(name, f'use the option {name}')}"
                 )
         try:
             json.dumps(self.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"judge: extra must hold plain JSON values: {error}") from None
+            raise ConfigError(
+                f"judge: extra must contain only plain JSON values: {error}"
+            ) from None
 
     def build_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         """Return the JSON body of a request with these messages."""
@@ -156,7 +158,10 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class FallbackRewards:
-    """Rewards of completions without a score. None: the run stops."""
+    """Rewards of completions without a score. None: the run stops.
+
+    `on_failure` applies if a request fails, `on_unreadable` if the answer has no score.
+    """
 
     on_failure: float | None
     on_unreadable: float | None
@@ -169,7 +174,7 @@ class FallbackRewards:
 
 @dataclass(frozen=True)
 class TokenPrices:
-    """Prices per million tokens, in any currency."""
+    """Prices of a million input and output tokens, in any currency; None: not set."""
 
     input: float | None
     output: float | None
@@ -180,7 +185,7 @@ class TokenPrices:
                 check_number(name, value, "0 or more, for a million tokens", least=0)
 
     def compute_cost(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `cost`, or {} if no price is set."""
+        """Return the metric `cost` of the counted tokens, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
         paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
@@ -193,8 +198,8 @@ class TokenPrices:
 class VoteResult:
     """Result of one vote.
 
-    `reward` is None if there is no score; then `fallback` is the reward to use instead, or None to
-    stop the run with the message `problem`.
+    `reward` is None if there is no score. Then `fallback` is the reward to use instead; if that is
+    None too, the run stops with the message `problem`.
     """
 
     reward: float | None
@@ -204,7 +209,7 @@ class VoteResult:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judge with all its options."""
+    """Judge: a model on a server, the prompt that it gets, and all other options."""
 
     endpoint: JudgeEndpoint
     policy: RequestLimits
@@ -224,6 +229,7 @@ class Judge:
 
         With a cache, completions with equal requests share one answer.
         """
+        # Build one request per completion, and one cache key per vote.
         bodies = []
         for messages in self.template.build_messages(prompts, completions, columns):
             bodies.append(None if messages is None else self.request.build_body(messages))
@@ -233,10 +239,12 @@ class Judge:
             if body is not None:
                 for vote, key in enumerate(own):
                     asked[key] = (body, vote)
+        # Collect the votes, each distinct key once.
         async with JudgeSession(self.endpoint, self.policy) as session:
             sitting = JudgeCall(self, session)
             made = await _gather_results([sitting.vote(key, *each) for key, each in asked.items()])
         verdicts = dict(zip(asked, made, strict=True))
+        # Count repeated votes as cached, and average the votes of each completion.
         readable = []
         for own in keys:
             for key in own:
@@ -250,7 +258,10 @@ class Judge:
         return rewards, counts | self.prices.compute_cost(counts)
 
     def _compute_cache_keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
-        """Return one cache key per vote, or none for a completion that is not judged."""
+        """Return one cache key per vote; an empty list for a completion that is not judged.
+
+        Without a cache file, the keys contain `index`, so that no two completions share one.
+        """
         if body is None:
             return []
         own = "" if self.cache_file else f" {index}"
@@ -265,17 +276,18 @@ COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tok
 
 @dataclass
 class JudgeCall:
-    """Verdicts of one call and the counts for its metrics."""
+    """Votes of one call of the verifier, and the counts for its metrics."""
 
     judge: Judge
     session: JudgeSession
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     async def vote(self, key: str, body: Mapping[str, Any], vote: int) -> VoteResult:
-        """Return a verdict from the cache or the server.
+        """Return the result of one vote, from the cache or the server.
 
         Raises `UserError` if the request fails and `on_failure` is not set.
         """
+        # Look the answer up in the cache.
         scale = self.judge.template.scale
         fallback = self.judge.fallback
         file = self.judge.cache_file
@@ -284,6 +296,7 @@ class JudgeCall:
         if kept is not None and (reward := scale.parse_reward(kept)) is not None:
             self.counts["cached"] += 1
             return VoteResult(reward)
+        # Ask the server.
         try:
             answer = await self.session.ask(body)
         except UnansweredRequest as error:
@@ -295,6 +308,7 @@ class JudgeCall:
             told = f"judge: url={self.judge.endpoint.url}: {error.cause}; the reward is on_failure={fallback.on_failure:g}"
             warnings.warn(told, RuntimeWarning, stacklevel=1)  # equal warnings are shown once
             return VoteResult(None, fallback.on_failure)
+        # Parse the score; only answers with a score are cached.
         self.counts["input_tokens"] += answer.input_tokens
         self.counts["output_tokens"] += answer.output_tokens
         reward = scale.parse_reward(answer.text)
@@ -321,9 +335,9 @@ class JudgeCall:
 
 
 def _average_votes(verdicts: Sequence[VoteResult]) -> float:
-    """Return the mean reward of the votes that have one, or else the fallback.
+    """Return the mean reward of the votes with a score, or the fallback if no vote has one.
 
-    Raises `UserError` if there is neither.
+    Raises `UserError` if no vote has a score and one of them has no fallback.
     """
     rewards = []
     for verdict in verdicts:
@@ -338,7 +352,7 @@ def _average_votes(verdicts: Sequence[VoteResult]) -> float:
 
 
 async def _gather_results(works: Sequence[Coroutine[Any, Any, VoteResult]]) -> list[VoteResult]:
-    """Return all results; if one raises, cancel the others first."""
+    """Return all results; if one raises, cancel the others before raising its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

@@ -36,9 +36,9 @@ BASE = re.compile(
 )
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][A-Za-z ]+\}")
 EITHER = re.compile(r"\d\W*\sor\s\W*\d")  # 5 or 6
-SHORT = 200  # most characters of a text that can be an answer as a whole
-MOST_CHARACTERS = 2000  # longest answer that is compared as mathematics
-MOST_MEMBERS = 30  # longest list whose members are compared pairwise
+SHORT = 200  # maximum number of characters of a text that can be an answer as a whole
+MOST_CHARACTERS = 2000  # maximum length of an answer that is compared as mathematics
+MOST_MEMBERS = 30  # maximum number of differently spelled members that are compared pairwise
 
 
 def are_equal(answer: str, reference: str) -> bool:
@@ -47,8 +47,8 @@ def are_equal(answer: str, reference: str) -> bool:
     1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
 
     Cases that can be decided with certainty (numbers, lists, tuples, intervals, the same spelling,
-    the same value) are decided here; computer algebra (`math_verify`) decides the rest, and its
-    verdict counts only if it lost no letter or number of either.
+    the same value) are decided here. Computer algebra (`math_verify`) decides the rest; its verdict
+    "equal" counts only if it took every letter and number of both into account.
     """
     symbolic.get_engine().begin()
     return _are_tidy_equal(answer, reference)
@@ -65,6 +65,7 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
 
 def _compare_known(one: str, other: str) -> bool | None:
     """Return whether two tidy answers are equal, or None if that is not certain."""
+    # Quantities, congruences and units
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
     known = _compare_quantities(one, other)
@@ -76,6 +77,7 @@ def _compare_known(one: str, other: str) -> bool | None:
     units = measure(one), measure(other)
     if None not in units and units[0] != units[1]:
         return False
+    # Spelling, ratios, numbers and words
     a = to_plain_form(one)
     b = to_plain_form(other)
     if are_spelled_alike(a, b):
@@ -90,6 +92,7 @@ def _compare_known(one: str, other: str) -> bool | None:
         return False  # different digits or bases
     if a.isalpha() and b.isalpha() and (TEXT.fullmatch(one) or TEXT.fullmatch(other)):
         return False  # different words
+    # Sets, unions and lists
     inside = extract_set(one)
     other_inside = extract_set(other)
     if inside is not None or other_inside is not None:
@@ -104,6 +107,7 @@ def _compare_known(one: str, other: str) -> bool | None:
         return True if _have_same_members(parts, others) else None
     if split_list(one) or split_list(other):
         return _compare_lists(one, other)
+    # Named values, intervals and values of expressions
     (name, one), (other_name, other) = split_name(one), split_name(other)
     if (name is None) != (other_name is None) or (name is not None and name == other_name):
         return _compare_known(one, other)
@@ -120,7 +124,10 @@ def _set_and_tuple(inside: str | None, other: str) -> bool:
 
 
 def _compare_quantities(one: str, other: str) -> bool | None:
-    """Compare quantities with several units, such as 3 hours 20 minutes (which is not 3)."""
+    """Compare quantities with several units, such as 3 hours 20 minutes (which is not 3).
+
+    Return None if neither is such a quantity, or if the comparison is undecided.
+    """
     found = parse_quantities(one), parse_quantities(other)
     if found[0] is None and found[1] is None:
         return None
@@ -136,7 +143,7 @@ def _compare_quantities(one: str, other: str) -> bool | None:
 
 
 def _compare_intervals(one: str, other: str) -> bool | None:
-    """Compare tuples and intervals, and inequalities that are intervals."""
+    """Compare tuples and intervals, and inequalities that are intervals; None for other texts."""
     conditions = parse_inequality(one), parse_inequality(other)
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
         return None  # different letters
@@ -188,7 +195,11 @@ def _have_same_members(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool:
-    """Return whether the answer of a completion equals the reference."""
+    """Return whether the answer of a completion equals the reference.
+
+    With `strict`, only an answer in a box counts.
+    """
+    # Find the answer in the completion.
     symbolic.get_engine().begin()
     expected = extract_boxed(reference) or reference
     inside = extract_boxed(completion)
@@ -199,6 +210,7 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
         answer: str | None = completion
     else:
         answer = stated
+    # Compare it with the reference; a verdict "different" is not final if there are several boxes.
     several = max(count_boxes(reference), count_boxes(completion)) > 1
     if answer is not None:
         if (
@@ -218,6 +230,7 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
         undecided = EITHER.search(answer) is not None and split_list(other) is None
         if inside is None and not several and (undecided or is_formula(one)):
             return False
+    # Let computer algebra find the answer in the whole text.
     text = completion if inside is None or several else rf"\boxed{{{inside}}}"
     return symbolic.are_equal(symbolic.mark_formula(reference), text) or (
         not is_formula(reference) and symbolic.are_equal(reference, text)
@@ -236,16 +249,16 @@ def math_answer(
 ) -> list[float | None]:
     r"""Return 1 if the completion's answer equals the reference's, else 0.
 
-    None for rows without a reference.
+    The reward is None for rows without a reference.
 
-    The answer is the content of the last `\extract_boxed{}`; without one (and without `strict`) the
-    text after "the answer is", or the last formula or number. The reference is the column `answer`
+    The answer is the content of the last `\boxed{}`; without one (and without `strict`) the text
+    after "the answer is", or the last formula or number. The reference is the column `answer`
     or `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions,
     roots, percent signs, degrees, units, tuples, intervals, sets and lists are compared by their
     meaning; an expression need not be simplified. Computer algebra finds two answers equal only if
     every letter and number of both took part; if its parser drops something, only the same spelling
-    counts. An answer that algebra does not decide in time (two seconds, less if many are slow) gets
-    0.
+    counts. An answer that computer algebra does not decide in time (two seconds, less if many are
+    slow) gets 0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(
