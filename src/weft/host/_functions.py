@@ -111,22 +111,22 @@ class AdvantageFunction(StatelessHostFunction):
         given = {}
         for name in self.input_names:
             given[name] = own[name] if name in own else rows.read_tokens_or_sequences(name)
-        made: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
+        values: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
         # Check the result, and expand it to tokens.
         if self.per == "completion":
             count = len(rows.lengths)
         else:
             count = int(rows.lengths.sum())
-        if made.shape != (count,):
+        if values.shape != (count,):
             raise ConfigError(
-                f"{self.function.__name__} returned advantages of shape {made.shape}; it must "
+                f"{self.function.__name__} returned advantages of shape {values.shape}; it must "
                 f"return one number per {self.per}, "
                 f"{count} here (register_advantage(.., per=..))"
             )
         if "rewards" in given:
             context.record("reward", float(np.mean(given["rewards"])))
-        context.record("advantage_std", float(made.std()))
-        each = np.repeat(made, rows.lengths) if self.per == "completion" else made
+        context.record("advantage_std", float(values.std()))
+        each = np.repeat(values, rows.lengths) if self.per == "completion" else values
         advantages = np.where(rows.mask != 0.0, each, 0.0)
         self._check_size(advantages, rows)
         return rows.build_token_sample(advantages=advantages)
@@ -154,15 +154,15 @@ class FilterFunction(StatelessHostFunction):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         columns = {name: _read_values_by_id(batch, name, context) for name in self.input_names}
-        kept = []
+        kept_ids = []
         for index, id in enumerate(batch.ids):
             if self.function(
                 **{name: values[index] for name, values in columns.items()}, **self.options
             ):
-                kept.append(id)
-        context.record("kept_fraction", len(kept) / max(batch.num_ids, 1))
+                kept_ids.append(id)
+        context.record("kept_fraction", len(kept_ids) / max(batch.num_ids, 1))
         return SequenceSample.from_default(
-            kept, [1] * len(kept), {"kept": np.ones(len(kept), dtype=np.float32)}
+            kept_ids, [1] * len(kept_ids), {"kept": np.ones(len(kept_ids), dtype=np.float32)}
         )
 
 

@@ -94,7 +94,7 @@ class RewardResultCheck:
 
     def _validate_steps(self, value: Mapping[Any, Any], index: int) -> dict[int, float]:
         length = len(self.texts[index])
-        made = {}
+        step_rewards = {}
         for end, reward in value.items():
             number = _validate_number(reward, index)
             if (
@@ -109,8 +109,8 @@ class RewardResultCheck:
                     f"in characters, from 1 to {length}, and a number",
                     index,
                 )
-            made[end] = number
-        return made
+            step_rewards[end] = number
+        return step_rewards
 
 
 def _is_metrics_mapping(value: Any) -> bool:

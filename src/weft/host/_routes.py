@@ -141,8 +141,8 @@ class RewardRoutes:
 def _make_distinct(labels: Sequence[str]) -> list[str]:
     """Return distinct labels for metrics: the second `f` becomes `f_2`."""
     seen: dict[str, int] = {}
-    made = []
+    distinct_labels = []
     for label in labels:
         seen[label] = seen.get(label, 0) + 1
-        made.append(label if seen[label] == 1 else f"{label}_{seen[label]}")
-    return made
+        distinct_labels.append(label if seen[label] == 1 else f"{label}_{seen[label]}")
+    return distinct_labels

@@ -93,11 +93,11 @@ class CompletionTexts:
         if not isinstance(value, Mapping):
             return np.array([np.nan if each is None else each for each in value])
         ends = sorted(value)
-        made = np.full(len(ids), np.nan)
+        token_rewards = np.full(len(ids), np.nan)
         for index, end in zip(
             find_step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends),
             ends,
             strict=True,
         ):
-            made[index] = np.nan_to_num(made[index]) + value[end]
-        return made
+            token_rewards[index] = np.nan_to_num(token_rewards[index]) + value[end]
+        return token_rewards

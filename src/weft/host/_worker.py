@@ -124,15 +124,15 @@ def load(target: RewardTarget) -> Callable[..., Any]:
         raise InvalidRewardResult(
             f"{target.attribute!r} is of type {type(function).__name__}, not a function"
         )
-    made: Callable[..., Any] = function
-    taken = inspect.signature(made).parameters.values()
+    reward_function: Callable[..., Any] = function
+    taken = inspect.signature(reward_function).parameters.values()
     unknown = []
     for name in target.args:
         if name not in {p.name for p in taken}:
             unknown.append(name)
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
         raise InvalidRewardResult(f"it takes no argument {', '.join(map(repr, unknown))}")
-    return made
+    return reward_function
 
 
 def merge_arguments(

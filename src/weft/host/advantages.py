@@ -113,7 +113,7 @@ class GAEAdvantages:
         trained = mask != 0.0
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         last_values = np.where(ended, 0.0, after)
-        found = compute_gae(
+        estimates = compute_gae(
             rewards[trained],
             values[trained],
             last_values,
@@ -121,10 +121,10 @@ class GAEAdvantages:
             discount=self.discount,
             lam=self.gae_lambda,
         )
-        advantages, returns = (_scatter(each, trained) for each in found)
+        advantages, returns = (_scatter(each, trained) for each in estimates)
         # Record metrics, and normalise returns and advantages.
-        context.record("advantage_std", float(np.std(found[0])) if len(found[0]) else 0.0)
-        context.record("return", float(np.mean(found[1])) if len(found[1]) else 0.0)
+        context.record("advantage_std", float(np.std(estimates[0])) if len(estimates[0]) else 0.0)
+        context.record("return", float(np.mean(estimates[1])) if len(estimates[1]) else 0.0)
         if self.value_norm:
             self.normalizer.update(returns, mask)
             returns = self.normalizer.normalize(returns) * trained

@@ -132,14 +132,14 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
         return thing.build(args)
     is_class = inspect.isclass(thing)
     check_arguments(f"host function {name!r}", thing, args, given=0 if is_class else 2)
-    made = thing(**args) if is_class else PlainFunction(thing, dict(args))
-    if not isinstance(made, HostCallable):
+    host_function = thing(**args) if is_class else PlainFunction(thing, dict(args))
+    if not isinstance(host_function, HostCallable):
         raise ConfigError(
             f"host function {name!r}: {thing.__name__} lacks __call__, state_dict or "
             f"load_state_dict; "
             "derive a class without state from weft.host.base.StatelessHostFunction"
         )
-    return made
+    return host_function
 
 
 def check_arguments(

@@ -62,11 +62,11 @@ class HighCovariance(StatelessHostFunction):
 
         It depends on the seed, the step, the id, the completion's index and the token's position.
         """
-        made = []
+        draws = []
         index = dict.fromkeys(batch.ids, 0)
         for group, length in zip(rows.group.tolist(), rows.lengths.tolist(), strict=True):
             id = batch.ids[group]
             key = randomness.derive_key(context.seed, "clip_cov", context.step, id, index[id])
-            made.append(randomness.draw_uniforms(key, np.arange(length)))
+            draws.append(randomness.draw_uniforms(key, np.arange(length)))
             index[id] += 1
-        return np.concatenate([np.zeros(0), *made])
+        return np.concatenate([np.zeros(0), *draws])

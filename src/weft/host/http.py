@@ -48,14 +48,14 @@ def split_base_url(
             f"variable {key_variable}"
         )
     try:
-        found = urlsplit(url)
-        usable = found.scheme in schemes and bool(found.hostname) and (found.port or 1) > 0
+        parts = urlsplit(url)
+        usable = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
         usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except (AttributeError, TypeError, ValueError):
         usable = False
     if not usable:
         raise ConfigError(f"{option}={url!r} must be a base URL such as {example}")
-    return found
+    return parts
 
 
 def read_api_key(option: str, variable: str | None, usual: str) -> str | None:

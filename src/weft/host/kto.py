@@ -42,8 +42,8 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
         mask = rolled.data["kl_mask"]
     if batch.num_ids == 1:
         mask = torch.zeros_like(mask)
-    made = rolled.like("kl_completion", kl_completion=rolled.data["kl_completion"], kl_mask=mask)
-    return replace(made, ids=batch.ids)
+    sample = rolled.like("kl_completion", kl_completion=rolled.data["kl_completion"], kl_mask=mask)
+    return replace(sample, ids=batch.ids)
 
 
 @register_function("kto_baseline")

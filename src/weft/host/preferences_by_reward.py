@@ -69,20 +69,20 @@ class PreferencesByReward(StatelessHostFunction):
         groups = np.split(
             shape(raw, rows.read_sequences("finished"), context), np.cumsum(counts)[:-1]
         )
-        made = []
+        rankings = []
         for rewards in groups:
-            made.append(
+            rankings.append(
                 (compare_best_and_worst if self.pairs == "best_worst" else rank_by_reward)(rewards)
             )
-        margins = np.concatenate([margins for _, _, margins in made])
+        margins = np.concatenate([margins for _, _, margins in rankings])
         context.record("reward", float(raw.mean()))
         context.record("tied_fraction", float((margins == 0.0).mean()))
         if margins.any():
             context.record("reward_margin", float(margins[margins > 0.0].mean()))
         return batch.one_per(
             "completion",
-            rank=np.concatenate([rank for rank, _, _ in made]),
-            comparison=np.concatenate([comparison for _, comparison, _ in made]),
+            rank=np.concatenate([rank for rank, _, _ in rankings]),
+            comparison=np.concatenate([comparison for _, comparison, _ in rankings]),
         )
 
 

@@ -158,14 +158,14 @@ class RewardFunction(StatelessHostFunction):
             else:
                 scores = []
             single["reward_parts"] = np.column_stack([*sums.parts, *scores])
-        made = batch.one_per(
+        sample = batch.one_per(
             "completion", **{key: values.astype(np.float32) for key, values in single.items()}
         )
         if self.by_token:
-            made = made.update(
+            sample = sample.update(
                 batch.like("completion", token_rewards=sums.by_token.astype(np.float32))
             )
-        return made
+        return sample
 
     def _check_size(self, rewards: Vector, texts: CompletionTexts) -> None:
         """Raise `UserError` if the weighted sum is too large although no part is.
@@ -242,9 +242,11 @@ class RewardFunction(StatelessHostFunction):
         if reply.status == "ok":
             values, metrics = reply.value
             return values, metrics
-        shown = names if reply.index is None else [names[reply.index]]
-        where = ", ".join(shown[:MAX_NAMES_SHOWN]) + (
-            f" and {len(shown) - MAX_NAMES_SHOWN} more" if len(shown) > MAX_NAMES_SHOWN else ""
+        failed_names = names if reply.index is None else [names[reply.index]]
+        where = ", ".join(failed_names[:MAX_NAMES_SHOWN]) + (
+            f" and {len(failed_names) - MAX_NAMES_SHOWN} more"
+            if len(failed_names) > MAX_NAMES_SHOWN
+            else ""
         )
         if reply.status == "error":
             raise UserError(f"reward {label!r} failed on {where}: {reply.value}")

@@ -51,14 +51,17 @@ class SamplerCorrection(StatelessHostFunction):
             trainer, sampler, mask, rows.lengths, self.correction, self.high, self.low
         )
         trained = mask != 0.0
-        kept = weights[trained]
+        trained_weights = weights[trained]
         before = ratio[trained]
-        if len(kept):
+        if len(trained_weights):
             context.record("weight", float(before.mean()))
             context.record("weight_max", float(before.max()))
-            context.record("bounded_fraction", float((kept != before).mean()))
+            context.record("bounded_fraction", float((trained_weights != before).mean()))
             context.record(
                 "effective_fraction",
-                float(kept.sum() ** 2 / max(len(kept) * np.square(kept).sum(), 1e-12)),
+                float(
+                    trained_weights.sum() ** 2
+                    / max(len(trained_weights) * np.square(trained_weights).sum(), 1e-12)
+                ),
             )
         return rows.build_token_sample(sampler_weights=weights)

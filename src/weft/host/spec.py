@@ -210,12 +210,12 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
             f"define it at the top level of a module"
         )
     file = inspect.getsourcefile(sys.modules[module])
-    found = importlib.util.find_spec(module)
+    module_spec = importlib.util.find_spec(module)
     importable = (
-        found is not None
-        and found.origin is not None
+        module_spec is not None
+        and module_spec.origin is not None
         and file is not None
-        and Path(found.origin).samefile(file)
+        and Path(module_spec.origin).samefile(file)
     )
     # A file imported by path (`--import FILE.py`) is a module in this process only; other processes
     # import it by path again.

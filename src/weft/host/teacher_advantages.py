@@ -49,17 +49,17 @@ class TeacherAdvantages(StatelessHostFunction):
         # Trained tokens only: tokens that the policy did not write are skipped and take no time
         # step.
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
-        found = compute_discounted_sums(-apart, counts, self.discount)
+        trained_advantages = compute_discounted_sums(-apart, counts, self.discount)
         if len(apart):
             context.record("kl_k1", float(apart.mean()))
             context.record(
                 "kl_k1_per_completion", float(compute_segment_sums(apart, counts).mean())
             )
-            context.record("advantage_std", float(found.std()))
+            context.record("advantage_std", float(trained_advantages.std()))
             if "teacher_top1" in batch.data:
                 context.record(
                     "teacher_agreement", float(rows.read_tokens("teacher_top1")[trained].mean())
                 )
         advantages = np.zeros(len(trained))
-        advantages[trained] = found
+        advantages[trained] = trained_advantages
         return rows.build_token_sample(advantages=advantages)

@@ -64,9 +64,9 @@ def _serve(connection: Connection) -> None:
             number, reference, answer, seconds = connection.recv()
             begin = time.process_time()
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            found = are_surely_equal(reference, answer)
+            is_equal = are_surely_equal(reference, answer)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send((number, found, time.process_time() - begin))
+            connection.send((number, is_equal, time.process_time() - begin))
     except (EOFError, OSError):
         os._exit(0)
     finally:

@@ -185,8 +185,8 @@ class _ExpressionParser:
 
     def _parse_product(self, depth: int) -> Node:
         sign = 1
-        while found := self._take("-", "+"):
-            sign = -sign if found == "-" else sign
+        while sign_token := self._take("-", "+"):
+            sign = -sign if sign_token == "-" else sign
         parts = [(1, self._parse_power(depth))]
         while self._peek() and self._peek() not in ENDS:
             if self._take("/"):

@@ -145,7 +145,7 @@ def list_readable_paths() -> list[str]:
     These are the system's libraries and the Python installation of this process. Raises `OSError`
     if they include `/`.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for path in [
         *SYSTEM,
         sys.base_prefix,
@@ -154,12 +154,12 @@ def list_readable_paths() -> list[str]:
         sys.exec_prefix,
         *site.getsitepackages(),
     ]:
-        known = any(path == other or path.startswith(other + "/") for other in found)
+        known = any(path == other or path.startswith(other + "/") for other in paths)
         if not known and os.path.exists(path):
-            found.append(path)
-    if "/" in found:
+            paths.append(path)
+    if "/" in paths:
         raise OSError("Python is installed in /, so no file can be hidden")
-    return found
+    return paths
 
 
 def set_death_with_parent() -> None:
@@ -286,13 +286,13 @@ def _isolate_files(wanted: IsolationSettings) -> None:
         ]
     for place in places:
         if place == root or place.startswith(root + "/"):
-            kept = os.statvfs(place).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            mount_flags = os.statvfs(place).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
             device = place.removeprefix(root) in DEVICES
             _mount(
                 "none",
                 place,
                 "",
-                MS_REMOUNT | MS_BIND | MS_NOSUID | kept | (0 if device else MS_RDONLY),
+                MS_REMOUNT | MS_BIND | MS_NOSUID | mount_flags | (0 if device else MS_RDONLY),
             )
     # Mount /tmp, and make the new root the only one.
     size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"

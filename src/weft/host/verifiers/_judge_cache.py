@@ -48,8 +48,8 @@ def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
 
     These determine the answer; the hash is the key of the cache.
     """
-    told = json.dumps([FORM, url, body, vote], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    payload = json.dumps([FORM, url, body, vote], sort_keys=True)
+    return hashlib.sha256(payload.encode()).hexdigest()
 
 
 @functools.cache

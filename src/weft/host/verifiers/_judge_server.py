@@ -161,9 +161,9 @@ class JudgeSession:
                     or attempt == self.policy.retries
                 ):
                     times = f" (asked {attempt + 1} times)" if attempt else ""
-                    said = f": {shorten(came.response)!r}" if came.response.strip() else ""
+                    detail = f": {shorten(came.response)!r}" if came.response.strip() else ""
                     raise UnansweredRequest(
-                        f"judge: url={self.endpoint.url}: {came.cause}{times}{said}; {came.fix}",
+                        f"judge: url={self.endpoint.url}: {came.cause}{times}{detail}; {came.fix}",
                         came.cause,
                     )
                 await asyncio.sleep(
@@ -183,41 +183,45 @@ class JudgeSession:
                 f"no answer within timeout_s={self.policy.timeout_s:g} seconds", fix, True
             )
         except httpx.HTTPError as error:
-            said = self.endpoint.mask_key(str(error))
+            response_text = self.endpoint.mask_key(str(error))
             return RequestFailure(
-                type(error).__name__, "start the server, or correct url", True, said
+                type(error).__name__, "start the server, or correct url", True, response_text
             )
-        said = self.endpoint.mask_key(response.text)
+        response_text = self.endpoint.mask_key(response.text)
         if response.status_code != 200:
-            return _explain_status(response.status_code, said, response.headers.get("Retry-After"))
-        came = _parse_answer(said)
+            return _explain_status(
+                response.status_code, response_text, response.headers.get("Retry-After")
+            )
+        came = _parse_answer(response_text)
         if isinstance(came, JudgeAnswer):
             return replace(came, text=self.endpoint.mask_key(came.text))
         return came
 
 
-def _parse_answer(said: str) -> JudgeAnswer | RequestFailure:
+def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
     """Parse the JSON of a chat completion; return a failure if it is not one."""
     try:
-        answer = json.loads(said)
+        answer = json.loads(response_text)
         choice = answer["choices"][0]
         text = choice["message"]["content"] or ""  # null if the model only reasoned, or refused
         usage = answer.get("usage") or {}
         paid = int(usage.get("prompt_tokens") or 0)
-        made = int(usage.get("completion_tokens") or 0)
+        output_tokens = int(usage.get("completion_tokens") or 0)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         fix = "check that url is the base URL of an OpenAI-compatible server"
-        return RequestFailure("the answer is not a chat completion", fix, True, said)
+        return RequestFailure("the answer is not a chat completion", fix, True, response_text)
     text = str(text).encode(errors="replace").decode()  # lone surrogates are valid JSON
-    return JudgeAnswer(text, paid, made, is_truncated=choice.get("finish_reason") == "length")
+    return JudgeAnswer(
+        text, paid, output_tokens, is_truncated=choice.get("finish_reason") == "length"
+    )
 
 
-def _explain_status(status: int, said: str, retry_after: str | None) -> RequestFailure:
+def _explain_status(status: int, response_text: str, retry_after: str | None) -> RequestFailure:
     """Return the failure (cause and fix) of a status other than 200.
 
     The response to 401 and 403 is not shown: it may contain a part of the key.
     """
-    shown = "" if status in (401, 403) else said
+    safe_text = "" if status in (401, 403) else response_text
     if 300 <= status < 400:
         return RequestFailure(
             f"status {status}",
@@ -233,5 +237,5 @@ def _explain_status(status: int, said: str, retry_after: str | None) -> RequestF
         status, "look at the server's log" if status >= 500 else "check url, model and extra"
     )
     return RequestFailure(
-        f"status {status}{wait}", fix, http.is_retryable_status(status), shown, after
+        f"status {status}{wait}", fix, http.is_retryable_status(status), safe_text, after
     )

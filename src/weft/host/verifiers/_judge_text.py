@@ -94,9 +94,9 @@ class ScoreScale:
 
         None if nothing matches or the score is outside the scale.
         """
-        found = list(re.finditer(self.pattern, answer))
+        matches = list(re.finditer(self.pattern, answer))
         try:
-            score = float(found[-1][1]) if found else math.nan
+            score = float(matches[-1][1]) if matches else math.nan
         except (TypeError, ValueError):  # the group did not match, or is not a number
             return None
         if self.low <= score <= self.high:
@@ -152,23 +152,25 @@ class JudgeTemplate:
                 raise DataError(_explain_unknown_placeholder(name, columns))
         # Fill the template with each row.
         ends = {"low": f"{self.scale.low:g}", "high": f"{self.scale.high:g}"}
-        made: list[list[dict[str, str]] | None] = []
+        conversations: list[list[dict[str, str]] | None] = []
         for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {name: columns[name][n] for name in used}
             if any(value is None for value in row.values()):
-                made.append(None)
+                conversations.append(None)
                 continue
             texts = {name: _to_text(value) for name, value in row.items()}
-            made.append(self._fill(texts | ends | {"prompt": prompt, "completion": completion}))
-        return made
+            conversations.append(
+                self._fill(texts | ends | {"prompt": prompt, "completion": completion})
+            )
+        return conversations
 
     def _fill(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
         """Fill the template in one pass, so that braces in the data are not interpreted."""
-        asked = PLACEHOLDER.sub(
+        content = PLACEHOLDER.sub(
             lambda found: texts[found[2]] if found[2] else "{" + found[1] + "}", self.text
         )
         begin = [{"role": "system", "content": self.system}] if self.system else []
-        return [*begin, {"role": "user", "content": asked}]
+        return [*begin, {"role": "user", "content": content}]
 
 
 def _to_text(value: Any) -> str:

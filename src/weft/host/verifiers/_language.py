@@ -128,7 +128,7 @@ WORDS = {
 }
 
 # Language in `WORDS` -> its script, if that is not Latin
-SCRIPT_OF = {"hi": "DEVANAGARI", "mr": "DEVANAGARI", "ne": "DEVANAGARI"}
+SCRIPT_BY_LANGUAGE = {"hi": "DEVANAGARI", "mr": "DEVANAGARI", "ne": "DEVANAGARI"}
 WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
 
 
@@ -180,7 +180,7 @@ def _detect_by_words(text: str, script: str) -> str:
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)
     scores = {}
     for language, known in WORDS.items():
-        if SCRIPT_OF.get(language, "LATIN") == script:
+        if SCRIPT_BY_LANGUAGE.get(language, "LATIN") == script:
             own = sum(text.count(sign) for sign in LETTERS.get(language, ""))
             scores[language] = sum(words[word] for word in known.split()) + 0.5 * own
     default = SCRIPTS[script]

@@ -142,10 +142,10 @@ def _end() -> None:
 CHILDREN: list[int] = []  # process ids, for systems that do not list the children of a process
 
 
-def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> int:
+def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptors: int) -> int:
     """Fork a process that enters the protections `wanted` and calls `work`; return its process id.
 
-    The process keeps no descriptor open except the channel, `kept` and the standard streams.
+    The process keeps no descriptor open except the channel, `kept_descriptors` and the standard streams.
     """
     child = os.fork()
     if child:
@@ -156,7 +156,7 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> i
         if sys.platform == "linux":
             isolation.set_death_with_parent()
         for descriptor in map(int, os.listdir("/dev/fd")):
-            if descriptor > 2 and descriptor not in (channel, *kept):
+            if descriptor > 2 and descriptor not in (channel, *kept_descriptors):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
         isolation.enter(wanted)
@@ -200,12 +200,12 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):
             names[name] = importlib.import_module(MODULES.get(name, name))
-    found = peer.request("names", None, [[*own, *plain]], {})
-    if not any(name in found for name in own):
+    program_objects = peer.request("names", None, [[*own, *plain]], {})
+    if not any(name in program_objects for name in own):
         # If the tests use no other name of the program, they test a function that is named like a
         # built-in, such as `sum`.
         own = [*own, *plain]
-    names.update({name: found[name] for name in own if name in found})
+    names.update({name: program_objects[name] for name in own if name in program_objects})
     # Run the tests.
     exec(compile(tests, "tests.py", "exec"), names)
     os.write(out, given["word"].encode())

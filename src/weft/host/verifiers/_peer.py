@@ -152,8 +152,8 @@ def _is_remote(value: Any) -> bool:
 
 
 def _locate(remote: Any) -> tuple[ObjectPeer, int]:
-    found: tuple[ObjectPeer, int] = object.__getattribute__(remote, "_weft")
-    return found
+    location: tuple[ObjectPeer, int] = object.__getattribute__(remote, "_weft")
+    return location
 
 
 def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -284,12 +284,12 @@ class ObjectPeer:
             raise ProtocolError(f"{operation} is not allowed on this object of the tests")
 
     def _rebuild_error(self, base: Any, text: Any, kind: Any) -> BaseException:
-        found = getattr(builtins, str(base), Exception)
+        error_class = getattr(builtins, str(base), Exception)
         if kind is not None:
-            found = self._remotes.get(kind["r"], found)
+            error_class = self._remotes.get(kind["r"], error_class)
         args = [self.decode(value) for value in text]
         try:
-            error = found(*args)
+            error = error_class(*args)
         except Exception:  # its constructor takes other arguments
             error = RuntimeError(*args)
         return error if isinstance(error, BaseException) else RuntimeError(*args)
@@ -325,7 +325,7 @@ class ObjectPeer:
             return {"n": [type(value).__name__, list(fields), items]}
         for kind, tag in TAGS.items():
             if isinstance(value, kind):
-                return self._rebuild_container(tag, value)
+                return self._encode_container(tag, value)
         if type(value) in (decimal.Decimal, datetime.datetime, datetime.date, datetime.time):
             if isinstance(value, decimal.Decimal):
                 text = str(value)
@@ -340,7 +340,7 @@ class ObjectPeer:
             return {"x": value.__name__}
         return self._encode_reference(value)
 
-    def _rebuild_container(self, tag: str, value: Any) -> Any:
+    def _encode_container(self, tag: str, value: Any) -> Any:
         if tag == "l":
             return [self.encode(item) for item in list.__iter__(value)]
         if tag in "dCO":
@@ -370,10 +370,10 @@ class ObjectPeer:
                 return {"p": base64.b64encode(pickle.dumps(value)).decode()}
             except Exception:  # it cannot be pickled, and stays here
                 return {"r": self._register_object(value)}
-        found: dict[str, Any] = {"r": self._register_object(value)}
+        json_form: dict[str, Any] = {"r": self._register_object(value)}
         if isinstance(value, type) and issubclass(value, BaseException):
-            found |= {"e": _find_base_name(value), "name": value.__name__}
-        return found
+            json_form |= {"e": _find_base_name(value), "name": value.__name__}
+        return json_form
 
     def _register_object(self, value: Any) -> int:
         number = self._numbers.get(id(value))
@@ -395,8 +395,8 @@ class ObjectPeer:
             return self._objects[content]
         if tag == "p" and not self.guarded:
             return pickle.loads(base64.b64decode(content))
-        if tag == "x" and isinstance(found := getattr(builtins, content), type):
-            return found
+        if tag == "x" and isinstance(builtin_class := getattr(builtins, content), type):
+            return builtin_class
         if tag == "n":
             name, fields, items = content
             return collections.namedtuple(name, fields)(*self.decode(items))

@@ -82,9 +82,9 @@ def _split_congruence(text: str) -> tuple[str, str, str] | None:
 def _have_same_residues(
     one: str, other: str, modulus: str, equal: Callable[[str, str], bool]
 ) -> bool:
-    found = [_parse_residues(text, modulus) for text in (one, other)]
-    if None not in found:
-        return found[0] == found[1]
+    residues = [_parse_residues(text, modulus) for text in (one, other)]
+    if None not in residues:
+        return residues[0] == residues[1]
     return equal(one, other)
 
 

@@ -177,10 +177,10 @@ def run_tests(
             os.close(theirs_out)
         with contextlib.suppress(BrokenPipeError), os.fdopen(ours_in, "wb") as file:
             file.write(_encode_message(first) + _encode_message(second))
-        said = _read_to_end(ours_out, limits.seconds)
-        if said is None:
+        output = _read_to_end(ours_out, limits.seconds)
+        if output is None:
             _end(leader, ours_out)
-    return said == word.encode()
+    return output == word.encode()
 
 
 def _encode_message(content: Mapping[str, object]) -> bytes:
@@ -190,13 +190,13 @@ def _encode_message(content: Mapping[str, object]) -> bytes:
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
     """Return all that is written to a pipe until its writers have ended; None if time runs out."""
-    said = b""
+    output = b""
     end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(descriptor, 4096)
         if not part:
-            return said
-        said += part
+            return output
+        output += part
     return None
 
 
@@ -232,13 +232,13 @@ def find_protections() -> tuple[str, ...]:
     best = tuple(name for name in possible if name != "landlock")
     if _can_protect(best):
         return best
-    found: tuple[str, ...] = ()
+    protections: tuple[str, ...] = ()
     for name in possible:
-        superfluous = name == "landlock" and "files" in found
-        impossible = name == "files" and "namespaces" not in found
-        if not superfluous and not impossible and _can_protect((*found, name)):
-            found = (*found, name)
-    return found
+        superfluous = name == "landlock" and "files" in protections
+        impossible = name == "files" and "namespaces" not in protections
+        if not superfluous and not impossible and _can_protect((*protections, name)):
+            protections = (*protections, name)
+    return protections
 
 
 def _can_protect(names: Sequence[str]) -> bool:

@@ -57,10 +57,10 @@ def _is_balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
 
 def split_list(text: str) -> list[str] | None:
     r"""Return the members of a list without brackets, or None; `1 \pm 2` has two members."""
-    made: list[str] = []
+    members: list[str] = []
     for part in split_top(text, ","):
-        made += [part.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in part else [part]
-    return made if len(made) > 1 else None
+        members += [part.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in part else [part]
+    return members if len(members) > 1 else None
 
 
 def split_brackets(text: str) -> list[str] | None:
@@ -126,5 +126,7 @@ def split_union(text: str) -> list[str] | None:
     if len(parts) > 1:
         return parts
     conditions = split_list(text) or []
-    letters = {found[0] if (found := parse_inequality(part)) else None for part in conditions}
+    letters = {
+        inequality[0] if (inequality := parse_inequality(part)) else None for part in conditions
+    }
     return conditions if len(letters) == 1 and None not in letters else None

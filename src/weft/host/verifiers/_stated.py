@@ -87,12 +87,12 @@ def _extract_tagged(text: str) -> str | None:
 
 def _extract_formulas(text: str) -> str | None:
     """Return the formulas at the beginning of a text, joined by commas, or None."""
-    found = []
+    formulas = []
     at = 0
     while match := FORMULA.match(text, at):
-        found.append(next(group for group in match.groups() if group is not None).strip())
+        formulas.append(next(group for group in match.groups() if group is not None).strip())
         joint = NEXT.match(text, match.end())
         if joint is None:
             break
         at = joint.end()
-    return ", ".join(found) or None
+    return ", ".join(formulas) or None

@@ -204,8 +204,8 @@ def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
     if inside is None and "\\" in text:
         inside = INTRODUCTION.sub("", text).rstrip(".")
     if inside is None:
-        found = parsed(text)
-        inside = str(found[-1]) if found else text
+        expressions = parsed(text)
+        inside = str(expressions[-1]) if expressions else text
     return UNIT.sub("", inside.strip()).strip()
 
 
@@ -233,8 +233,8 @@ def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]
 
     The library itself compares only the values.
     """
-    found = parsed(wrap_formula(formula))
-    expression = found[0] if found else None
+    expressions = parsed(wrap_formula(formula))
+    expression = expressions[0] if expressions else None
     if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
         return expression.lhs
     return None
@@ -266,8 +266,10 @@ def _are_all_tokens_needed(
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:
         return False
-    found = parsed(wrap_formula(formula))
-    if found and _has_all_tokens(found[0], [formula[begin:end] for begin, end in spans]):
+    expressions = parsed(wrap_formula(formula))
+    if expressions and _has_all_tokens(
+        expressions[0], [formula[begin:end] for begin, end in spans]
+    ):
         return True
     for match in SIGN.finditer(formula):
         spans.append(match.span())
@@ -277,7 +279,7 @@ def _are_all_tokens_needed(
         return False
     for begin, end in spans:
         changed = formula[:begin] + _replace_token(formula[begin:end], letter) + formula[end:]
-        if parsed(wrap_formula(changed))[:1] == found[:1] or same(
+        if parsed(wrap_formula(changed))[:1] == expressions[:1] or same(
             wrap_formula(changed), wrap_formula(other)
         ):
             return False

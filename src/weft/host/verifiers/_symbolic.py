@@ -104,10 +104,10 @@ class AlgebraProcess:
             seconds = min(self.allowance_seconds, self._answer_seconds)
             if seconds < REFILL / 10:
                 return False
-            found, used = self._send_question(reference, answer, seconds)
+            is_equal, used = self._send_question(reference, answer, seconds)
             self.allowance_seconds -= used
             self._answer_seconds -= used
-            return found
+            return is_equal
 
     def _send_question(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
         """Return (whether two texts are equal, seconds used)."""
@@ -116,9 +116,9 @@ class AlgebraProcess:
         try:
             connection.send((self._count, reference, answer, seconds))
             while connection.poll(5 * seconds + 2):
-                number, found, used = connection.recv()
+                number, is_equal, used = connection.recv()
                 if number is None or number == self._count:
-                    return found, used if number else seconds
+                    return is_equal, used if number else seconds
         except (EOFError, OSError):
             pass
         self._stop()  # the process has died, or gets no processor time

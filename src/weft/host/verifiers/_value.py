@@ -50,10 +50,10 @@ def have_same_value(one: str, other: str) -> bool | None:
         return None
     if a.letters or b.letters:
         return _are_same_function(a, b)
-    found = _measure_distance(a, b, 0)
-    if found is None:
+    distances = _measure_distance(a, b, 0)
+    if distances is None:
         return None
-    apart, relative = found
+    apart, relative = distances
     if not apart or not (a.decimal or b.decimal):
         return not apart
     if relative > FAR:
@@ -92,10 +92,10 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
                 return None  # such as the root of a letter below 0
             continue
         rational = rational and there[0].size < 0 and there[1].size < 0
-        found = _measure_distance(a, b, seed)
-        if found is None:
+        distances = _measure_distance(a, b, seed)
+        if distances is None:
             return None
-        seen.append(found[1])
+        seen.append(distances[1])
     # Decide from at least two distances.
     if len(seen) < 2:
         return None

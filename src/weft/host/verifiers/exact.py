@@ -42,9 +42,9 @@ def _is_match(completion: str, answer: Any, case: bool) -> bool:
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     if is_number or EXPONENT.search(str(answer)):
         expected = parse_number(str(answer))
-        found = parse_number(completion)
-        if expected is not None and found is not None:
-            return expected == found
+        actual = parse_number(completion)
+        if expected is not None and actual is not None:
+            return expected == actual
     return _normalize(completion, case) == _normalize(str(answer), case)
 
 

@@ -19,10 +19,10 @@ def find_final_number(text: str, *, strict: bool = False) -> Fraction | None:
     """
     _, mark, after = text.rpartition(MARK)
     if mark:
-        found = find_numbers(after)
-        return found[0] if found else None
-    found = [] if strict else find_numbers(text)
-    return found[-1] if found else None
+        numbers = find_numbers(after)
+        return numbers[0] if numbers else None
+    numbers = [] if strict else find_numbers(text)
+    return numbers[-1] if numbers else None
 
 
 @register_verifier("gsm8k")

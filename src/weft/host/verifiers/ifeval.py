@@ -43,8 +43,8 @@ def build_variants(response: str) -> list[str]:
     """Return the response and its variants for the loose criterion."""
     lines = response.split("\n")
     cuts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
-    kept = [response, *cuts]
-    return [*kept, *(text.replace("*", "") for text in kept)]
+    variants = [response, *cuts]
+    return [*variants, *(text.replace("*", "") for text in variants)]
 
 
 @register_verifier("ifeval")

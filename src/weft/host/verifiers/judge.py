@@ -80,7 +80,7 @@ def judge(
     `UserError` for a server that fails and for answers without a score.
     """
     scale = ScoreScale(pattern, low, high)
-    made = Judge(
+    model_judge = Judge(
         endpoint=JudgeEndpoint.from_options(url, api_key_env, insecure),
         policy=RequestLimits(concurrency, timeout_s, retries),
         template=JudgeTemplate(prompt, scale, system),
@@ -90,7 +90,7 @@ def judge(
         cache_file=find_cache_file(cache),
     )
     if completions:
-        return made.compute_rewards(prompts, completions, columns)
+        return model_judge.compute_rewards(prompts, completions, columns)
     return ([], {})
 
 
@@ -234,23 +234,25 @@ class Judge:
         for messages in self.template.build_messages(prompts, completions, columns):
             bodies.append(None if messages is None else self.request.build_body(messages))
         keys = [self._compute_cache_keys(index, body) for index, body in enumerate(bodies)]
-        asked = {}
+        requests = {}
         for body, own in zip(bodies, keys, strict=True):
             if body is not None:
                 for vote, key in enumerate(own):
-                    asked[key] = (body, vote)
+                    requests[key] = (body, vote)
         # Collect the votes, each distinct key once.
         async with JudgeSession(self.endpoint, self.policy) as session:
-            sitting = JudgeCall(self, session)
-            made = await _gather_results([sitting.vote(key, *each) for key, each in asked.items()])
-        verdicts = dict(zip(asked, made, strict=True))
+            call = JudgeCall(self, session)
+            vote_results = await _gather_results(
+                [call.vote(key, *each) for key, each in requests.items()]
+            )
+        verdicts = dict(zip(requests, vote_results, strict=True))
         # Count repeated votes as cached, and average the votes of each completion.
         readable = []
         for own in keys:
             for key in own:
                 if verdicts[key].reward is not None:
                     readable.append(key)
-        counts = sitting.counts | {"calls": session.num_requests}
+        counts = call.counts | {"calls": session.num_requests}
         counts["cached"] += len(readable) - len(set(readable))
         rewards = []
         for own in keys:
@@ -292,8 +294,8 @@ class JudgeCall:
         fallback = self.judge.fallback
         file = self.judge.cache_file
         cache = None if file is None else open_cache(file)
-        kept = None if cache is None else cache.get(key)
-        if kept is not None and (reward := scale.parse_reward(kept)) is not None:
+        cached_answer = None if cache is None else cache.get(key)
+        if cached_answer is not None and (reward := scale.parse_reward(cached_answer)) is not None:
             self.counts["cached"] += 1
             return VoteResult(reward)
         # Ask the server.
@@ -305,8 +307,8 @@ class JudgeCall:
                     f"{error}, or set on_failure to the reward of completions without an answer"
                 ) from None
             self.counts["failed"] += 1
-            told = f"judge: url={self.judge.endpoint.url}: {error.cause}; the reward is on_failure={fallback.on_failure:g}"
-            warnings.warn(told, RuntimeWarning, stacklevel=1)  # equal warnings are shown once
+            message = f"judge: url={self.judge.endpoint.url}: {error.cause}; the reward is on_failure={fallback.on_failure:g}"
+            warnings.warn(message, RuntimeWarning, stacklevel=1)  # equal warnings are shown once
             return VoteResult(None, fallback.on_failure)
         # Parse the score; only answers with a score are cached.
         self.counts["input_tokens"] += answer.input_tokens

@@ -128,16 +128,16 @@ def _compare_quantities(one: str, other: str) -> bool | None:
 
     Return None if neither is such a quantity, or if the comparison is undecided.
     """
-    found = parse_quantities(one), parse_quantities(other)
-    if found[0] is None and found[1] is None:
+    quantities = parse_quantities(one), parse_quantities(other)
+    if quantities[0] is None and quantities[1] is None:
         return None
-    if found[0] is None or found[1] is None:
-        if parse_exact(to_plain_form(other if found[1] is None else one)) is not None:
+    if quantities[0] is None or quantities[1] is None:
+        if parse_exact(to_plain_form(other if quantities[1] is None else one)) is not None:
             return False
         return None
-    if [number for number, _ in found[0]] != [number for number, _ in found[1]]:
+    if [number for number, _ in quantities[0]] != [number for number, _ in quantities[1]]:
         return False
-    if [unit[0] for _, unit in found[0]] == [unit[0] for _, unit in found[1]]:
+    if [unit[0] for _, unit in quantities[0]] == [unit[0] for _, unit in quantities[1]]:
         return True
     return None
 
@@ -148,8 +148,8 @@ def _compare_intervals(one: str, other: str) -> bool | None:
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
         return None  # different letters
     parts, others = (
-        found[1] if found else split_brackets(text)
-        for found, text in zip(conditions, (one, other), strict=True)
+        condition[1] if condition else split_brackets(text)
+        for condition, text in zip(conditions, (one, other), strict=True)
     )
     if parts and others:
         return len(parts) == len(others) and all(
