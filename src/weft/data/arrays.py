@@ -1,6 +1,6 @@
-"""Join, select and split numpy and torch arrays along their first dimension.
+"""Join, select and split numpy and torch arrays along the first dimension.
 
-Results have the array library of the input.
+A result belongs to the same array library as the input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = Any  # a numpy array, a torch tensor, or any other array of the array AP
 
 
 def concatenate(arrays: Sequence[Array]) -> Array:
-    """Concatenate arrays, converted to the library of the first one."""
+    """Concatenate arrays after converting them to the library of the first one."""
     first = arrays[0]
     return array_api_compat.array_namespace(first).concat(
         [convert_like(first, each) for each in arrays]
@@ -25,7 +25,7 @@ def concatenate(arrays: Sequence[Array]) -> Array:
 
 
 def take_rows(array: Array, rows: npt.NDArray[np.int64]) -> Array:
-    """Return the given rows, on the device of `array`."""
+    """Return the rows of `array` at the indices `rows`, on the device of `array`."""
     xp = array_api_compat.array_namespace(array)
     return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
 
@@ -33,7 +33,10 @@ def take_rows(array: Array, rows: npt.NDArray[np.int64]) -> Array:
 def concatenate_ranges(
     starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Concatenate the ranges start, start + 1, ..., start + count - 1."""
+    """Concatenate the integer ranges [start, start + count) into one array.
+
+    `starts` and `counts` have one value per range.
+    """
     ends = np.cumsum(counts)
     shift = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
@@ -42,9 +45,10 @@ def concatenate_ranges(
 def take_segments(
     array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]
 ) -> Array:
-    """Concatenate segments of `array`; segment i is rows `starts[i]` to `starts[i + 1]`.
+    """Concatenate the segments of `array` that `index` lists.
 
-    `index` lists the segments. Consecutive segments are returned as a view.
+    Segment i consists of the rows `starts[i]` to `starts[i + 1]` (exclusive). Consecutive segments
+    are returned as a view.
     """
     if len(index) == 0:
         return array[:0]
@@ -54,7 +58,10 @@ def take_segments(
 
 
 def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
-    """Split an array into views of consecutive rows; `lengths` are their row counts."""
+    """Split an array into views of consecutive rows.
+
+    `lengths` has the number of rows of each view.
+    """
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
     ends = np.cumsum(lengths)

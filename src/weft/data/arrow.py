@@ -27,7 +27,10 @@ Restore = Callable[[Any], Any]
 
 
 def read_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 1, row) of a file. Raises `DataError` if it cannot be parsed."""
+    """Iterate over (row number, row) of a Parquet or Arrow file. Row numbers begin at 1.
+
+    Raises `DataError` if the file cannot be parsed.
+    """
     batches, form = (
         (_read_parquet, "Parquet") if file.name.endswith(PARQUET) else (_read_arrow, "Arrow")
     )
@@ -66,7 +69,7 @@ def _read_arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
-    """Return the function that removes null struct keys from values of an Arrow type.
+    """Return a function that removes the null struct keys from values of an Arrow type.
 
     Returns None if the type contains neither structs nor maps.
     """

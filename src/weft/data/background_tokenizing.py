@@ -1,12 +1,13 @@
-"""Tokenization during training, by processes that work ahead, or on demand.
+"""Tokenization during training, ahead of time in worker processes or on demand.
 
-The order of batches and the number of steps depend on the ids of all samples, so the ids are
-determined before training. With a form of one sample per row (`SingleSampleEncoder`), every row has
-a sample unless it is left out for its length. Before training, weft
+The order of the batches and the number of steps depend on the ids of all samples, so weft
+determines the ids before training. If the encoder makes one sample per row (`SingleSampleEncoder`),
+every row has a sample unless it is left out because of its length. Before training, weft
 
-- reads every row, with its id and its shape (its columns, and the kinds of their values);
+- reads all rows, with their ids and their shapes (the columns of a row and the kinds of their
+  values);
 - encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
-  rows of a shape if its first row is bad;
+  rows of a shape if the first one is bad;
 - encodes the rows that may be too long, if such rows are left out or are errors.
 """
 
@@ -76,26 +77,30 @@ Packed = tuple[TokenTable, list[Problem]]
 
 @runtime_checkable
 class SingleSampleEncoder(Protocol):
-    """Form whose rows, except message trees, make one sample of at most one completion.
+    """Row encoder that makes one sample with at most one completion from each row.
 
-    The first token of the completion is trained, so if long samples are truncated, a trained token
-    always remains and the sample is never left out.
+    Message trees are an exception, since they can make several samples. The first token of a
+    completion is trained. A truncated sample therefore keeps a trained token and is never left out.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        """Return the text that is tokenized, with BOS and EOS. Raises the errors of `encode`."""
+        """Return the text of a row, without BOS and EOS, that is tokenized.
+
+        Raises the same errors as `encode`.
+        """
         ...
 
 
 def tokenize_in_background(
     form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer, source: RowSource
 ) -> TokenTable | BackgroundTokenTable:
-    """Return the samples of a source: a `BackgroundTokenTable` that is not started yet, or a whole table.
+    """Return a table of the samples of `source`, tokenized during training if possible.
 
-    Calls `tokenize` for a whole table if it is in the cache, if the files are small, if the form
-    makes several samples from a row, or if `num_workers` is 0.
+    The result is a `BackgroundTokenTable` that is not started yet, or a complete `TokenTable` if
+    one is in the cache, if the files are small, if a row can make several samples, or if
+    `num_workers` is 0.
 
-    Raises `DataError` with a report on the bad rows that are found.
+    Raises `DataError` with a report on the bad rows that were found.
     """
     files = find_files(source.path, source.split)
     if (
@@ -115,7 +120,7 @@ def tokenize_in_background(
 
 
 def pack_outcome(outcome: Outcome) -> Packed:
-    """Return the outcome of a chunk with its samples as a table, which is a tenth of the size."""
+    """Convert the samples of an outcome to a table, which takes a tenth of the memory."""
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.from_rows(
@@ -128,9 +133,9 @@ def pack_outcome(outcome: Outcome) -> Packed:
 
 @dataclass
 class _SourceRows:
-    """All rows of a source, by number.
+    """All rows of a source. Every list is indexed by the row number.
 
-    `shapes[row]` is the number of the row's shape; `eager_rows` are rows to tokenize before
+    `shapes[row]` is the index of the row's shape. `eager_rows` are the rows to tokenize before
     training.
     """
 
@@ -145,10 +150,10 @@ class _SourceRows:
 
 
 def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
-    """Read all rows, and choose those to tokenize before training.
+    """Read all rows of a source and choose the rows to tokenize before training.
 
-    Returns None if a row makes several samples, or if there are too many shapes of rows to tokenize
-    one row of each.
+    Returns None if a row makes several samples, or if the rows have more shapes than can be checked
+    by tokenizing one row of each.
     """
     rows = _SourceRows()
     known = dict[Any, int]()
@@ -188,7 +193,10 @@ def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
 
 
 def _compute_shape(row: Row | UnreadableRow, id_key: str, *, deep: bool) -> Any:
-    """Return the columns of a row, except its id, with the kinds of (`deep`: nested) values."""
+    """Return the names of a row's columns, except the id, with the kinds of their values.
+
+    With `deep`, the kinds of nested values are included. Returns None for an unreadable row.
+    """
     if isinstance(row, UnreadableRow):
         return None
     kind = _compute_kind if deep else _compute_top_level_kind
@@ -214,7 +222,7 @@ def _compute_top_level_kind(value: Any) -> Any:
 
 
 def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether the sample of a row can have more than `most` tokens; True for bad rows."""
+    """Return whether the sample of a row may have more than `most` tokens. True for bad rows."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)
@@ -228,9 +236,10 @@ def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
 def _build_background_table(
     job: EncodingJob, rows: _SourceRows, source: RowSource, cache_file: Path
 ) -> BackgroundTokenTable:
-    """Return the table, with the chosen rows tokenized so that its ids are known.
+    """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
 
-    Raises `DataError` with reports on all bad rows found.
+    The ids of the table are known then. `cache_file` is the cache file that the complete table is written
+    to. Raises `DataError` with reports on all bad rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -290,7 +299,10 @@ def _build_background_table(
 def _encode_eagerly(
     job: EncodingJob, rows: _SourceRows, numbers: Sequence[int], source: RowSource
 ) -> list[tuple[list[int], Outcome]]:
-    """Return (numbers, outcome) of chunks of these rows; training waits for them."""
+    """Encode the rows with these numbers before training.
+
+    Returns (row numbers, outcome) for each chunk of rows.
+    """
     chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
     if len(numbers) <= MAX_SHAPES:
         return [(chunk, encode_rows(job, rows.build_chunk(chunk))) for chunk in chunks]
@@ -307,12 +319,13 @@ def _encode_eagerly(
 
 
 class BackgroundTokenTable:
-    """Table of samples like a `TokenTable`, most of which are made during training.
+    """Table of samples like a `TokenTable`, most of which are tokenized during training.
 
-    `ids` and `rows` are known. `take` makes samples that are missing. From `start` to `close`,
-    processes make the others, beginning with those that training needs next (`prioritize`). The
-    complete table is cached on disk, as by `tokenize`. An error in a process is raised by the next
-    call of `take`: `DataError` for a bad row, `RunError` if a process died.
+    `ids` and the row numbers `rows` are known from the beginning. Between `start` and `close`,
+    worker processes tokenize the samples, beginning with those that training needs next
+    (`prioritize`). `take` tokenizes missing samples itself. The complete table is written to the
+    cache, as `tokenize` does. If a worker process fails, the next call of `take` raises its error:
+    `DataError` for a bad row, `RunError` if the process died.
     """
 
     def __init__(
@@ -360,7 +373,7 @@ class BackgroundTokenTable:
         return self.take([index])
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
+        """Return the samples at `indices` in the dtypes that the edges of the graph use."""
         with self._changed:
             missing = []
             for index in indices:
@@ -385,7 +398,10 @@ class BackgroundTokenTable:
     def _gather(
         self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
     ) -> SequenceSample:
-        """Return the samples from the chunks, and `others` from `extra`."""
+        """Return the samples at `indices` as one `SequenceSample`.
+
+        The samples of `others` are read from `extra`, all other samples from the chunks.
+        """
         apart = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
         wanted: dict[int, list[tuple[int, int]]] = {}
@@ -408,9 +424,9 @@ class BackgroundTokenTable:
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
     def build_table(self) -> TokenTable:
-        """Return the table of all samples, once all are made.
+        """Return the complete table, waiting for the worker processes to finish.
 
-        Samples that no process is working on are made here.
+        Samples that no worker process has started on are tokenized in this process.
         """
         while (samples := self._take_chunk()).size:
             self._encode_here(samples.tolist())
@@ -422,7 +438,7 @@ class BackgroundTokenTable:
         return self._complete_table
 
     def build_report(self) -> TokenizationReport | None:
-        """Return the report on all rows, with places; None while samples are missing."""
+        """Return the report on all rows, with file and line, or None while samples are missing."""
         if self._complete_table is None:
             return None
         report = self._complete_table.report
@@ -431,7 +447,7 @@ class BackgroundTokenTable:
         )
 
     def compute_max_seqlen(self) -> int:
-        """Return the length of the longest sequence among the samples made so far."""
+        """Return the length of the longest sequence among the samples tokenized so far."""
         return self._longest
 
     def count_tokens(self) -> npt.NDArray[np.int64]:
@@ -443,7 +459,8 @@ class BackgroundTokenTable:
     def estimate_tokens(self) -> npt.NDArray[Any]:
         """Return the estimated number of tokens of each sample.
 
-        The estimate is the size of the row in bytes, times the tokens per byte so far.
+        The estimate is the size of the sample's row in bytes, times the average number of tokens
+        per byte in the rows tokenized so far.
         """
         with self._changed:
             tokens = sum(int(sample.token_costs().sum()) for sample in self._samples)
@@ -453,7 +470,7 @@ class BackgroundTokenTable:
     # -- processes
 
     def start(self, workers: int) -> None:
-        """Start `workers` processes that make all samples."""
+        """Start `workers` processes that together tokenize all samples."""
         job = pickle.dumps(replace(self._job, packed=True))
         for number in range(min(workers, -(-len(self) // CHUNK))):
             thread = threading.Thread(
@@ -463,7 +480,7 @@ class BackgroundTokenTable:
             thread.start()
 
     def prioritize(self, order: Index) -> None:
-        """Tokenize these samples next, in this order, and then all others."""
+        """Make the worker processes tokenize the samples `order` next, before all others."""
         others = np.ones(len(self), dtype=np.bool_)
         others[order] = False
         with self._changed:
@@ -471,7 +488,10 @@ class BackgroundTokenTable:
             self._next = 0
 
     def close(self) -> None:
-        """End the processes. A complete table is written to disk first."""
+        """End the worker processes.
+
+        If the table is complete, waits until it is written to the cache.
+        """
         with self._changed:
             self._closed = not (self._state == DONE).all()
             processes = list(self._processes) if self._closed else []
@@ -481,7 +501,10 @@ class BackgroundTokenTable:
             thread.join(FINISH_SECONDS)
 
     def _run_process(self, job: bytes) -> None:
-        """Start a process and have it encode samples until none is left; runs in a thread."""
+        """Start a worker process and make it encode samples until none are left.
+
+        Runs in a thread.
+        """
         process = None
         try:
             with self._changed:
@@ -502,9 +525,9 @@ class BackgroundTokenTable:
                 end_process(process)
 
     def _take_chunk(self) -> Index:
-        """Return the samples of the next chunk, in the order of their rows.
+        """Claim the next chunk of the queue and return the indices of its samples, in row order.
 
-        Returns an empty array at the end, and after `close`.
+        Returns an empty array if the queue is empty, after `close`, or after an error.
         """
         samples: list[int] = []
         with self._changed:
@@ -522,7 +545,7 @@ class BackgroundTokenTable:
         return np.asarray(sorted(samples), dtype=np.int64)
 
     def _encode_here(self, samples: Sequence[int]) -> None:
-        """Encode these samples in this process; no other process encodes them."""
+        """Encode samples in this process. The caller must have set their state to `UNDER_WAY`."""
         if samples:
             ordered = sorted(set(samples))
             self.add_samples(self.rows[ordered].tolist(), self._encode(ordered))
@@ -535,7 +558,7 @@ class BackgroundTokenTable:
         return replace(table, sample=self._with_columns(table.sample)), problems
 
     def _with_columns(self, sample: SequenceSample) -> SequenceSample:
-        """Return the samples with all metadata columns of the table."""
+        """Return `sample` with every metadata column of the table; missing values are None."""
         nothing = (None,) * sample.num_ids
         assert set(sample.metadata) <= set(self._columns), "columns depend only on the row's shape"
         return replace(
@@ -543,7 +566,7 @@ class BackgroundTokenTable:
         )
 
     def add_samples(self, rows: Sequence[int], packed: Packed) -> None:
-        """Add the samples of a chunk of rows."""
+        """Add the samples of a chunk of rows. If some rows are bad, records the error instead."""
         table, problems = packed
         if problems:
             row_problems = [(rows[index], wrong, long) for index, wrong, long in problems]
@@ -572,7 +595,7 @@ class BackgroundTokenTable:
             self._begin_finish()
 
     def _begin_finish(self) -> None:
-        """Start a thread that joins all chunks, so that batches need not wait for it."""
+        """Start a thread that joins all chunks, so that training does not wait for the join."""
         thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -589,7 +612,7 @@ class BackgroundTokenTable:
             self._fail(error)
 
     def _join(self) -> TokenTable:
-        """Join all chunks to the table that `tokenize` would return for the same rows."""
+        """Join all chunks into the table that `tokenize` would return for the same rows."""
         keys = self._samples[self._chunk_of[0]].keys
         held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
         starts = np.zeros(len(self._samples), dtype=np.int64)

@@ -1,7 +1,8 @@
 """Extract prompts with replies from rows of any dataset type, and make worse replies.
 
-A reward model trained only on human replies can be fooled by text that no person would write;
-ranking artificial bad replies last makes it more robust (Open-Assistant's augmented rankings).
+A reward model that is trained only on human replies can be fooled by text that no person would
+write. Ranking artificial bad replies last makes it more robust (as in Open-Assistant's augmented
+rankings).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ REJECTED = ("rejected", "rejected_messages")
 
 @dataclass(frozen=True)
 class PromptReplies:
-    """One prompt, as `text` or as `messages`, and its replies, best first.
+    """Prompt with its replies, best first. The prompt is given as `text` or as `messages`.
 
     If both `text` and `messages` are empty, the replies are complete texts.
     """
@@ -58,7 +59,7 @@ class PromptReplies:
 
     @property
     def prompt_columns(self) -> dict[str, Any]:
-        """Return the prompt as columns of a row."""
+        """Prompt as columns of a row."""
         if self.text is None and self.messages:
             return {"messages": list(self.messages)}
         return {"prompt": self.text}
@@ -77,10 +78,11 @@ class PromptReplies:
 
 
 def read_replies(row: Row, number: int) -> Iterator[PromptReplies]:
-    """Iterate over the prompts of a row with their replies.
+    """Iterate over the prompts of a row, each with its replies.
 
-    The row is a ranking, a pair, an answer, a conversation or an Open-Assistant tree; a tree yields
-    several. Raises `BadRow` if the row has no reply.
+    The row can be a ranking, a pair, a prompt with an answer, a conversation or an Open-Assistant
+    tree. Only a tree can have several prompts. `number` is the id of a prompt if its row has no id.
+    Raises `BadRow` if the row has no reply.
     """
     if is_tree(row):
         yield from _read_tree(row)
@@ -162,7 +164,10 @@ def _read_conversation(name: str, messages: Sequence[Message]) -> PromptReplies:
 
 
 def _find_reply(talk: Sequence[Message], before: Sequence[Message]) -> str:
-    """Return the content of the single reply by which `talk` extends `before`."""
+    """Return the content of the reply that `talk` has in addition to the messages `before`.
+
+    Raises `BadRow` if `talk` is not `before` with one reply added.
+    """
     added = talk[len(before) :]
     if list(talk[: len(before)]) != list(before) or len(added) != 1:
         raise BadRow("its two conversations differ in more than their last reply")
@@ -199,13 +204,13 @@ def _shuffle_words(reply: str, random: Random) -> str:
 
 
 def _truncate_words(reply: str, random: Random) -> str:
-    """Return the first 20 to 60 % of the words, without final punctuation."""
+    """Return the first 20 to 60 % of the words of a reply, without final punctuation."""
     words = reply.split()
     return " ".join(words[: max(1, int(len(words) * random.uniform(0.2, 0.6)))]).rstrip(".!?")
 
 
 def _repeat_sentence(reply: str, random: Random) -> str:
-    """Repeat the first sentence (at most 12 words) 3 to 6 times."""
+    """Return the first sentence of a reply (at most 12 words), repeated 3 to 6 times."""
     first = " ".join(re.split(r"(?<=[.!?])\s", reply.strip(), maxsplit=1)[0].split()[:12])
     return " ".join([first] * int(random.integers(3, 7)))
 
@@ -223,9 +228,10 @@ LEAST_WORDS = 4  # replies with fewer words are not made worse
 def make_worse_reply(
     kind: str, row: PromptReplies, others: Sequence[PromptReplies], seed: int
 ) -> str | None:
-    """Return a reply worse than all of the row's, or None if none can be made.
+    """Return a reply that is worse than all replies of `row`, or None if none can be made.
 
-    `kind` is one of `KINDS`. The result depends only on seed, kind, row and `others`.
+    `kind` is one of `KINDS`. `others` are the other prompts, whose replies the kind "other" uses.
+    The result depends only on the arguments.
     """
     low, high = randomness.derive_key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])

@@ -1,4 +1,4 @@
-"""Batches of samples; their order is a function of seed and epoch.
+"""Batches of samples, in an order that depends only on the data, the seed and the epoch.
 
 The position of a loader is (epoch, batch index).
 """
@@ -37,10 +37,12 @@ NUM_LARGE_BATCHES = 8  # number of largest batches in the memory forecast, and o
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """Batch size: exactly one of a number of ids and a maximum number of tokens.
+    """Options for dividing samples into batches.
 
-    `by_length`: sort samples by length, shortest first. Samples shorter than `mixing_below` tokens
-    are paired with probability `mixing`; a pair counts as one id.
+    The batch size is either a number of ids, `num_ids`, or a maximum number of tokens,
+    `num_tokens`; exactly one is set. `option` is the name of the token limit in error messages.
+    `by_length` sorts the samples by length, shortest first. Samples shorter than `mixing_below`
+    tokens are paired with probability `mixing`, and a pair counts as one id.
     """
 
     num_ids: int | None = None
@@ -52,13 +54,14 @@ class BatchingOptions:
 
     @property
     def needs_costs(self) -> bool:
-        """Return whether batch boundaries depend on the lengths of the samples."""
+        """Return whether the division into batches depends on the lengths of the samples."""
         return self.num_tokens is not None or self.by_length or self.mixing > 0
 
     def compute_bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
-        """Return the boundaries of the batches of samples with these token counts.
+        """Return the boundaries of the batches, given the token count of each sample.
 
-        Raises `ConfigError` if the longest sample exceeds the token limit of a batch.
+        Batch i has the samples from boundary i up to boundary i + 1. Raises `ConfigError` if the
+        longest sample exceeds the token limit of a batch.
         """
         if self.num_tokens is not None:
             return packing.split_by_budget(costs, self.num_tokens, self.option)
@@ -68,9 +71,10 @@ class BatchingOptions:
 
 @dataclass(frozen=True)
 class SourceSubset:
-    """The samples `indices` of a dataset under one source name.
+    """The samples of the dataset of source `name` that `indices` lists.
 
-    `prefix`: prepend the name to ids, so that ids of different sources do not collide.
+    With `prefix`, sample ids begin with the name of the source, so that ids of different sources do
+    not collide.
     """
 
     name: str
@@ -82,10 +86,9 @@ class SourceSubset:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """Return one sample, with `source` in its metadata.
+        """Return one sample. Its metadata contains the name of the source as `source`.
 
-        Its id is prefixed if `prefix` is set. Raises `DataError` if the dataset returns anything
-        but a `SequenceSample` of one id.
+        Raises `DataError` if the dataset does not return a `SequenceSample` of one id.
         """
         if not 0 <= index < len(self.indices):
             raise IndexError(index)
@@ -103,7 +106,7 @@ class SourceSubset:
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
 
     def take(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
-        """Return several samples as one `SequenceSample`.
+        """Return the samples at `indices` as one `SequenceSample`.
 
         If the dataset's samples differ between epochs, returns those of `epoch`.
         """
@@ -124,12 +127,12 @@ class SourceSubset:
 
     @property
     def background_table(self) -> BackgroundTokenTable | None:
-        """Return the dataset's table if its rows are tokenized during training, else None."""
+        """Table of the dataset if its rows are tokenized during training, else None."""
         table = self.dataset.table if isinstance(self.dataset, TokenizedDataset) else None
         return table if isinstance(table, BackgroundTokenTable) else None
 
     def estimate_tokens(self) -> npt.NDArray[Any]:
-        """Return the token count of each sample, estimated if its row is not tokenized yet."""
+        """Return the token count of each sample, estimated where the row is not tokenized yet."""
         if self.background_table is None:
             return self.count_tokens()
         return self.background_table.estimate_tokens()[self.indices]
@@ -144,34 +147,34 @@ class SourceSubset:
 
 
 class BatchLoader(Protocol):
-    """Endless iterator over batches; a batch never spans two epochs.
+    """Loader that returns batches without end. A batch never spans two epochs.
 
-    `state_dict` is the exact position, as JSON values.
+    `state_dict` returns the exact position as JSON values.
     """
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
+        """Index of the epoch of the next batch, from 0."""
         ...
 
     @property
     def epoch_done(self) -> bool:
-        """Return whether the last batch returned was the last one of its epoch."""
+        """Return whether the last returned batch was the last batch of its epoch."""
         ...
 
     @property
     def num_ids(self) -> int:
-        """Number of ids per epoch (of the current epoch, if epochs differ)."""
+        """Number of ids per epoch (of the current epoch, if epochs differ in size)."""
         ...
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches per epoch (of the current epoch, if epochs differ)."""
+        """Number of batches per epoch (of the current epoch, if epochs differ in size)."""
         ...
 
     @property
     def epoch_fraction(self) -> float:
-        """Number of epochs completed, with fraction: 1.25 is a quarter into the second."""
+        """Number of epochs completed, as a fraction: 1.25 is a quarter into the second epoch."""
         ...
 
     def next_batch(self) -> SequenceSample: ...
@@ -180,10 +183,11 @@ class BatchLoader(Protocol):
         ...
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return batches of the first epoch for the memory forecast, the largest known one first.
+        """Return batches of the first epoch for the memory forecast, the largest one first.
 
-        Includes batches with fewer tokens which can need as much memory. Called before the first
-        batch; does not change the position.
+        They include batches with fewer tokens that can still need as much memory. While rows are
+        not tokenized yet, the largest batch is an estimate. Must be called before `next_batch`, and
+        does not change the position.
         """
         ...
 
@@ -192,9 +196,9 @@ class BatchLoader(Protocol):
 
 
 class MapLoader:
-    """Loader over datasets with random access by index.
+    """Loader over datasets whose samples are read by index.
 
-    Every epoch draws its share of each source again and shuffles again.
+    Every epoch draws the configured share of each source and shuffles the samples again.
     """
 
     def __init__(
@@ -246,10 +250,10 @@ class MapLoader:
     def build_large_batches(self) -> list[SequenceSample]:
         """Return the batches with the most tokens, and as many spread evenly over the epoch.
 
-        Evenly spread batches are included because their rows can share shorter prefixes. Returns
-        only the first batch if the lengths of a source are unknown without reading its samples.
-        While rows are not tokenized yet, returns fewer batches and estimates their tokens from
-        bytes.
+        Evenly spread batches are included because their rows may share shorter prefixes and so need
+        more memory. While rows are not tokenized yet, there are fewer batches, and their tokens are
+        estimated from bytes. Returns only the first batch if a source is not tokenized by weft,
+        since its lengths are unknown.
         """
         (source, index), bounds = self._plan_epoch(0)
         if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):
@@ -294,7 +298,7 @@ class MapLoader:
         return sample
 
     def _announce_order(self) -> None:
-        """Tell tables that are tokenized during training which rows are needed next."""
+        """Tell the tables that are tokenized during training which samples are needed next."""
         unfinished = []
         for number, part in enumerate(self._parts):
             if part.background_table is not None:
@@ -319,9 +323,9 @@ class MapLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position.
+        """Restore a position that `state_dict` returned.
 
-        Raises `UserError` if the data, batch size or seed differ from those of the saved run.
+        Raises `UserError` if the data, the batch size or the seed has changed since then.
         """
         if state["data"] != self._compute_fingerprint():
             raise UserError(
@@ -334,9 +338,9 @@ class MapLoader:
         self._announce_order()
 
     def _plan_epoch(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
-        """Return ((source, sample) in order, batch boundaries) of an epoch.
+        """Return ((source indices, sample indices), batch boundaries) of an epoch.
 
-        The last result is cached.
+        The indices are in training order. The plan of the last requested epoch is cached.
         """
         if self._cached_plan is None or self._cached_plan[0] != epoch:
             source, sample = compute_epoch_order(self._shares, self._seed, epoch, self._shuffle)
@@ -350,7 +354,7 @@ class MapLoader:
         return self._cached_plan[1], self._cached_plan[2]
 
     def _arrange_samples(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
-        """Return (order of the samples, batch boundaries) for samples with these token counts."""
+        """Return (order of the samples, batch boundaries), given the token count of each sample."""
         how = self._batching
         order = np.arange(len(costs), dtype=np.int64)
         if how.by_length:  # stable sort: samples of equal length stay in random order
@@ -364,7 +368,7 @@ class MapLoader:
         return order[mixed], [int(starts[at]) for at in how.compute_bounds(units)]
 
     def _compute_fingerprint(self) -> str:
-        """Return a hash of everything that the order of ids depends on."""
+        """Return a hash of all settings that determine the order of ids."""
         shares = [asdict(share) for share in self._shares]
         usual = asdict(BatchingOptions())
         sizes = {}
@@ -377,7 +381,7 @@ class MapLoader:
 
 @runtime_checkable
 class EpochAwareDataset(Protocol):
-    """An iterable dataset whose epochs differ; `set_epoch` is called before `iter()`."""
+    """Iterable dataset whose epochs differ. `set_epoch` is called before each `iter()`."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
@@ -385,8 +389,9 @@ class EpochAwareDataset(Protocol):
 class StreamLoader:
     """Loader over an iterable dataset that yields whole batches.
 
-    A position is restored by skipping the epoch's earlier batches. An epoch ends with the iterator,
-    or after `len(dataset)` batches if the dataset has a length (required if it is endless).
+    An epoch ends when the iterator is exhausted, or after `len(dataset)` batches if the dataset has
+    a length (required for endless datasets). To restore a position, the loader skips the earlier
+    batches of the epoch.
     """
 
     def __init__(self, dataset: StreamDataset, name: str) -> None:
@@ -420,7 +425,10 @@ class StreamLoader:
         return epochs * self.batches_per_epoch
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the largest batch. Raises `DataError` if the first epoch has no batch."""
+        """Return the largest batch of the first epoch.
+
+        Raises `DataError` if that epoch has no batch.
+        """
         self._count_first_epoch()
         if self._largest is None:
             raise DataError(
@@ -461,7 +469,7 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position."""
+        """Restore a position that `state_dict` returned."""
         self._position = (int(state["epoch"]), int(state["batch"]))
         self.epoch_done = bool(state["epoch_done"])
         self._iterator = self._next_sample = None
@@ -472,7 +480,10 @@ class StreamLoader:
         return iter(self._dataset)
 
     def _count_first_epoch(self) -> tuple[int, int]:
-        """Return (ids, batches) of the first epoch, counted by iterating over it once."""
+        """Return (number of ids, number of batches) of the first epoch.
+
+        To count them, the loader iterates over the dataset once and keeps the result.
+        """
         if self._first_epoch_counts is None:
             ids = batches = most = 0
             for batch in self._open_epoch(0):

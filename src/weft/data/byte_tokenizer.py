@@ -1,4 +1,4 @@
-"""A byte-level tokenizer for inspecting rows without a model. It reads no file."""
+"""Byte-level tokenizer for inspecting rows without a model. It needs no files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def build_byte_level() -> PreTrainedTokenizerFast:
 
 
 def load_byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """Return the byte tokenizer with the options of `spec`; the default chat template is `FORM`.
+    """Return the byte tokenizer with the options of `spec`.
 
-    Raises `UserError`.
+    The default chat template is `FORM`. Raises `UserError` if an option is invalid.
     """
     template = spec.chat_template or FORM
     if template in TEMPLATES:

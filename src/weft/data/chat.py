@@ -1,7 +1,8 @@
-"""Tokenize conversations with a mask of the assistant's tokens, and report parts left out.
+"""Tokenize conversations with a mask of the assistant's tokens, and report omitted parts.
 
 Masks are computed from spans of the rendered text, never from token ids. A template with `{%
-generation %}` markers marks the assistant's text itself; for other templates see `turns.py`.
+generation %}` blocks marks the assistant's text itself. For other templates, `weft.data.turns`
+locates the text.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def find_generation_spans(
     template: str, messages: Sequence[Message], tools: Any, tokens: Mapping[str, Any]
 ) -> list[Span] | None:
-    """Return the character spans of the `{% generation %}` blocks in the rendered conversation.
+    """Render a conversation and return the character spans of its `{% generation %}` blocks.
 
-    Returns None if the template has no such markers.
+    Returns None if the template has no such blocks. `tokens` are the special tokens of the
+    tokenizer by name.
     """
     if not MARKER.search(template):
         return None
@@ -49,9 +51,9 @@ def find_generation_spans(
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """Token ids of a conversation; `mask` is True on trained tokens.
+    """Token ids of a conversation with a mask that is True on trained tokens.
 
-    `unused` names the parts of the row that no token represents; `cut` lists the parts of trained
+    `unused` names the parts of the row that no token represents. `cut` lists the parts of trained
     turns that the chat template omits.
     """
 
@@ -64,7 +66,7 @@ class MaskedConversation:
 def mask_conversation(
     template: TemplateFunctions, messages: Sequence[Message], tools: Any
 ) -> MaskedConversation:
-    """Tokenize a conversation and mark the assistant's trained turns with their end tokens.
+    """Tokenize a conversation and mask the assistant's trained turns, including their end tokens.
 
     A token that contains characters of both the template and the assistant is trained, since the
     generation prompt does not contain it. Raises `DataError` if a turn cannot be located, or if the
@@ -129,10 +131,11 @@ def mask_spans(
     text: str,
     spans: Sequence[Span],
 ) -> tuple[list[int], list[bool]]:
-    """Return (ids, mask) of a text; the mask is True on tokens with a character in a span.
+    """Return (ids, mask) of a text. The mask is True on tokens with a character in a span.
 
-    If `offsets` returns None, a boundary is the longest common token prefix of the text and the
-    text before the boundary.
+    If `offsets` returns None, the token index of a span's boundary is computed by tokenizing the
+    text before the boundary. It is the number of leading tokens that this text has in common with
+    the whole text.
     """
     encoding = offsets(text)
     if encoding is None:
@@ -152,7 +155,10 @@ def mask_spans(
 def insert_eos(
     ids: list[int], mask: list[bool], eos: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[list[int], list[bool]]:
-    """Insert EOS after the last reply if only whitespace follows it."""
+    """Put EOS after the last trained token, in place of the whitespace that follows.
+
+    Returns (ids, mask) unchanged if other text follows, or if the last trained token is EOS.
+    """
     last = len(mask) - mask[::-1].index(True) if any(mask) else 0
     if not last or ids[last - 1] == eos or decode(ids[last:]).strip():
         return ids, mask
@@ -160,7 +166,7 @@ def insert_eos(
 
 
 def _skip_end_token(text: str, stop: int, end: str | None) -> int:
-    """Return `stop`, moved past the end token if it follows."""
+    """Return the position after the end token that follows `stop`, or `stop` if none follows."""
     rest = text[stop:].lstrip()
     if end and rest.startswith(end):
         return len(text) - len(rest) + len(end)

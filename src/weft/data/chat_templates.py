@@ -1,6 +1,6 @@
-"""Chat templates by name (`tokenizer.chat_template=oasst`), with the special tokens they use.
+"""Chat templates by name (`tokenizer.chat_template=oasst`), with the special tokens they need.
 
-The templates are in the folder `templates`.
+The text of each template is a file in the folder `templates`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ OPEN_ASSISTANT = (
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Requirements of a chat template.
+    """Chat template that weft provides by name, with its requirements.
 
-    `tokens`: special tokens that the vocabulary must contain; none if the template's markers are
-    plain text. `needs`: attributes of the tokenizer, such as `eos_token`, that must be set.
+    `tokens` are special tokens that the vocabulary must contain; there are none if the template
+    marks turns with plain text. `needs` are attributes of the tokenizer that must be set, such as
+    `eos_token`.
     """
 
     tokens: tuple[str, ...] = ()
@@ -46,5 +47,5 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
 
 
 def read_template_text(name: str) -> str:
-    """Return the Jinja text of the template with this name."""
+    """Return the Jinja source of the template `name`."""
     return (FOLDER / f"{name}.jinja").read_text().removesuffix("\n")

@@ -1,6 +1,7 @@
 """Serialize tensors and plain values without pickle.
 
-Format: `MAGIC`, 8 bytes with the length of the header, a JSON header, the raw buffers.
+The format consists of `MAGIC`, the length of the header (8 bytes), the header as JSON, and the raw
+buffers.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ DTYPES = {
 
 
 def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None = None) -> bytes:
-    """Serialize named tensors and JSON values.
+    """Serialize named tensors and JSON values to bytes.
 
-    Raises `DataError` for values that JSON cannot represent, or an unknown dtype or compression.
+    Raises `DataError` for values that JSON cannot represent, and for an unknown dtype or
+    compression.
     """
     if compression not in COMPRESSIONS:
         raise DataError(
@@ -70,9 +72,9 @@ def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None =
 
 
 def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
-    """Return (tensors, values) from the bytes that `encode` made.
+    """Deserialize the output of `encode` to (tensors, values).
 
-    Raises `DataError` if the bytes are in another format or are truncated.
+    Raises `DataError` if the bytes have another format or are truncated.
     """
     if not raw.startswith(MAGIC):
         raise DataError("these bytes are not a SequenceSample: they do not begin with its header")

@@ -41,9 +41,10 @@ Read = tuple[RowLocation, Row | UnreadableRow]
 
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, with similar names, for a column that rows of this type do not have.
+    """Check that rows of the dataset type have the columns that `columns` renames to.
 
-    `args` are the dataset arguments; their `*_build_measure_key` values are further column names.
+    Raises `ConfigError`, with similar names, for a column that they do not have. `args` are the
+    dataset arguments. The values of arguments such as `prompt_key` are additional column names.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":
@@ -72,9 +73,9 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
 
 
 def read_renamed_rows(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
-    """Iterate over the rows of a source with its columns renamed.
+    """Iterate over (place, row) of a source, with the columns of each row renamed.
 
-    Raises `ConfigError` after the last row for a column that no row has.
+    Raises `ConfigError` after the last row if a column to rename occurs in no row.
     """
     return rename_columns(
         (row for file in find_files(path, split) for row in read_rows(file)), columns, path
@@ -82,7 +83,10 @@ def read_renamed_rows(path: str, split: str | None, columns: Columns) -> Iterato
 
 
 def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
-    """Iterate over rows with their columns renamed; see `read_renamed_rows`."""
+    """Rename the columns of rows, as `read_renamed_rows` does.
+
+    `path` is used in the error message.
+    """
     missing = dict(columns)
     there = dict[str, None]()
     for place, row in rows:
@@ -107,7 +111,7 @@ def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> 
 
 
 def _describe_missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
-    """Return the error message for columns that no row has."""
+    """Format the error message for columns that occur in no row."""
     name, column = next(iter(missing.items()))
     close = find_nearest(column, there)
     hint = f"did you mean {' or '.join(close)}? The" if close else "the"
@@ -122,9 +126,9 @@ ABSENT = object()
 
 
 def _read_value(row: Row, column: str) -> Any:
-    """Return the value of a column, or `ABSENT`.
+    """Return the value of a column of the file, or `ABSENT` if the row lacks the column.
 
-    `a.b` is key b of the mapping in column a, `a.0` the first entry of the list in column a.
+    The column `a.b` is key b of the mapping in column a, and `a.0` is the first entry of a list.
     """
     if column in row:
         return row[column]
@@ -140,7 +144,7 @@ def _read_value(row: Row, column: str) -> Any:
 
 
 def _iterate_paths(row: Row, prefix: str = "") -> Iterator[str]:
-    """Iterate over the column names of a row; keys of nested mappings are dotted names."""
+    """Iterate over the column names of a row. Keys of nested mappings have dotted names."""
     for key, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from _iterate_paths(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Table of the rows read from each source: training, evaluation, truncated and dropped."""
+"""Table of the rows of each source: for training, for evaluation, truncated and dropped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Sample counts of one source: for training, per epoch, and for evaluation.
+    """Number of samples of one source: for training, for evaluation and per epoch.
 
-    `report` is None for the user's dataset classes, and for rows that are tokenized during training
-    into the table `ahead`.
+    `report` is None for a dataset class of the user, and while the rows are tokenized during
+    training into the table `ahead`.
     """
 
     name: str
@@ -30,7 +30,7 @@ class SourceCount:
 
     @property
     def label(self) -> str:
-        """Return the name, marked if the source has only evaluation rows."""
+        """Name of the source, marked if it has only evaluation rows."""
         if self.train or not self.evaluation:
             return self.name
         return f"{self.name} (valid)"
@@ -52,9 +52,9 @@ class SourceCount:
         )
 
     def build_notes(self, limits: str) -> list[str]:
-        """Return lines on dropped and truncated rows, omitted parts of turns, and unused columns.
+        """Return notes on truncated and dropped rows, omitted parts of turns, and unused columns.
 
-        `limits` are the options that limit the length of rows, in words.
+        `limits` is a text with the options that limit the length of rows.
         """
         if self.ahead is not None:
             return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]
@@ -65,7 +65,7 @@ class SourceCount:
         return [*self._build_length_notes(limits), *by_template, *self.build_unused_notes()]
 
     def build_unused_notes(self) -> list[str]:
-        """Return lines on the columns that are not used."""
+        """Return notes on columns and messages of the rows that are not used."""
         if self.report is None:
             return []
         columns = []
@@ -101,7 +101,10 @@ class SourceCount:
 
 
 def render_table(counts: Sequence[SourceCount]) -> str:
-    """Return a plain-text table with a line per source, and a total if there are several."""
+    """Format the counts as a plain-text table with a line per source.
+
+    A line with the total is added if there are several sources.
+    """
     counts = _merge_by_source(counts)
     rows = [COLUMNS, *(count.format_cells() for count in counts)]
     if len(counts) > 1:
@@ -126,7 +129,7 @@ def render_table(counts: Sequence[SourceCount]) -> str:
 
 
 def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
-    """Merge the training and evaluation counts of each source."""
+    """Add up the training and evaluation counts of each source."""
     counts_by_source: dict[str, SourceCount] = {}
     for count in counts:
         before = counts_by_source.get(count.name)

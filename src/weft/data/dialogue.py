@@ -9,18 +9,18 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def find_shared_prompt(one: str, other: str) -> str:
-    """Return the common beginning of two dialogues, up to its last `\\n\\nAssistant:`.
+    """Return the common beginning of two dialogues, up to the last `\\n\\nAssistant:` in it.
 
-    Returns "" if it contains none.
+    Returns "" if the common beginning does not contain `\\n\\nAssistant:`.
     """
     at = one.rfind(ASSISTANT, 0, count_common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
 
 
 def find_assistant_spans(text: str) -> list[tuple[int, int]]:
-    """Return the character spans [start, stop) of the assistant's turns.
+    """Return the character spans [start, stop) of the assistant's turns in a dialogue.
 
-    A text without any turns is one span.
+    A text without any turns, of the user or the assistant, is one span.
     """
     spans = []
     at = text.find(ASSISTANT)
@@ -39,10 +39,10 @@ def find_assistant_spans(text: str) -> list[tuple[int, int]]:
 
 
 def split_messages(text: str) -> list[dict[str, str]]:
-    """Split a dialogue into chat messages; text before the first turn is the system message.
+    """Split a dialogue into chat messages. Text before the first turn is the system message.
 
-    Empty turns are dropped, except a last turn of the assistant, which is an empty reply or is
-    still to be generated.
+    Empty turns are dropped, except a final assistant turn, which is either an empty reply or a
+    reply that is still to be generated.
     """
     marks = []
     for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant")):
@@ -65,7 +65,7 @@ def split_messages(text: str) -> list[dict[str, str]]:
 
 
 def _find_marks(text: str, mark: str) -> list[int]:
-    """Return the position of every occurrence of `mark`."""
+    """Return the positions of all occurrences of `mark` in a text."""
     positions = []
     at = text.find(mark)
     while at >= 0:
@@ -75,7 +75,10 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the length in characters of the common beginning of two texts, in whole words."""
+    """Return the length in characters of the common beginning of two texts, in whole words.
+
+    At least one character of each text remains after the common beginning.
+    """
     length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():
         length -= 1

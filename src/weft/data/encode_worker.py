@@ -1,8 +1,9 @@
 """Worker process that encodes rows: `python -m weft.data.encode_worker`.
 
-Started by `weft.data.tokenizing`. A message is an 8-byte length and a pickle: first the job, then
-chunks of rows. The answer to a chunk is its outcome (packed if `job.packed`), or an error that
-is not about a row. Both ends are weft processes on one machine.
+It is started by `weft.data.tokenizing`. A message consists of its length (8 bytes) and a pickle.
+The first message is the job, and the following ones are chunks of rows. The answer to a chunk is
+its outcome (packed if `job.packed`), or an error that does not concern a single row. Both processes
+belong to weft and run on one machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.errors import UserError
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer chunks until the other end closes."""
+    """Encode chunks of rows and send back the outcomes until the other process closes the pipe."""
     setup = _read_message(requests)
     if not setup:
         return
@@ -36,7 +37,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _read_message(stream: BinaryIO) -> bytes:
-    """Return the next message, or b"" if the other end has closed, even within a message."""
+    """Return the next message, or b"" if the pipe is closed before the message is complete."""
     size = int.from_bytes(stream.read(8), "little")
     raw = stream.read(size)
     return raw if len(raw) == size else b""

@@ -1,6 +1,7 @@
-"""Samples that differ by epoch.
+"""Samples that differ between epochs.
 
-Rows are encoded again with random draws that depend only on seed, epoch and id.
+The rows are encoded again in each epoch, with random draws that depend only on the seed, the epoch
+and the sample id.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from weft.data.window import RandomWindow
 
 @runtime_checkable
 class PartEncoder(Protocol):
-    """Form whose rows can make several samples, each of which can be encoded alone."""
+    """Row encoder that can make several samples of a row and encode each of them separately."""
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample: ...
 
 
 @dataclass(frozen=True)
 class EpochSamples:
-    """Samples of `table`, encoded again for each epoch with its random draws.
+    """Samples that are encoded again in each epoch, with random draws that depend on the epoch.
 
-    The table has the samples without draws: with every tag, and truncated at the end. No sample has
-    more tokens than that in any epoch.
+    `table` has the samples without random draws: with all tags, and truncated at the end. In no
+    epoch does a sample have more tokens than in `table`.
     """
 
     job: EncodingJob
@@ -44,7 +45,10 @@ class EpochSamples:
     window: RandomWindow | None
 
     def take(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
-        """Return these samples as one `SequenceSample`; `name` is the name of their source."""
+        """Return the samples at `indices`, encoded for `epoch`, as one `SequenceSample`.
+
+        `name` is the name of the source. The random draws depend on it.
+        """
         encoded = [self._encode(index, epoch, name) for index in indices]
         ids = [self.table.sample.ids[index] for index in indices]
         return TokenTable.from_rows(ids, encoded, [0] * len(ids), TokenizationReport()).take(

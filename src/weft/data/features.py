@@ -1,4 +1,4 @@
-"""Check options of `dataset.*` against each other and against the dataset type."""
+"""Check `dataset.*` options against each other and against the dataset type."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ MARK = "weft-looks-for-this-system-text"  # probe text that a template either wr
 
 
 def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with the additions of `spec` to conversations (`ConversationAdditions`).
+    """Return the tokenizer with the `ConversationAdditions` that the options in `spec` describe.
 
-    Raises `ConfigError` if options conflict or the chat template does not write these additions.
+    Raises `ConfigError` if options conflict, or if the chat template does not write the added
+    system messages.
     """
     if spec.sample_mixing and spec.train_tokens_per_batch is not None:
         raise ConfigError(
@@ -60,7 +61,7 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def check_type_options(spec: DatasetSpec, type: str) -> None:
-    """Raise `ConfigError` for an option that rows of this type do not support."""
+    """Raise `ConfigError` for an option that the dataset type does not support."""
     usual = DatasetSpec()
     for name in ("label_masking", "random_window", "sample_mixing"):
         if getattr(spec, name) != getattr(usual, name) and type not in SINGLE_ANSWER_TYPES:
@@ -86,9 +87,9 @@ def check_type_options(spec: DatasetSpec, type: str) -> None:
 
 
 def check_custom_options(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
-    """Raise `ConfigError` for an option that a user's dataset class would have to implement.
+    """Raise `ConfigError` for an option that a user's dataset class would have to implement itself.
 
-    Datasets with random access (`by_index`) can be sorted.
+    With `by_index`, the dataset has random access, so `sort_by_length` is allowed.
     """
     for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
         if getattr(spec, name) != getattr(DatasetSpec(), name):

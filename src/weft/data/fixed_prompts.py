@@ -1,4 +1,4 @@
-"""Read a file of fixed prompts, used at every evaluation, and tokenize them like a run's rows."""
+"""Read a file of fixed prompts for evaluation, and tokenize them like the rows of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TEXT = (".txt", ".text")
 def read_prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
     """Iterate over (place, row) of a file of prompts.
 
-    Formats: JSON, JSONL(.gz), Parquet, JSON strings one per line, or .txt with a prompt per line.
+    The file is JSON, JSONL(.gz) or Parquet, has a JSON string on each line, or is a .txt file with
+    a prompt on each line.
     """
     if path.endswith(TEXT):
         yield from _read_texts(path)
@@ -53,10 +54,11 @@ def read_fixed_prompts(
     most: int | None,
     option: str = "eval_prompts",
 ) -> SequenceSample:
-    """Return the prompts as the key `prompt`, with the ids 0, 1, ...
+    """Return the tokenized prompts of a file as the key `prompt`, with the ids 0, 1, ...
 
-    `as_chat`: a text is a user message; rows with messages are always rendered. `most`: maximum
-    number of tokens of a prompt. Raises `DataError` naming each row that is invalid or too long.
+    With `as_chat`, a text prompt is rendered as a user message; prompts of messages are always
+    rendered. `most` is the maximum number of tokens of a prompt. Raises `DataError` naming each row
+    that is invalid or too long.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""Split groups of sequences into parts and join them again. Pure index arithmetic, no tensors."""
+"""Split groups of sequences into parts and join them again, with index arithmetic only."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 
 @dataclass(frozen=True)
 class GroupRearrangement:
-    """Assignment of existing sequences to new ids.
+    """Assignment of the sequences of a sample to new ids.
 
-    `index[key]`: indices of the old sequences in their new order. `counts[key]`: number of
-    sequences of each new id. `rows`: index of the old id from which each new id takes its metadata.
+    `index[key]` lists the indices of the old sequences in their new order. `counts[key]` is the
+    number of sequences of each new id. `rows` has, for each new id, the index of the old id whose
+    metadata it inherits.
     """
 
     ids: tuple[str, ...]
@@ -35,7 +36,7 @@ class GroupRearrangement:
 
 
 def format_part_name(part: Mapping[str, Any]) -> str:
-    """Return `id[first:stop]`, which is unique for each part."""
+    """Return the id of a part of a group, `id[first:stop]`. Ids of different parts differ."""
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
 
@@ -46,11 +47,11 @@ def split_groups(
     max_tokens: int,
     option: str,
 ) -> GroupRearrangement:
-    """Split groups into runs of completions of at most `max_tokens`, counting the prompt for each.
+    """Split groups into runs of completions that cost at most `max_tokens` each.
 
-    The metadata record the origin of each part. Raises `DataError` for a key that has neither one
-    sequence per id nor one per completion; `ConfigError` naming `option` if one completion with its
-    prompt exceeds `max_tokens`.
+    The cost of a completion includes the prompt. The metadata record which group each run belongs
+    to. Raises `DataError` for a key that has neither one sequence per id nor one per completion,
+    and `ConfigError` naming `option` if a single completion with its prompt exceeds `max_tokens`.
     """
     if "completion" in lengths:
         main = "completion"
@@ -95,10 +96,11 @@ def split_groups(
 def join_groups(
     parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]
 ) -> GroupRearrangement:
-    """Join parts into their groups; ids are in the order of their first part.
+    """Join parts into their original groups. The groups are in the order of their first parts.
 
-    A shared key is taken from the first part; keys added since the split have one sequence per
-    completion. Raises `DataError` if a part is missing or duplicated.
+    A key with one sequence per group is taken from the group's first part. Keys added since the
+    split must have one sequence per completion. Raises `DataError` if a part is missing or
+    duplicated.
     """
     rows_by_id: dict[str, list[int]] = {}
     for row, part in enumerate(parts):

@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
-    """Return whether one of these files of a hub model is in the local cache."""
+    """Return whether the local cache has one of these files of a hub model."""
     try:
         return any(
             isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files
@@ -43,16 +43,17 @@ def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
 def check_model(option: str, name: str, hint: str = "") -> None:
     """Check that a model is in the local cache or on the hub.
 
-    `option` is the option the user set. Raises `CheckpointError`, which ends with `hint`.
+    `option` is the option that the user set. Raises `CheckpointError` if the model is in neither
+    place. The message ends with `hint`.
     """
     if not is_cached(name):
         _query_hub(option, name, name, "model", hint)
 
 
 def check_dataset(option: str, path: str, hint: str = "") -> None:
-    """Check that a dataset, OWNER/NAME or OWNER/NAME:FOLDER, is cached or on the hub.
+    """Check that a dataset, OWNER/NAME or OWNER/NAME:FOLDER, is in the local cache or on the hub.
 
-    Raises `DataError`, which ends with `hint`.
+    Raises `DataError` if the dataset is in neither place. The message ends with `hint`.
     """
     name = path.partition(":")[0]
     if not _has_dataset_folder(name):
@@ -61,9 +62,9 @@ def check_dataset(option: str, path: str, hint: str = "") -> None:
 
 @functools.cache
 def find_model_folder(name: str) -> Path:
-    """Return the local directory with a hub model's configuration and tokenizer.
+    """Return the local directory with the configuration and tokenizer of a hub model.
 
-    Queries the hub once and falls back to the cache. Raises the errors in `FAILURES`.
+    Queries the hub once and falls back to the cache. Raises the errors that `FAILURES` lists.
     """
     return Path(
         huggingface_hub.snapshot_download(name, allow_patterns=SMALL, ignore_patterns=["*/*"])
@@ -79,10 +80,10 @@ def _has_dataset_folder(name: str) -> bool:
 
 
 def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
-    """Call `ask` with a timeout and return its result.
+    """Call `ask` in a thread and return its result.
 
-    Raises the errors of `ask`, and `TimeoutError` after `seconds`: without it a failing name lookup
-    would block for minutes.
+    Raises the errors of `ask`, and `TimeoutError` after `seconds`. Without the timeout, a failing
+    name lookup would block for minutes.
     """
     answers = list[Found]()
     errors = list[Exception]()
@@ -104,9 +105,9 @@ def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
 
 
 def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
-    """Query the hub for `name`; the timeout covers DNS, connection and answer.
+    """Raise an error unless the hub confirms that it has the model or dataset `name`.
 
-    `typed` is the name as the user wrote it.
+    `typed` is the name as the user wrote it. The timeout covers DNS, connection and answer.
     """
     api = huggingface_hub.HfApi()
     if kind == "model":
@@ -127,7 +128,7 @@ def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> Non
 
 
 def _explain_failure(failed: Exception, kind: Kind) -> str:
-    """Return an explanation of a failed query."""
+    """Describe in words why a query of the hub failed."""
     if isinstance(failed, OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} prevents weft from asking the hub"
     if isinstance(failed, GatedRepoError):

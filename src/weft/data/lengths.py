@@ -1,4 +1,4 @@
-"""Token ids of an encoded row, and the limits on its length."""
+"""Token ids of an encoded row, and limits on its length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """Token ids of one sample: a prompt, K completions with masks, values per completion, metadata.
+    """Token ids of one sample: a prompt and K completions, with masks, values and metadata.
 
-    A sample of a prompt alone has no completions. `part` distinguishes the samples of one row.
-    `unused` names the parts of the row's messages that no token represents; `cut` lists the parts
-    of trained turns that the chat template omits.
+    `values` has one number per completion for each key. A sample that is only a prompt has no
+    completions. `part` distinguishes the samples of one row. `unused` names the parts of the row's
+    messages that no token represents. `cut` lists the parts of trained turns that the chat template
+    omits.
     """
 
     prompt: list[int]
@@ -33,9 +34,10 @@ class EncodedSample:
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """Limits on the length of a row; None means no limit.
+    """Limits on the length of a row. None means no limit.
 
-    `overlong` is the treatment of longer rows; `truncate_side` is the end at which prompts are cut.
+    `overlong` is the treatment of rows that exceed a limit. `truncate_side` is the end at which
+    prompts are cut.
     """
 
     max_seqlen: int | None = None
@@ -62,14 +64,16 @@ class LengthLimits:
 def fit_to_limits(
     encoded: EncodedSample, lengths: LengthLimits, bos_id: int | None
 ) -> tuple[EncodedSample | None, frozenset[str]]:
-    """Truncate or drop a row to meet its limits.
+    """Truncate or drop a sample that exceeds its length limits, as `overlong` determines.
 
-    Returns (the row, or None if dropped; the actions taken: a subset of "prompt" and "answer", or
-    "dropped"). A prompt is truncated to `max_prompt_len`. If prompt and longest completion exceed
-    `max_seqlen`, completions lose their ends; a prompt that leaves no room for them is truncated
-    too, to at least half of `max_seqlen`. A prompt truncated from the left keeps its BOS. A row
-    with a completion without any trained token left is dropped. Raises `RowTooLong` if `overlong`
-    is error.
+    Returns (sample, actions). The sample is None if it is dropped. The actions are a subset of
+    {"prompt", "answer"} for the truncated parts, or {"dropped"}. Raises `RowTooLong` if `overlong`
+    is "error".
+
+    When truncating, the prompt is cut to `max_prompt_len`. If the prompt and the longest completion
+    together exceed `max_seqlen`, completions lose their ends. If the prompt leaves no room for
+    them, it is cut too, but not below half of `max_seqlen`. A prompt cut on the left keeps its BOS.
+    The sample is dropped if a completion has no trained token left.
     """
     # Compute the number of prompt tokens (`limit`) and of completion tokens (`room`) to keep.
     num_prompt = len(encoded.prompt)

@@ -1,4 +1,4 @@
-"""Reading of training data: `dataset.*` options to batches, with mixing, splits and counts."""
+"""Reading of training data: from `dataset.*` options to batches, with mixing, splits and counts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ OMITTED_IF_UNSET = (
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Data of a run: training batches, validation sets by source, counts, and lines to print first.
+    """Data of a run: training batches, validation sets by source, counts, and notes to print first.
 
-    `max_seqlen`: number of tokens of the longest prompt with one of its completions; 0 if it is
-    unknown because no source is tokenized by weft. `parts`: the training samples by source.
-    `background_tables`: tables that are built during training, until `close`; `take_new_notes`
-    reports on them.
+    `max_seqlen` is the number of tokens of the longest prompt with one of its completions, or 0 if
+    no source is tokenized by weft. `parts` are the training samples by source. `background_tables`
+    are tables whose rows are tokenized during training, until `close` is called. `take_new_notes`
+    reports on these tables when they are complete.
     """
 
     train: BatchLoader
@@ -60,7 +60,7 @@ class LoadedData:
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_max_seqlen(self, check: Callable[[int], None]) -> None:
-        """Call `check` with `max_seqlen`, and again when a longer sample is found."""
+        """Call `check` with `max_seqlen`, and again whenever a longer sample is found."""
         check(self.max_seqlen)
         for table in self.background_tables:
             table.check_longest = check
@@ -77,18 +77,18 @@ class LoadedData:
         return lines
 
     def close(self) -> None:
-        """End the processes that tokenize rows."""
+        """Stop the processes that tokenize rows."""
         for table in self.background_tables:
             table.close()
 
     def format_counts(self) -> str:
-        """Return the counts as a plain-text table."""
+        """Format the counts as a plain-text table."""
         return render_table(self.counts)
 
 
 @dataclass(frozen=True)
 class SourceData:
-    """Training samples, validation samples and counts of one source."""
+    """Data of one source: training samples, validation samples and counts."""
 
     share: SourceShare
     train: SourceSubset | StreamDataset
@@ -106,11 +106,11 @@ def load_data(
     most: int | None = None,
     ahead: bool = False,
 ) -> LoadedData:
-    """Read, tokenize (or take from the cache) and mix the training and validation rows.
+    """Read, tokenize and mix the training and validation rows of a run.
 
-    `dataset_type` is the default of the experiment. `dataset.type` and a source's `type` override
-    it, as does the type for Open-Assistant trees if a file contains trees. `progress` False shows
-    nothing; `most` limits the samples read from a source; `ahead` allows large files to be
+    `dataset_type` is the experiment's default type, used unless `dataset.type` or a source's `type`
+    is set or a file contains Open-Assistant trees. If `progress` is False, no progress is shown.
+    `most` limits the number of samples read from each source. `ahead` allows large files to be
     tokenized during training. Raises `ConfigError` for options that contradict each other or the
     dataset type, and `DataError` with a report on every bad row.
     """
@@ -186,9 +186,10 @@ def load_data(
 
 
 def _count_processes(num_workers: int | None, tables: int) -> int:
-    """Return the number of tokenizing processes per source during training.
+    """Return the number of tokenizing processes for each source during training.
 
-    `num_workers`: `dataset.num_workers`, or None for all cores but one, which training uses.
+    `num_workers` is `dataset.num_workers`. If it is None, all cores are used except one, which training
+    needs.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if num_workers is None else num_workers) // tables)
 
@@ -237,7 +238,10 @@ def _build_batching(spec: DatasetSpec) -> BatchingOptions:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """Builder of the datasets of a run, from the options `spec`; `type` is the default type."""
+    """Reader of the sources of a run.
+
+    `spec` has the options of the run, and `type` is the default dataset type.
+    """
 
     spec: DatasetSpec
     type: str
@@ -245,14 +249,14 @@ class SourceReader:
 
     @property
     def validation_reader(self) -> SourceReader:
-        """Return the reader of validation rows, whose length limit can differ."""
+        """Reader of validation rows, whose length limit can differ from that of training rows."""
         limit = self.spec.valid_max_seqlen
         if limit is None:
             return self
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def describe_limits(self, count: SourceCount) -> str:
-        """Return the options that limit the length of the counted rows, in words."""
+        """Format the options that limit the length of the rows in `count`, for a message."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
             "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
@@ -267,15 +271,15 @@ class SourceReader:
 
     @property
     def overlong(self) -> str | None:
-        """Return the treatment of rows that are too long, or None for the default of their type."""
+        """Treatment of rows that are too long, or None for the default of the dataset type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
     def prepare_named(
         self, named: list[tuple[SourceSpec, str]]
     ) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
-        """Return the sources with named datasets replaced by files of rows, and notes.
+        """Replace named datasets by files of rows, and return the sources and notes.
 
-        The notes list the rows that were left out of named datasets.
+        The notes report rows of named datasets that were left out.
         """
         sources: list[tuple[SourceSpec, str]] = []
         notes: list[str] = []
@@ -298,7 +302,10 @@ class SourceReader:
         return sources, notes
 
     def read_source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
-        """Read one training source and split off its validation samples."""
+        """Read one training source and split off its validation samples.
+
+        With `several` sources, sample ids begin with the name of their source.
+        """
         # Determine the share of rows to hold out for validation.
         type, dataset = self._build(source)
         share = source.valid_split
@@ -341,10 +348,10 @@ class SourceReader:
     def _split_samples(
         self, source: SourceSpec, name: str, dataset: MapDataset, share: float
     ) -> tuple[SourceSubset, SourceSubset | None]:
-        """Return (training samples, held-out samples).
+        """Divide the samples of a source and return (training samples, held-out samples).
 
-        If validation has a different length limit, all rows are read a second time with it. No row
-        is in both parts, even if one of the limits drops rows.
+        If validation has a different length limit, all rows are read a second time with that limit.
+        No row is both trained and held out, even if one of the limits drops rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.validation_reader.spec.limit != self.spec.limit
@@ -362,7 +369,10 @@ class SourceReader:
         return SourceSubset(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
 
     def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
-        """Return all rows of a validation path; `path` in the dataset arguments is ignored."""
+        """Return all rows of a validation file, and their count.
+
+        The argument `path` of the dataset is ignored.
+        """
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.validation_reader._build(replace(source, args=args))
         if not is_by_index(dataset):
@@ -373,10 +383,10 @@ class SourceReader:
         return part, SourceCount(name, type, 0, len(part), 0, *_find_table(dataset))
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
-        """Return (type, dataset) of a source.
+        """Build the dataset of a source and return (dataset type, dataset).
 
-        The constructor receives the user's arguments, and the options of weft that it has
-        parameters for. Raises `ConfigError` if arguments or options do not suit the type.
+        The constructor receives the user's arguments, and those of weft's options that it has
+        parameters for. Raises `ConfigError` if arguments or options do not fit the dataset type.
         """
         type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)
@@ -435,9 +445,9 @@ class SourceReader:
 def _find_table(
     dataset: MapDataset,
 ) -> tuple[TokenizationReport | None, BackgroundTokenTable | None]:
-    """Return (report on the rows, table); at most one of them is not None.
+    """Return (report on the rows, None), or (None, table) while the rows are still being tokenized.
 
-    The table is returned only if its rows are tokenized during training.
+    Both are None for a dataset that weft does not tokenize.
     """
     if not isinstance(dataset, TokenizedDataset):
         return None, None
@@ -448,7 +458,7 @@ def _find_table(
 
 
 def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return the usual type, or the type for trees if the first row is an Open-Assistant tree."""
+    """Return the type `usual`, or its type for trees if the first row is an Open-Assistant tree."""
     if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
@@ -487,8 +497,8 @@ def resolve_sources(spec: DatasetSpec) -> list[SourceSpec]:
 def assign_unique_names(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     """Return each source with a unique name.
 
-    If files have the same name, the name of their folder is prepended. Repeated named datasets are
-    numbered. Raises `ConfigError` if two names are still equal.
+    If several files have the same name, the name of the folder is prepended. Repeated named
+    datasets are numbered. Raises `ConfigError` if two names are still equal.
     """
     names = [source.name or source.named or _derive_name(source.path) for source in sources]
     for index, source in enumerate(sources):
@@ -511,7 +521,10 @@ def assign_unique_names(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec,
 
 
 def _derive_name(path: str) -> str:
-    """Return the name of a source: `data/train.jsonl.gz` -> train, `owner/name:folder` -> name."""
+    """Derive the name of a source from its path.
+
+    `data/train.jsonl.gz` becomes train, and `owner/name:folder` becomes name.
+    """
     if not path:
         return "data"
     last = Path(path.partition(":")[0] if not Path(path).exists() else path).name
@@ -521,9 +534,10 @@ def _derive_name(path: str) -> str:
 
 
 def _list_hold_out_keys(dataset: MapDataset) -> list[str]:
-    """Return the key of each sample by which samples are held out for validation.
+    """Return, for each sample, the key that decides whether it is held out for validation.
 
-    The key is the id of the first sample of the same row, so samples of one row stay together.
+    All samples of a row have the same key, the id of the row's first sample, so that they stay
+    together.
     """
     if not isinstance(dataset, TokenizedDataset):
         return [str(index) for index in range(len(dataset))]

@@ -1,7 +1,7 @@
-"""Open-Assistant's message trees: read, filter, walk, flatten and rebuild.
+"""Open-Assistant's message trees: read, filter, traverse, flatten and rebuild them.
 
-A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`,
-`parent_id`), or a thread (`thread_id`, `messages` from the root on).
+A line of a file is a tree (`message_tree_id`, and `prompt` with nested `replies`), a message
+(`message_id`, `parent_id`), or a thread (`thread_id`, and `messages` beginning at the root).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ LABELS = ("quality", "humor", "creativity")  # labels that are copied into chat 
 
 @dataclass(frozen=True)
 class TreeFilter:
-    """Filter of message trees and their messages.
+    """Conditions that message trees and their messages must satisfy.
 
-    A thread is left out if one of its messages is left out. `langs`: allowed languages of the first
-    message. `states`: allowed states of a tree. `reviewed`, `deleted`, `synthetic`: require a
-    review, allow deleted messages, allow synthetic messages.
+    A thread is left out if one of its messages is left out. `langs` are the allowed languages of
+    the first message, and `states` the allowed states of a tree. `reviewed` requires that the first
+    message passed its review. `deleted` and `synthetic` allow deleted and synthetic messages.
 
-    `top_k` keeps the assistant's replies with a rank below k; a message's only reply is kept even
-    without a rank. `least` and `most` bound labels such as quality; a message without the label
-    passes.
+    `top_k` keeps only assistant replies with a rank below k; a reply without a rank is kept if it
+    is the only one. `least` and `most` are bounds of labels such as quality; a message without the
+    label is accepted.
     """
 
     langs: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class TreeFilter:
         return True
 
     def accepts_rank(self, node: Node, siblings: int) -> bool:
-        """Return whether `top_k` keeps this reply; `siblings` is the number of replies, with it."""
+        """Return whether `top_k` keeps a reply to a message that has `siblings` replies."""
         if self.top_k is None or node.get("role") != "assistant":
             return True
         rank = node.get("rank")
@@ -69,9 +69,9 @@ class TreeFilter:
 
 
 def read_label(node: Node, name: str) -> float | None:
-    """Return the mean value of a label, or None if the message does not have it.
+    """Return the mean value of a label of a message, or None if the message lacks the label.
 
-    Reads the format of exports and that of the tables on the hub.
+    Reads both the format of Open-Assistant's exports and that of its datasets on the hub.
     """
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
@@ -82,10 +82,11 @@ def read_label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Iterate over the trees of rows: whole trees, messages in any order, or threads.
+    """Iterate over the trees that the rows contain.
 
-    Messages and threads are joined to trees, in the order of their roots. Raises `BadRow` for other
-    rows, and for a message whose parent is missing.
+    A row is a whole tree, a single message (in any order), or a thread. Messages and threads are
+    joined into trees, which follow in the order of their roots. Raises `BadRow` for other rows, and
+    for a message whose parent is missing.
     """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -108,7 +109,7 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
 
 
 def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
-    """Add a message and the replies nested in it to `loose`."""
+    """Add a message and all replies nested in it to `loose`, by message id."""
     if row["message_id"] in loose:
         return
     loose[row["message_id"]] = {**row, "replies": []}
@@ -140,16 +141,16 @@ def _nest_replies(node: Node) -> dict[str, Any]:
 
 
 def iterate_nodes(node: Node) -> Iterator[Node]:
-    """Iterate over a message and all messages below it, depth first."""
+    """Iterate over a message and all messages below it in the tree, depth first."""
     yield node
     for reply in node.get("replies") or ():
         yield from iterate_nodes(reply)
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """Iterate over the messages of a tree, without nested replies, a parent before its replies.
+    """Iterate over the messages of a tree without nesting, each parent before its replies.
 
-    The tree's id and state are added to each message.
+    The id and the state of the tree are added to each message.
     """
 
     def flatten_node(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
@@ -170,9 +171,9 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 
 
 def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
-    """Return the tree without unwanted messages and everything below them.
+    """Return the tree without the messages that `wanted` rejects and the replies below them.
 
-    Returns None if nothing is left.
+    Returns None if the tree or its first message is rejected.
     """
 
     def prune_node(node: Node) -> dict[str, Any]:
@@ -193,10 +194,11 @@ def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
 
 
 def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to an assistant's reply without wanted replies to it.
+    """Iterate over the threads of a tree: paths from the root that end with an assistant message.
 
-    A user's message without wanted replies is removed from the end of its path. The remaining path
-    is returned only for the first wanted reply to its last message, so at most once.
+    A thread ends where a message has no accepted replies. If this message is from the user, it is
+    removed from the path, and the rest is returned only for the first accepted reply to its last
+    message, so that each path is returned at most once.
     """
     for path in _iterate_paths(tree, wanted):
         replies = _filter_replies(path[-1], wanted)
@@ -227,12 +229,12 @@ def iterate_rankings(tree: Row, wanted: TreeFilter) -> Iterator[tuple[list[Node]
 
 
 def iterate_prompts(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to every user's message."""
+    """Iterate over the paths from the root to each user message."""
     return (path for path in _iterate_paths(tree, wanted) if path[-1]["role"] == "prompter")
 
 
 def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
-    """Iterate over the paths of wanted messages from the root to every message, depth first."""
+    """Iterate over the paths from the root to each accepted message, depth first."""
     if not wanted.accepts_tree(tree) or not wanted.accepts_message(tree["prompt"]):
         return
     stack: list[list[Node]] = [[tree["prompt"]]]
@@ -244,7 +246,7 @@ def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
 
 
 def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> list[Node]:
-    """Return the wanted replies to a message; `all`: without the limit `top_k` on ranks."""
+    """Return the replies to a message that `wanted` accepts. With `all`, `top_k` is ignored."""
     replies = []
     for reply in node.get("replies") or ():
         if wanted.accepts_message(reply):
@@ -259,7 +261,7 @@ def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> lis
 
 
 def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """Return the messages of a path as chat messages, with their language and labels."""
+    """Convert the messages of a path to chat messages with language and labels."""
     messages = []
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"

@@ -1,4 +1,4 @@
-"""Normalization of messages: usual role names, text contents, tool calls for chat templates."""
+"""Normalization of messages: standard role names, text contents and uniform tool calls."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 @contextmanager
 def track_unread_keys() -> Iterator[set[str]]:
-    """Yield a set that collects the keys of messages that `normalize_messages` does not read.
+    """Yield a set that collects the message keys that `normalize_messages` does not read.
 
-    The names have the form `messages[].KEY`.
+    The keys are collected as `messages[].KEY` until the context ends.
     """
     unread_keys: set[str] = set()
     token = _unread.set(unread_keys)
@@ -74,13 +74,14 @@ def track_unread_keys() -> Iterator[set[str]]:
 
 
 def normalize_messages(messages: Any) -> list[Message]:
-    """Return messages as `[{role, content, ...}]` with the usual role names.
+    """Convert messages to the form `[{role, content, ...}]` with the usual role names.
 
-    Reads `role/content` and `from/value` rows. `prompter` and `human` are the user, `gpt` and `bot`
-    the assistant, `observation` a tool. Content parts are joined. A `function_call`, as a role or
-    as OpenAI's older key, becomes `tool_calls`; `reasoning` or `thinking` becomes
-    `reasoning_content`. `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the
-    loss. Raises `DataError` naming the wrong message and the problem. Idempotent.
+    Reads messages with the keys `role/content` or `from/value`. The roles `prompter` and `human`
+    become the user, `gpt` and `bot` the assistant, `observation` a tool. Content given in parts is
+    joined. A `function_call`, as a role or as OpenAI's older key, becomes `tool_calls`. `reasoning`
+    or `thinking` becomes `reasoning_content`. A turn with `train: false` (or `weight: 0`,
+    `loss_weight: 0`) is not trained. Normalized messages are returned unchanged. Raises `DataError`
+    naming the invalid message and the problem.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(
@@ -92,9 +93,9 @@ def normalize_messages(messages: Any) -> list[Message]:
 
 
 def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return tool schemas in the form of chat templates, `[{type, function: {name, ...}}]`.
+    """Convert tool schemas to the form of chat templates, `[{type, function: {name, ...}}]`.
 
-    A JSON text is parsed, and a function's bare schema is wrapped. Empty values (None, "", [])
+    A JSON text is parsed, and the bare schema of a function is wrapped. Empty values (None, "", [])
     become None.
     """
     if isinstance(tools, str):
@@ -184,7 +185,7 @@ def _normalize_message(message: Any, number: int) -> Message:
 
 
 def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
-    """Return the reasoning of a turn. Raises `DataError` if its keys have different texts."""
+    """Return the reasoning of a turn. Raises `DataError` if several keys have different texts."""
     for key, text in thoughts.items():
         if not isinstance(text, str):
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
@@ -197,10 +198,10 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
-    """Return whether a message is trained according to its weights; True without any.
+    """Return whether a message is trained according to its weights. True if it has no weight.
 
-    Raises `DataError` if the assistant's weights are not 0 or 1: a turn is trained whole or not at
-    all.
+    Raises `DataError` if a weight of an assistant message is neither 0 nor 1, since a turn is
+    trained either as a whole or not at all.
     """
     given = {}
     for key in WEIGHTS:
@@ -228,7 +229,10 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Add unread keys of a mapping to the open collection, if there is one."""
+    """Add the keys of `message` that are not in `read` to the set of `track_unread_keys`.
+
+    Does nothing outside `track_unread_keys`.
+    """
     unread = _unread.get()
     if unread is not None:
         held = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
@@ -236,7 +240,10 @@ def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -
 
 
 def _find_first(message: Mapping[Any, Any], *keys: str) -> Any:
-    """Return the first value that is not null; mixed files have nulls for missing keys."""
+    """Return the first value under `keys` that is not null, or None.
+
+    Null values are skipped because files with mixed rows have nulls for missing keys.
+    """
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
@@ -247,7 +254,7 @@ def _build_hint(close: Sequence[str]) -> str:
 
 
 def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
-    """Return (text, reasoning, tool calls) of a content given in parts."""
+    """Return (text, reasoning, tool calls) of a message content that is given in parts."""
     text = []
     reasoning = []
     calls = []
@@ -278,9 +285,9 @@ def _read_calls(value: Any) -> list[Any]:
 
 
 def _normalize_call(call: Any, number: int) -> dict[str, Any]:
-    """Return a tool call in the form that chat templates read.
+    """Convert a tool call to the form that chat templates read.
 
-    The form is {type, function: {name, arguments}}, with arguments as a mapping.
+    The form is {type, function: {name, arguments}}, where the arguments are a mapping.
     """
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:

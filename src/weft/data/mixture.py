@@ -1,6 +1,6 @@
-"""Rows of an epoch and their order.
+"""Selection and order of the samples of an epoch.
 
-They depend only on seed and epoch, so they are the same for every layout.
+Both depend only on the seed and the epoch, so they are the same for every layout of devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Number of training samples of a source (`rows`), and the share drawn per epoch.
+    """Number of training samples of a source (`rows`), and the share drawn in each epoch.
 
-    `fraction`, `size` and `weight` are those of `weft.data.spec.SourceSpec`.
+    `fraction`, `size` and `weight` have the same meaning as in `weft.data.spec.SourceSpec`.
     """
 
     name: str
@@ -32,16 +32,16 @@ class SourceShare:
 
 
 def make_generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
-    """Return a random generator for one purpose in one epoch.
+    """Return the random generator for one purpose in one epoch.
 
-    It generates the same numbers on every machine with the same version of numpy.
+    The generator produces the same numbers on every machine with the same version of numpy.
     """
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
 
 def count_per_epoch(shares: Sequence[SourceShare]) -> list[int]:
-    """Return the number of samples of each source in an epoch.
+    """Return the number of samples that each source contributes to an epoch.
 
     Raises `ConfigError` if a source has fewer samples than its `size`.
     """
@@ -74,10 +74,10 @@ def _count_samples(share: SourceShare) -> int:
 def compute_epoch_order(
     shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool
 ) -> tuple[Index, Index]:
-    """Return (source, sample) of every sample of an epoch, in order; int64 [samples of the epoch].
+    """Return (source indices, sample indices) of an epoch, in order; int64 [samples of the epoch].
 
-    If only a part of a source is used, every epoch draws it again, without repetition. Without
-    `shuffle`, sources follow each other, with samples in the order of their file.
+    If only a share of a source is used, every epoch draws that share again, without repeating a
+    sample. Without `shuffle`, the sources follow each other, and samples are in file order.
     """
     sources = []
     samples = []
@@ -99,11 +99,12 @@ def compute_epoch_order(
 
 
 def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows to hold out: `share` of the distinct keys, at least one, not all.
+    """Return a mask of the samples to hold out for validation, given the key of each sample.
 
-    No row is held out if `share` is 0 or there are fewer than two distinct keys. The choice depends
-    only on the keys, so it is the same in every run, and rows with the same key (a tree) stay
-    together.
+    The keys are hashed, and about `share` of the distinct keys is held out: at least one, but never
+    all. Nothing is held out if `share` is 0 or there are fewer than two distinct keys. The choice
+    depends only on the keys, so it is the same in every run. Samples with the same key (such as
+    those of a tree) stay together.
     """
     different = sorted(
         set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()

@@ -1,7 +1,7 @@
 """Check for tokenizer.json normalizers and decoders that make texts grow without bound.
 
-A chain of forty replacements of one space by two needs a terabyte for one row, and the library then
-aborts the process.
+A chain of forty steps that each replace one space by two would need a terabyte for one row, and the
+`tokenizers` library would abort the process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
 def check_growth(file: Path, what: str) -> None:
-    """Raise `UserError` if a tokenizer.json makes texts much longer than they are.
+    """Check that a tokenizer.json does not make texts very much longer.
 
-    The message begins with `what`.
+    Raises `UserError` if its normalizer or decoder does; the message begins with `what`.
     """
     for part, values in _parse_components(read_text(file, what)):
         grown = compute_growth(values)
@@ -40,7 +40,10 @@ def check_growth(file: Path, what: str) -> None:
 
 
 def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over (part, value) of the normalizer and decoder; the large rest is not parsed."""
+    """Iterate over (name, value) of the normalizer and the decoder in a tokenizer.json.
+
+    The rest of the file, which is large, is not parsed.
+    """
     decoder = json.JSONDecoder()
     for match in PARTS.finditer(text):
         try:
@@ -50,7 +53,10 @@ def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def compute_growth(values: Any) -> float:
-    """Return the maximum factor by which a text becomes longer; infinite if unbounded."""
+    """Return the maximum factor by which a normalizer or decoder makes a text longer.
+
+    The factor is infinite if the growth is unbounded.
+    """
     if not isinstance(values, Mapping):
         return 1.0
     chain = next(
@@ -85,7 +91,7 @@ def compute_growth(values: Any) -> float:
 
 
 def _has_empty_match(rule: Any) -> bool:
-    """Return whether a rule also matches between two characters."""
+    """Return whether a regular expression can match the empty string."""
     try:
         return re.match(str(rule or ""), "") is not None
     except (re.error, RecursionError, OverflowError):  # syntax that only the library knows

@@ -1,6 +1,6 @@
-"""Splitting of batches by token counts: pure arithmetic, no tensors.
+"""Splitting of batches by token counts, without tensors.
 
-All code that balances by tokens uses this module.
+All code that balances token counts uses this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Costs = Sequence[int] | npt.NDArray[np.integer]
 
 
 def check_fits(costs: Costs, budget: int, field: str) -> None:
-    """Raise `ConfigError` naming `field` if a single item costs more than `budget` tokens."""
+    """Raise `ConfigError` naming the option `field` if one item costs more than `budget` tokens."""
     longest = int(np.max(np.asarray(costs), initial=0))
     if longest > budget:
         raise ConfigError(
@@ -27,10 +27,11 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
 
 
 def split_evenly(costs: Costs, parts: int) -> list[int]:
-    """Return the bounds of contiguous non-empty parts, minimizing the largest sum.
+    """Split items into contiguous non-empty parts, minimizing the largest total cost of a part.
 
-    There are `parts` + 1 bounds. Among the optimal splits, each bound is as near as possible to its
-    share of the total. Raises `ConfigError` if there are fewer items than parts.
+    Returns the `parts` + 1 bounds of the parts. Among the optimal splits, each bound is chosen as
+    near as possible to its share of the total. Raises `ConfigError` if there are fewer items than
+    parts.
     """
     count = len(costs)
     if not 1 <= parts <= count:
@@ -58,9 +59,10 @@ def split_evenly(costs: Costs, parts: int) -> list[int]:
 def split_by_budget(
     costs: Costs, budget: int, field: str = "max_tokens_per_microbatch"
 ) -> list[int]:
-    """Return the bounds of the fewest contiguous parts with cost at most `budget`, evenly filled.
+    """Split items into the fewest contiguous parts that cost at most `budget` tokens each.
 
-    Raises `ConfigError` naming `field` if one item alone costs more.
+    Returns the bounds of the parts, which are filled as evenly as possible. Raises `ConfigError`
+    naming the option `field` if a single item costs more.
     """
     check_fits(costs, budget, field)
     if len(costs) == 0:
@@ -70,9 +72,9 @@ def split_by_budget(
 
 
 def _count_parts(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
-    """Return the number of contiguous parts needed so that no sum exceeds `largest`.
+    """Return the number of contiguous parts needed if no part may cost more than `largest`.
 
-    Stops counting above `limit_validation`.
+    `sums` are the cumulative costs, beginning with 0. Stops counting above `at_most`.
     """
     start = 0
     parts = 0
@@ -96,7 +98,7 @@ def _minimize_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
 
 
 def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
-    """Return the smallest index of each bound that lets the parts after it stay in `largest`."""
+    """Return the smallest possible index of each bound if no part may cost more than `largest`."""
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1
     for index in range(parts - 1, 0, -1):

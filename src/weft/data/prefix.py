@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def count_common_prefix(*sequences: Sequence[int]) -> int:
-    """Return the number of leading entries that all sequences share."""
+    """Return the number of leading values that all sequences have in common."""
     shared = 0
     for column in zip(*sequences, strict=False):
         if any(value != column[0] for value in column):
@@ -16,7 +16,7 @@ def count_common_prefix(*sequences: Sequence[int]) -> int:
 
 
 def count_common_start(one: str, other: str) -> int:
-    """Return the number of leading characters that two texts share."""
+    """Return the number of leading characters that two texts have in common."""
     low = 0
     high = min(len(one), len(other))
     while low < high:
@@ -26,5 +26,5 @@ def count_common_start(one: str, other: str) -> int:
 
 
 def count_common_end(one: str, other: str) -> int:
-    """Return the number of trailing characters that two texts share."""
+    """Return the number of trailing characters that two texts have in common."""
     return count_common_start(one[::-1], other[::-1])

@@ -1,4 +1,4 @@
-"""Progress bar; one plain line if the output is not a terminal."""
+"""Progress bar, or one plain line if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 @contextmanager
 def show_progress(what: str, total: int) -> Iterator[Advance]:
-    """Show the progress of `total` units of work on standard error.
+    """Show the progress of work on `total` rows on standard error.
 
     Usage: `with show_progress("tokenizing x", n) as advance: advance(1)`.
     """
@@ -38,5 +38,5 @@ def show_progress(what: str, total: int) -> Iterator[Advance]:
 
 @contextmanager
 def skip_progress(what: str, total: int) -> Iterator[Advance]:
-    """Show no progress."""
+    """Show nothing. Has the interface of `show_progress`."""
     yield lambda count: None

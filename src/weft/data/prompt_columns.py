@@ -1,4 +1,4 @@
-"""Read the prompt of a row, as text or as messages, in the same way for every dataset type."""
+"""Read the prompt of a row, as text or as messages, in the same way for all dataset types."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HISTORY = "history"
 
 
 def list_prompt_keys(key: str | None) -> tuple[str, ...]:
-    """Return the columns that can contain the prompt: `key` if set, else the default ones."""
+    """Return the columns that may contain the prompt: `key` if it is set, else the default ones."""
     return (key,) if key else PROMPT_KEYS
 
 
 def require_prompt_key(row: Row, key: str | None, form: str) -> str:
-    """Return the name of the column that contains the prompt, as text or as messages.
+    """Return the name of the column with the prompt, which is text or messages.
 
-    Raises `BadRow` if the row has none.
+    `form` is the dataset type. Raises `BadRow` if the row has no prompt.
     """
     return (
         find_first_key(row, list_prompt_keys(key))
@@ -44,8 +44,8 @@ def require_prompt_key(row: Row, key: str | None, form: str) -> str:
 def read_prompt_text(row: Row, key: str) -> str:
     """Return the prompt of a row as plain text.
 
-    An `instruction` (followed by its `input` on the next line) or a `question` ends with a newline;
-    a `system` column comes first, on its own line.
+    An `instruction` (followed on the next line by its `input`) and a `question` end with a newline.
+    The text of a `system` column precedes the prompt, on a separate line.
     """
     prompt = _read_question(row, key)
     system = _read_system(row)
@@ -58,9 +58,9 @@ def read_prompt_text(row: Row, key: str) -> str:
 def read_conversation(row: Row, key: str) -> list[Message]:
     """Return the prompt of a row as messages, without trailing assistant messages.
 
-    A text becomes a user message, preceded by the turns of a `history` column (pairs of a message
-    and its reply); a text in the `\\n\\nHuman:` format is split into its turns. A `system` column
-    becomes the first message unless there is a system message already. Raises `BadRow` if no
+    A text becomes a user message. The turns in a `history` column (pairs of a message and its
+    reply) precede it. A text in the `\\n\\nHuman:` format is split into its turns. A `system`
+    column becomes the first message unless there is a system message already. Raises `BadRow` if no
     message is left to reply to.
     """
     value = row[key]
@@ -82,9 +82,9 @@ def read_conversation(row: Row, key: str) -> list[Message]:
 
 
 def read_messages(row: Row, key: str, role: str) -> list[Message]:
-    """Return the messages in a column: a text (sent by `role`), one message, or a list.
+    """Return the messages in a column, which contains a text, one message or a list.
 
-    Raises `BadRow` naming the column.
+    A text becomes a message with the role `role`. Raises `BadRow` naming the column.
     """
     value = row[key]
     if isinstance(value, str):
@@ -97,7 +97,10 @@ def read_messages(row: Row, key: str, role: str) -> list[Message]:
 
 
 def read_message_list(row: Row, key: str) -> list[Message]:
-    """Return the list of messages in a column. Raises `BadRow` naming the column."""
+    """Return the list of messages in a column.
+
+    Raises `BadRow` naming the column if the messages are invalid.
+    """
     if not isinstance(row[key], list | tuple):
         raise BadRow(
             f"{key!r} must be a list of messages {{role, content}}, not {describe_kind(row[key])}"
@@ -106,7 +109,7 @@ def read_message_list(row: Row, key: str) -> list[Message]:
 
 
 def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
-    """Normalise messages; errors name the column unless it is `messages`."""
+    """Normalize the messages of a column. Errors name the column unless it is `messages`."""
     try:
         return normalize_messages(messages)
     except DataError as error:
@@ -114,7 +117,7 @@ def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
 
 
 def prepend_system(row: Row, messages: Sequence[Message]) -> list[Message]:
-    """Prepend the row's `system` column unless the messages begin with a system message."""
+    """Prepend the row's `system` column as a message, unless there is a system message already."""
     if messages and messages[0]["role"] in ("system", "developer"):
         return list(messages)
     system = _read_system(row)
@@ -124,7 +127,10 @@ def prepend_system(row: Row, messages: Sequence[Message]) -> list[Message]:
 
 
 def _read_question(row: Row, key: str) -> str:
-    """Return the prompt column; an instruction's `input` is appended on the next line."""
+    """Return the text of the prompt column.
+
+    For an instruction, the text of the `input` column is appended on the next line.
+    """
     prompt = read_text(row, key, may_be_empty=True)
     if key == "instruction" and row.get(INPUT) is not None:
         more = read_text(row, INPUT, may_be_empty=True)
@@ -139,7 +145,10 @@ def _read_system(row: Row) -> str:
 
 
 def _read_history(row: Row) -> list[Message]:
-    """Return the messages of the `history` column: pairs of a user message and its reply."""
+    """Return the messages of the `history` column.
+
+    The column contains pairs of a user message and the reply to it.
+    """
     pairs = row.get(HISTORY) or []
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         raise BadRow(

@@ -1,4 +1,4 @@
-"""Checks for parts of a conversation that a chat template leaves out."""
+"""Checks for the parts of a conversation that a chat template leaves out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_reasoning_key(template: str) -> str:
 
 
 def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
-    """Return the messages with their reasoning under the key that the template reads."""
+    """Return copies of the messages with reasoning under the key that the template reads."""
     key = find_reasoning_key(template)
     reasoning_key: list[Message] = []
     for m in messages:
@@ -46,10 +46,10 @@ def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -
 
 
 def find_text_around_reply(render: Render) -> tuple[str, str]:
-    """Return the text that a template writes before and after a plain reply.
+    """Return the texts that a template writes before and after a plain reply.
 
     The first text is between the generation prompt and the reply. Both are empty if the template
-    refuses such a conversation.
+    refuses a plain conversation.
     """
     try:
         text = render(PLAIN, None, False)
@@ -61,10 +61,10 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 
 
 def find_template_fault(render: Render) -> str | None:
-    """Return why a template cannot write text conversations, or None if no fault is found.
+    """Return the reason why a template cannot write text conversations, or None if there is none.
 
-    Renders a plain conversation to find out. Returns None too if the template refuses every form of
-    it, since the user's conversations can still suit the template.
+    Renders a plain conversation to find out. If the template refuses this conversation in every
+    form, the result is None, since the user's conversations may still suit the template.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -88,11 +88,11 @@ def find_template_fault(render: Render) -> str | None:
 def find_lost_fields(
     render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool
 ) -> Lost:
-    """Return the fields of messages that the template does not write.
+    """Return (message index, field) for each message field that the template does not write.
 
-    They are found by rendering the conversation with a unique mark in place of each content,
-    reasoning, argument and function name. Arguments of calls are named by their path. The field
-    "tools" means that tool schemas do not change the text.
+    Replaces each content, reasoning, argument and function name by a unique mark and searches the
+    rendered text for these marks. Arguments of tool calls are named by their path. The entry (-1,
+    "tools") means that tool schemas do not change the text.
     """
     marked = [_mark_message(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -133,7 +133,7 @@ def find_lost_fields(
 
 
 def _list_calls(marks: Mapping[str, str]) -> list[str]:
-    """Return the paths of function names, such as `tool_calls[0]`; longer paths are arguments."""
+    """Return the paths of the tool calls, such as `tool_calls[0]`, without their arguments."""
     calls: list[str] = []
     for path in marks:
         if path.startswith("tool_calls[") and "." not in path:
@@ -142,21 +142,21 @@ def _list_calls(marks: Mapping[str, str]) -> list[str]:
 
 
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
-    """Return whether the name of a call or all of its arguments are missing."""
+    """Return whether the function name of a tool call or all of its arguments are missing."""
     arguments = [path for path in marks if path.startswith(f"{call}.")]
     return call in missing or (bool(arguments) and missing >= set(arguments))
 
 
 def has_content(text: str, content: str) -> bool:
-    """Return whether a rendered text contains a content without the reasoning at its beginning.
+    """Return whether a rendered text contains the content of a message.
 
-    Ignores white space and quoting.
+    Reasoning at the beginning of the content, white space and quoting are ignored.
     """
     return has_text(text, content.rpartition(END_OF_THOUGHT)[2])
 
 
 def has_text(text: str, content: str) -> bool:
-    """Return whether a rendered text contains a content, ignoring white space and quoting."""
+    """Return whether a rendered text contains `content`, ignoring white space and quoting."""
     stripped_content = content.strip()
     if stripped_content in text:
         return True
@@ -170,20 +170,21 @@ def has_text(text: str, content: str) -> bool:
 
 
 def remove_whitespace(text: str) -> str:
-    """Return a text without white space."""
+    """Return a text without its white space."""
     return "".join(text.split())
 
 
 def check_lost_fields(
     lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()
 ) -> frozenset[str]:
-    """Return the parts of a conversation that no token represents, named like columns.
+    """Return the names of the parts of a conversation that no token represents.
 
-    Omits parts of the `trained` messages, which `cuts` reports, and the reasoning of other turns,
-    which templates leave out on purpose. `name` is the tokenizer's.
+    Names have the form of columns, such as `messages[].content`. Parts of the `trained` messages
+    are left out, since they are reported as omissions. The reasoning of other turns is left out
+    too, since templates omit it on purpose. `name` is the name of the tokenizer.
 
-    Raises `DataError` if the model would not see essential parts: the user's or a tool's text, the
-    assistant's tool calls, or everything in an assistant's turn.
+    Raises `DataError` if the model would not see an essential part: a text of the user or of a
+    tool, a tool call of the assistant, or a whole turn of the assistant.
     """
     lost_parts = {field for index, field in lost if index < 0}
     for index, message in enumerate(messages):
@@ -208,7 +209,8 @@ def build_not_rendered_error(
 ) -> DataError:
     """Return the error for a message whose `fields` the template does not write.
 
-    `name` is the tokenizer's. `part`: the missing text, if only a part of a field is missing.
+    `name` is the name of the tokenizer. If only a part of a field is missing, `part` is the missing
+    text.
     """
     what = " and ".join(fields)
     out = what if message["role"] == "assistant" else "the message"
@@ -224,7 +226,8 @@ def build_not_rendered_error(
 def _is_needed(message: Message, fields: set[str]) -> bool:
     """Return whether `fields` include an essential part of an assistant's turn.
 
-    Essential are its tool calls, the content if there are no tool calls, and the turn as a whole.
+    The essential parts are the tool calls, the content if there are no tool calls, and the turn as
+    a whole.
     """
     held = set()
     for key in ("content", "tool_calls", REASONING):
@@ -238,7 +241,7 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
 
 
 def _list_missing_fields(text: str, message: Message) -> list[str]:
-    """Return the fields of a message that a rendered text does not contain."""
+    """Return the fields of a message that the rendered text does not contain."""
     named = all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
     return ([] if has_content(text, message["content"]) else ["content"]) + (
         [] if named else ["tool_calls"]
@@ -246,7 +249,7 @@ def _list_missing_fields(text: str, message: Message) -> list[str]:
 
 
 def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
-    """Return a message with marks in place of its text, and the marks by path."""
+    """Return a copy of a message with unique marks in place of its texts, and the marks by path."""
     words = []
     for key in ("content", REASONING):
         if str(message.get(key) or "").strip():
@@ -274,9 +277,9 @@ def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, s
 
 
 def iterate_arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
-    """Iterate over (path, value) of the scalar values in the arguments of a call.
+    """Iterate over (path, value) of the scalar values in the arguments of a tool call.
 
-    `number` is the index of the call in its message.
+    `number` is the index of the call in the message.
     """
     return _iterate_leaves(call["function"]["arguments"], f"tool_calls[{number}].arguments")
 
@@ -293,7 +296,10 @@ def _iterate_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _replace_leaves(value: Any, marks: Iterator[str]) -> Any:
-    """Return the value with each scalar in it (in the order of `_iterate_leaves`) replaced by a mark."""
+    """Return a copy of `value` with each scalar replaced by the next mark from `marks`.
+
+    The scalars are in the order in which `_iterate_leaves` yields them.
+    """
     if isinstance(value, Mapping):
         return {key: _replace_leaves(item, marks) for key, item in value.items()}
     if isinstance(value, list):

@@ -45,14 +45,14 @@ SINGLE_MESSAGE_HINT = (
 
 
 class BadRow(Exception):
-    """Error in one row; becomes `FILE:LINE: message` in a `DataError`."""
+    """Error in one row. It is reported as `FILE:LINE: message` in a `DataError`."""
 
 
 class RowTooLong(BadRow):
     """Error for a row that exceeds a length limit.
 
-    `what` (the prompt or the whole row) has `tokens` tokens, more than `limit`. `uncounted`:
-    `tokens` is a lower bound, since the row was not tokenized.
+    `what` (the prompt or the whole row) has `tokens` tokens, more than `limit`. If `uncounted` is
+    set, the row was not tokenized and `tokens` is a lower bound.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class RowTooLong(BadRow):
 
 
 class TrackedRow(Mapping[str, Any]):
-    """Row that records which of its columns were read; a test with `in` is not a read."""
+    """Row that records which of its columns were read.
+
+    A test with `in` does not count as reading.
+    """
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -93,15 +96,15 @@ class TrackedRow(Mapping[str, Any]):
 
 
 def find_first_key(row: Row, keys: Sequence[str]) -> str | None:
-    """Return the first of `keys` that the row has, or None."""
+    """Return the first of `keys` whose column is not null in the row, or None."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 
 def require_key(row: Row, keys: Sequence[str], form: str) -> str:
-    """Return the first of `keys` that the row has.
+    """Return the first of `keys` whose column is not null in the row.
 
-    `form` is the row's dataset type. Raises `BadRow` naming the missing key, and a dataset type
-    that the row fits better.
+    `form` is the dataset type of the row. If there is no such column, raises `BadRow` that names
+    the missing key and a dataset type that fits the row better.
     """
     first_key = find_first_key(row, keys)
     if first_key is not None:
@@ -124,7 +127,7 @@ def require_key(row: Row, keys: Sequence[str], form: str) -> str:
 
 
 def guess_type(row: Row) -> str | None:
-    """Return the dataset type whose keys a row has, ignoring nulls, or None."""
+    """Return the dataset type that the row's columns fit, ignoring nulls, or None."""
     if is_tree(row):
         return "chat"
     if is_tree_message(row):
@@ -140,7 +143,7 @@ def guess_type(row: Row) -> str | None:
 def is_tree(row: Row) -> bool:
     """Return whether a row is an Open-Assistant tree of messages.
 
-    The first message can be without replies.
+    A tree can consist of a single message without replies.
     """
     root = row.get("prompt")
     return isinstance(root, Mapping) and ("replies" in root or "message_id" in root)
@@ -152,7 +155,7 @@ def is_tree_message(row: Row) -> bool:
 
 
 def find_answer_messages(row: Row) -> str | None:
-    """Return the name of the answer column if it consists of messages, else None."""
+    """Return the name of the answer column if it contains messages rather than text, else None."""
     key = find_first_key(row, ANSWER_KEYS)
     if key is not None and isinstance(row[key], Mapping | list | tuple):
         return key
@@ -160,9 +163,9 @@ def find_answer_messages(row: Row) -> str | None:
 
 
 def read_text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
-    """Return a text of the row.
+    """Return the text in column `key` of the row.
 
-    Raises `BadRow` for other types, and for an empty or blank text unless `may_be_empty`.
+    Raises `BadRow` if the value is not text, or is empty or blank unless `may_be_empty` is set.
     """
     value = row[key]
     if not isinstance(value, str):
@@ -173,7 +176,10 @@ def read_text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
 
 
 def read_texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
-    """Return a list of non-empty texts. Raises `BadRow` naming the wrong entry."""
+    """Return the list of non-empty texts in column `key`.
+
+    Raises `BadRow` naming the wrong entry, or if there are fewer than `at_least` texts.
+    """
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{key!r} must be a list of texts, not {describe_kind(value)}")
@@ -188,7 +194,7 @@ def read_texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
 
 
 def read_number(value: Any, key: str) -> float:
-    """Return a finite number. Raises `BadRow` otherwise."""
+    """Return a value as a float. Raises `BadRow` if it is not a finite number."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -199,9 +205,9 @@ def read_number(value: Any, key: str) -> float:
 
 
 def read_id(row: Row, key: str = "id") -> str | None:
-    """Return the row's own id, or None if it has none.
+    """Return the row's own id, or None if it has no id.
 
-    Raises `BadRow` if it is neither text nor an integer.
+    Raises `BadRow` if the id is neither text nor an integer.
     """
     value = row.get(key)
     if value is None:
@@ -212,7 +218,7 @@ def read_id(row: Row, key: str = "id") -> str | None:
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a value to JSON values; dates, decimals and other types become text."""
+    """Convert a value to JSON values. Dates, decimals and other types become text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -223,7 +229,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def describe_kind(value: Any) -> str:
-    """Return the kind of a JSON value in words."""
+    """Return the kind of a JSON value in words, such as "a list"."""
     kinds = {
         str: "text",
         dict: "a mapping",

@@ -1,10 +1,10 @@
-"""SequenceSample: the packed, ragged batch on every edge of the graph.
+"""`SequenceSample`: the packed, ragged batch on every edge of the graph.
 
-It is immutable, and its invariants are property-tested.
+Samples are immutable, and their invariants are property-tested.
 
 An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`,
-K lengths). Every other key has K lengths per id (one for each completion) or one. The data of all
-ids are one array per key, a numpy array or a torch tensor; operations keep the array type.
+K lengths). Every other key has either K lengths per id (one for each completion) or one. The data
+of a key are one array for all ids, a numpy array or a torch tensor. Operations keep the array type.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Values = Array | Sequence[Any]
 class SequenceSample:
     """Batch of packed sequences with ids, lengths, data and metadata.
 
-    `ids` are unique texts; whole numbers are converted. `lengths[key]` is int32 [num sequences];
-    `offsets[key]` is int32 [num_ids + 1]: the sequences of id i have the lengths
-    `lengths[key][offsets[key][i]:offsets[key][i + 1]]`. `data[key]` is one array
-    [sum of lengths, *trailing], or absent (a description only). `metadata[key]` is a tuple of
-    num_ids values that are not tensors. Raises `DataError` naming the key if these are
-    inconsistent.
+    `ids` are unique strings; integers are converted. `lengths[key]` is int32 [num sequences] and
+    `offsets[key]` is int32 [num_ids + 1]: the lengths of the sequences of id i are
+    `lengths[key][offsets[key][i]:offsets[key][i + 1]]`. `data[key]` is one array [sum of lengths,
+    *trailing]; if it is absent, the sample describes data that is elsewhere. `metadata[key]` is a
+    tuple of num_ids values that are not tensors. Raises `DataError` naming the key if these fields
+    contradict each other.
     """
 
     ids: tuple[str, ...]
@@ -66,7 +66,8 @@ class SequenceSample:
     ) -> SequenceSample:
         """Build a sample with one sequence per id.
 
-        `seqlens` is one integer per id, either for every key of `data` or given per key.
+        `seqlens` is a list with one length per id, which applies to every key of `data`, or a
+        mapping from each key to such a list.
         """
         if isinstance(seqlens, Mapping):
             by_key = seqlens
@@ -87,8 +88,8 @@ class SequenceSample:
     ) -> SequenceSample:
         """Build a sample with any number of sequences per id.
 
-        `seqlens[key][i]` lists the lengths of id i. Values are converted to torch tensors
-        (`numpy()` converts them to numpy arrays).
+        `seqlens[key][i]` lists the lengths of the sequences of id i. The values of `data` are
+        converted to torch tensors (`numpy()` converts them to numpy arrays).
         """
         lengths = {}
         offsets = {}
@@ -117,7 +118,7 @@ class SequenceSample:
 
     @property
     def seqlens(self) -> dict[str, list[Ints]]:
-        """Return a mapping of keys to one int32 vector of lengths per id."""
+        """Lengths of the sequences of each key: a list with one int32 vector per id."""
         result: dict[str, list[Ints]] = {}
         for key in self.lengths:
             result[key] = np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else []
@@ -125,9 +126,9 @@ class SequenceSample:
 
     @cached_property
     def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Return the start of each sequence in its array, by key; int64 [num sequences + 1].
+        """Start of each sequence in the data array, by key; int64 [num sequences + 1].
 
-        The last entry is the end of the last sequence.
+        The last value is the end of the last sequence.
         """
         result = {}
         for key, value in self.lengths.items():
@@ -141,17 +142,17 @@ class SequenceSample:
         return int(_get_known(self, key, self.lengths).sum())
 
     def sequences(self, key: str) -> list[Array]:
-        """Return the sequences of a key in order, as views of its array."""
+        """Return the sequences of a key in order, as views of the data array."""
         return arrays.split_rows(_get_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
-        """Return the id index of each sequence; int64 [num sequences]."""
+        """Return the index of the id that each sequence belongs to; int64 [num sequences]."""
         return np.repeat(
             np.arange(self.num_ids, dtype=np.int64), np.diff(_get_known(self, key, self.offsets))
         )
 
     def token_costs(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each id in a forward pass; int64 [num_ids].
+        """Return the number of tokens that each id has in a forward pass; int64 [num_ids].
 
         The prompt is counted once for each completion.
         """
@@ -170,9 +171,9 @@ class SequenceSample:
     def gather(
         cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """Join `samples` in order; `keys` defaults to the keys of the first.
+        """Join `samples` in order. By default, the result has the keys of the first sample.
 
-        Metadata that a sample lacks is None.
+        Metadata values that a sample lacks are None in the result.
         """
         if not samples:
             raise DataError("gather of no samples: give at least one")
@@ -199,19 +200,19 @@ class SequenceSample:
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
-        """Split into `k` parts of consecutive ids, minimizing the largest token cost.
+        """Split into `k` samples of consecutive ids, minimizing the largest token cost.
 
-        `gather` is the inverse.
+        `gather` joins the samples again.
         """
         return _split_at(self, packing.split_evenly(self.token_costs(), k))
 
     def split_by_tokens(
         self, budget: int, field: str = "max_tokens_per_microbatch"
     ) -> list[SequenceSample]:
-        """Split into the fewest parts of consecutive ids with at most `budget` tokens each.
+        """Split into the fewest samples of consecutive ids with at most `budget` tokens each.
 
-        The parts are evenly filled. Raises `ConfigError` naming `field` if one id alone costs more
-        (`ungroup` splits groups first).
+        Their token counts are as even as possible. Raises `ConfigError` naming the option `field`
+        if a single id has more than `budget` tokens (`ungroup` splits groups first).
         """
         return _split_at(self, packing.split_by_budget(self.token_costs(), budget, field))
 
@@ -222,9 +223,9 @@ class SequenceSample:
     def select(
         self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """Return the sample with these ids in this order, and these keys.
+        """Return the sample with only these ids, in this order, and only these keys.
 
-        Data are views if the ids are consecutive, copies otherwise.
+        The data are views if the ids are consecutive, and copies otherwise.
         """
         names = self.keys if keys is None else tuple(keys)
         for name in names:
@@ -247,7 +248,7 @@ class SequenceSample:
     def at(self, rows: Sequence[int]) -> SequenceSample:
         """Return the sample with the ids at these indices, in this order.
 
-        Data are views if the indices are consecutive, copies otherwise.
+        The data are views if the indices are consecutive, and copies otherwise.
         """
         index = np.asarray(rows, dtype=np.int64)
         counts = {}
@@ -262,21 +263,22 @@ class SequenceSample:
         )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
-        """Split every group into runs of completions with cost at most `max_tokens`.
+        """Split every group into runs of completions that cost at most `max_tokens` each.
 
-        Each part has the whole prompt and is called `id[first:stop]`; `metadata["part"]` has its
-        origin. `regroup` is the inverse. Raises `ConfigError` naming `field` if one completion with
-        its prompt costs more.
+        Each run becomes an id `id[first:stop]` with the whole prompt. `metadata["part"]` records
+        which group it belongs to. `regroup` is the inverse. Raises `ConfigError` naming the option
+        `field` if the prompt with a single completion costs more.
         """
         return _rearrange(
             self, groups.split_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
         )
 
     def regroup(self) -> SequenceSample:
-        """Join the parts made by `ungroup`, in any order.
+        """Join the runs of completions made by `ungroup` into the original groups.
 
-        Keys added since have one sequence per completion. Ids are in the order of their first part.
-        Raises `DataError` if a part of a group is missing.
+        The runs may be in any order; each group is placed where its first run is. Keys added since
+        `ungroup` must have one sequence per completion. Raises `DataError` if a run of a group is
+        missing.
         """
         if PART not in self.metadata:
             return self
@@ -285,28 +287,29 @@ class SequenceSample:
     # -- samples with new keys
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample of new keys with the layout of `key` and the same ids.
+        """Return a sample of the new keys `values`, with the same ids and lengths as `key`.
 
-        `sample.like("completion", advantages=..)` has one value per token. The arrays are converted
-        to the array type of this sample. Raises `DataError` naming a key whose values do not fit.
+        `sample.like("completion", advantages=..)` has one value per token of a completion. The
+        arrays are converted to the array type of this sample. Raises `DataError` naming a key whose
+        values do not fit the lengths.
         """
         return _build_like(self, key, _get_known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample of new keys with one value per sequence of `key`, and the same ids.
+        """Return a sample of the new keys `values`, with one value per sequence of `key`.
 
-        Example: `sample.one_per("completion", rewards=..)`.
+        The ids are those of this sample. Example: `sample.one_per("completion", rewards=..)`.
         """
         return _build_like(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
     def meta(self) -> SequenceSample:
-        """Return the sample without data: ids, lengths and metadata."""
+        """Return the sample without data, with only its ids, lengths and metadata."""
         return SequenceSample(self.ids, self.lengths, self.offsets, {}, self.metadata)
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """Return the sample with keys renamed old -> new.
+        """Return the sample with keys renamed as in `mapping` (old name to new name).
 
-        Raises `DataError` if two keys would get the same name.
+        Raises `DataError` if two keys would have the same name.
         """
         names = {key: mapping.get(key, key) for key in self.keys}
         if len(set(names.values())) < len(names):
@@ -316,9 +319,9 @@ class SequenceSample:
         return _with_keys(self, names)
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """Return this sample with the keys and metadata of `other`, joined by id.
+        """Return this sample with the keys and metadata of `other` added or replaced.
 
-        Both have the same ids, in any order.
+        Both samples must have the same ids, in any order; raises `DataError` otherwise.
         """
         if set(self.ids) != set(other.ids):
             apart = sorted(set(self.ids) ^ set(other.ids))
@@ -339,17 +342,17 @@ class SequenceSample:
         )
 
     def to(self, device: str | torch.device) -> SequenceSample:
-        """Convert the data to torch tensors on a device."""
+        """Return the sample with the data as torch tensors on `device`."""
         data = {key: torch.as_tensor(value).to(device) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def numpy(self) -> SequenceSample:
-        """Convert the data to numpy arrays."""
+        """Return the sample with the data as numpy arrays."""
         data = {key: to_host_array(value) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def to_bytes(self, compression: str | None = None) -> bytes:
-        """Serialize without pickle; `compression` is None or "zlib".
+        """Serialize the sample without pickle. `compression` is None or "zlib".
 
         Metadata must be JSON values (tuples become lists).
         """
@@ -372,9 +375,9 @@ class SequenceSample:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> SequenceSample:
-        """Deserialize the output of `to_bytes`, to the CPU.
+        """Deserialize bytes that `to_bytes` returned. Tensors are on the CPU.
 
-        Raises `DataError` for other or truncated bytes.
+        Raises `DataError` if the bytes have another format or are truncated.
         """
         tensors, values = codec.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
@@ -412,7 +415,7 @@ def _build_like(
 
 
 def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """Return the sample with keys renamed old -> new, and without all other keys."""
+    """Return the sample with only the keys of `names`, each under its new name."""
     lengths = {new: sample.lengths[old] for old, new in names.items()}
     offsets = {new: sample.offsets[old] for old, new in names.items()}
     data = {}
@@ -423,7 +426,7 @@ def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSamp
 
 
 def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
-    """Split into parts of consecutive ids at `bounds`; data are views."""
+    """Split a sample at the id indices `bounds`. The data are views."""
     parts = []
     for low, high in pairwise(bounds):
         span = {}
@@ -442,7 +445,10 @@ def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSam
 
 
 def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") -> SequenceSample:
-    """Return the sequences listed in `new`, with the metadata of their ids except `drop`."""
+    """Return the sequences that `new` lists, with the metadata of their ids.
+
+    The metadata column `drop` is left out.
+    """
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}
     data = {}
@@ -456,7 +462,7 @@ def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") 
 
 
 def _get_known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
-    """Return `values[key]`, or raise an error that explains why it is missing."""
+    """Return `values[key]`. If it is missing, raises `DataError` that explains why."""
     if key in values:
         return values[key]
     if key in sample.lengths:
@@ -470,7 +476,7 @@ def _get_known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> A
 
 
 def _sum_lengths(sample: SequenceSample, key: str) -> npt.NDArray[np.int64]:
-    """Return the number of tokens of a key for each id."""
+    """Return the number of tokens of `key` for each id; int64 [num_ids]."""
     return np.diff(sample.starts[key][sample.offsets[key]])
 
 
@@ -479,7 +485,7 @@ def _set(sample: SequenceSample, name: str, value: Any) -> None:
 
 
 def _freeze(value: npt.ArrayLike) -> Ints:
-    """Return a read-only int32 vector; the caller's array stays writable."""
+    """Return a read-only int32 view of a vector. The caller's array stays writable."""
     array = np.asarray(value, dtype=np.int32).view()
     array.flags.writeable = False
     return array
@@ -501,7 +507,7 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
 
 
 def _convert_ids(ids: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the ids with whole numbers as texts."""
+    """Return the ids with integers converted to strings."""
     if set(map(type, ids)) <= {str}:  # the usual case, and a fast check
         return ids
     return tuple(str(id) if isinstance(id, int | np.integer) else id for id in ids)

@@ -1,4 +1,4 @@
-"""Pairing of short samples within an epoch."""
+"""Random pairing of short samples within an epoch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Index = npt.NDArray[np.int64]
 def pair_short(
     costs: Index, below: int, probability: float, draw: np.random.Generator
 ) -> tuple[Index, Index]:
-    """Return (order, bounds): the new order of the samples, and the bounds of singles and pairs.
+    """Pair short samples at random, and return (order of the samples, bounds of the units).
 
-    `bounds` includes the end. Samples of fewer than `below` tokens are drawn with `probability`.
-    Drawn samples are paired in order; a pair is at the place of its second sample. A drawn sample
-    without a partner is put at the end.
+    A unit is a single sample or a pair; the bounds include the end. Each sample of fewer than
+    `below` tokens is drawn with `probability`, and drawn samples are paired in order. A pair takes
+    the position of its second sample. A drawn sample without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

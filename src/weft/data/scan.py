@@ -1,4 +1,4 @@
-"""Scan of a file for problems before training: unwanted phrases, duplicates, empty answers."""
+"""Scan of a file for problems before training: unwanted phrases, duplicates and empty answers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ CONTEXT = 50  # characters shown on each side of a phrase
 
 @dataclass
 class ScanFindings:
-    """Results of a scan.
+    """Problems that a scan found.
 
-    `phrases[p]` lists (place, text around it); the other fields list places, or groups of places.
+    `phrases[p]` lists (place, surrounding text) of each occurrence of the phrase p. `duplicates`
+    lists groups of places with equal rows, and `empty` the places of rows with an empty answer.
+    `unreadable` lists places with the reason.
     """
 
     rows: int = 0
@@ -67,7 +69,7 @@ class ScanFindings:
 def scan(
     rows: Iterable[tuple[str, Row | UnreadableRow]], phrases: Sequence[str] = PHRASES
 ) -> ScanFindings:
-    """Scan rows given as (place, row).
+    """Scan rows, given as (place, row), for unwanted phrases, duplicates and empty answers.
 
     Phrases are searched in answers, ignoring case and the kind of apostrophe.
     """
@@ -96,7 +98,7 @@ def scan(
 
 
 def iterate_answers(row: Row) -> Iterator[str]:
-    """Iterate over the texts to train on: answers, replies, and the assistant's turns."""
+    """Iterate over the texts of a row that are trained: answers, replies, assistant turns."""
     for key in (*ANSWERS, *MESSAGE_KEYS):
         if key in row:
             yield from _iterate_replies(row[key], messages=key in MESSAGE_KEYS)
@@ -118,13 +120,13 @@ def _iterate_replies(value: Any, *, messages: bool) -> Iterator[str]:
 
 
 def _iterate_dialogue(text: str) -> Iterator[str]:
-    """Iterate over the assistant's turns of a dialogue; any other text is returned whole."""
+    """Iterate over the assistant's turns of a dialogue. Any other text is yielded whole."""
     spans = dialogue.find_assistant_spans(text)
     yield from (text[a:b] for a, b in spans) if spans else (text,)
 
 
 def _iterate_parts(content: Any) -> Iterator[str]:
-    """Iterate over the texts of a content given in parts; tool calls are skipped."""
+    """Iterate over the texts of a message content given in parts. Tool calls are skipped."""
     for part in content if isinstance(content, Sequence) else ():
         if isinstance(part, Mapping) and part.get("type") == "text":
             yield str(part.get("text", part.get("value", "")))
@@ -138,9 +140,9 @@ def _iterate_tree(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _normalize_text(text: str) -> str:
-    """Return the text in lower case with straight apostrophes, of the same length.
+    """Return the text in lower case with straight apostrophes. The length does not change.
 
-    Characters whose lower case is longer are kept.
+    Characters whose lower case has several characters are left as they are.
     """
     return "".join(low if len(low := c.lower()) == 1 else c for c in text).replace("\u2019", "'")
 

@@ -1,6 +1,6 @@
 """Reading of rows from JSON, JSONL(.gz), Parquet and Arrow files, directories, and the hub.
 
-Each row comes with its file and line.
+Every row is returned with its file and line.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class RowLocation:
-    """Place of a row, written `FILE:LINE`.
+    """Location of a row, written as `FILE:LINE`.
 
-    In Parquet and Arrow files the line is the row's number. If a row was made from several rows,
-    the line is 0, and the place is written `FILE`.
+    In Parquet and Arrow files, `line` is the row number. If a row was made from several rows,
+    `line` is 0, and the location is written as `FILE`.
     """
 
     file: str
@@ -50,18 +50,17 @@ class RowLocation:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """Line that is not a row; `reason` is the reason."""
+    """Line of a file that cannot be read as a row. `reason` explains the problem."""
 
     reason: str
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
-    """Return the data files at `path`, sorted.
+    """Return the data files at `path`, sorted by name.
 
-    `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`).
-
-    `split` selects the files with the name of that split. Without it, if some files are named after
-    the split train, only those are returned. Raises `DataError` if there is nothing to read.
+    `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`). `split` selects the
+    files that are named after that split. By default, files named after the split "train" are
+    selected, or all files if there are none. Raises `DataError` if there is nothing to read.
     """
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
@@ -107,13 +106,12 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 def read_rows(
     file: Path, *, texts_as: str | None = None
 ) -> Iterator[tuple[RowLocation, Mapping[str, Any] | UnreadableRow]]:
-    """Iterate over the rows of a file with their places; bad lines are `UnreadableRow`.
+    """Iterate over (place, row) of a file. A line that is not a row yields an `UnreadableRow`.
 
-    If a row contains the place of the row it was made from (`ORIGIN`), that place is returned.
+    If a row was converted from another file and contains the original place (under `ORIGIN`), that
+    place is returned. With `texts_as`, a JSON string counts as a row with this column.
 
-    `texts_as`: the column for rows that are only a text.
-
-    Raises `DataError` if the file is empty, or its format differs from that of its suffix.
+    Raises `DataError` if the file is empty, or if its format differs from that of its suffix.
     """
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
@@ -137,7 +135,7 @@ def read_rows(
 
 
 def hash_content(files: list[Path]) -> str:
-    """Return the sha256 of the bytes of the files, in order."""
+    """Return the sha256 of the contents of the files, in order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -162,9 +160,9 @@ def _open_text(file: Path) -> IO[str]:
 
 
 def _peek_character(stream: IO[str]) -> str:
-    """Return the first character that is not white space, without moving the stream.
+    """Return the first character that is not white space, and rewind the stream.
 
-    A BOM counts as white space.
+    A byte order mark counts as white space.
     """
     character = " "
     while character and (character.isspace() or character == "\ufeff"):
@@ -182,7 +180,7 @@ def _read_line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_value(line: str) -> Any:
-    """Return the JSON value of a line, or `UnreadableRow` with the reason."""
+    """Return the JSON value of a line, or an `UnreadableRow` with the reason."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -193,9 +191,9 @@ def _parse_value(line: str) -> Any:
 
 
 def _check_surrogates(value: Any) -> Any:
-    """Return the value, or `UnreadableRow` if it contains half of a surrogate pair.
+    """Return the value, or an `UnreadableRow` if it contains half of a surrogate pair.
 
-    A half is not a character; it comes from cutting a text inside an emoji.
+    Such a half is not a character. It results from cutting a text inside an emoji.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -211,7 +209,7 @@ def _check_surrogates(value: Any) -> Any:
 
 
 def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """Iterate over the entries of a JSON list, each with the line it begins on."""
+    """Iterate over (line, entry) of a JSON list. The line is the one on which the entry begins."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line = 1
@@ -267,9 +265,9 @@ def _skip_blank(blank: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _download_from_hub(path: str) -> Path:
-    """Return a local copy of a hub dataset's data files.
+    """Download the data files of a hub dataset and return the local folder.
 
-    Raises `DataError` if it does not exist or the hub cannot be reached.
+    Raises `DataError` if the dataset does not exist or the hub cannot be reached.
     """
     local = (
         path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(path)
@@ -302,7 +300,7 @@ def _download_from_hub(path: str) -> Path:
 def check_available(path: str, option: str = "") -> None:
     """Raise `DataError` if a hub dataset is neither in the cache nor on the hub.
 
-    Does not check existing paths, or names that cannot be hub datasets.
+    Existing local paths, and names that cannot be hub datasets, are not checked.
     """
     if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
         hub.check_dataset(option, path, "check the spelling")
@@ -313,7 +311,10 @@ def _is_hidden(file: Path) -> bool:
 
 
 def _find_split(file: Path) -> str | None:
-    """Return the split in the path of a file: `data/train-00000-of-00002.parquet` -> train."""
+    """Return the split that a file's path names, or None.
+
+    For example, `data/train-00000-of-00002.parquet` belongs to train.
+    """
     words = re.split(r"[^a-z0-9]+", str(file).lower())
     return next(
         (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),

@@ -1,4 +1,4 @@
-"""Options of tokenizers and datasets: plain values, no torch."""
+"""Options of tokenizers and datasets, as plain values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One entry of `dataset.sources`.
+    """Source of training rows: one entry of `dataset.sources` or `dataset.named`.
 
-    At most one of `fraction`, `size` and `weight` is set; without them all rows are used.
+    At most one of `fraction`, `size` and `weight` is set. If none is set, all rows are used.
 
-    With `fraction` or `size`, every epoch draws another part of the training rows. `weight` is a
-    share of the mixture relative to the other weights: an epoch is as long as the scarcest source
-    allows without using a row twice.
+    With `fraction` or `size`, every epoch draws a different part of the training rows. `weight` is
+    the source's share of the mixture, relative to the other weights. With weights, an epoch is as
+    long as the scarcest source allows without repeating a row.
     """
 
     path: str = ""
@@ -77,9 +77,10 @@ class SourceSpec:
 
     @classmethod
     def parse(cls, value: Any, where: str) -> SourceSpec:
-        """Parse one mapping.
+        """Parse one source, given as a mapping or as a path.
 
-        Raises `ConfigError` naming `where` for unknown keys, wrong types and invalid values.
+        Raises `ConfigError` naming the option `where` for unknown keys, wrong types and invalid
+        values.
         """
         if isinstance(value, str):
             value = {"path": value}
@@ -175,16 +176,19 @@ class SourceSpec:
 
 
 def list_source_specs(spec: DatasetSpec) -> list[SourceSpec]:
-    """Return the parsed entries of `dataset.sources` and `dataset.named`.
+    """Return the parsed sources of `dataset.sources` and `dataset.named`.
 
-    Raises `ConfigError` naming the entry.
+    Raises `ConfigError` naming the invalid source.
     """
     listed = [] if spec.sources is None else parse_sources(spec.sources)
     return check_weights([*listed, *([] if spec.named is None else parse_named(spec.named))])
 
 
 def check_weights(sources: list[SourceSpec]) -> list[SourceSpec]:
-    """Return the sources. Raises `ConfigError` if only some have a weight."""
+    """Return `sources` unchanged.
+
+    Raises `ConfigError` if some but not all of them have a weight.
+    """
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
         raise ConfigError(
@@ -195,7 +199,7 @@ def check_weights(sources: list[SourceSpec]) -> list[SourceSpec]:
 
 
 def parse_sources(value: Any) -> list[SourceSpec]:
-    """Parse `dataset.sources`. Raises `ConfigError` naming the entry."""
+    """Parse the option `dataset.sources`. Raises `ConfigError` naming the invalid source."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(
             f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, "
@@ -207,9 +211,10 @@ def parse_sources(value: Any) -> list[SourceSpec]:
 
 
 def parse_named(value: Any) -> list[SourceSpec]:
-    """Parse `dataset.named`: a name, or a list of names and `{name: {fraction: .., GPU_OPTION_HINT: ..}}`.
+    """Parse the option `dataset.named`.
 
-    Raises `ConfigError`.
+    `value` is a name, a mapping `{name: {fraction: .., ...}}`, or a list of both. Raises
+    `ConfigError` naming the invalid entry.
     """
     entries = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(entries, Sequence) or not entries:
@@ -224,7 +229,10 @@ def parse_named(value: Any) -> list[SourceSpec]:
 
 
 def _parse_named_source(entry: Any, where: str) -> SourceSpec:
-    """Parse one entry; keys that are not source keys are options of the reader."""
+    """Parse one entry of `dataset.named`.
+
+    Keys that are not fields of `SourceSpec` are options of the dataset's reader.
+    """
     if isinstance(entry, str):
         return SourceSpec.parse({"named": entry}, where)
     if not isinstance(entry, Mapping) or len(entry) != 1:
@@ -283,9 +291,10 @@ def find_sources_problem(value: Any) -> str | None:
 
 @dataclass
 class DatasetSpec:
-    """The `dataset.*` options.
+    """Options under `dataset.*`.
 
-    `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args.
+    `sources` is a list of mappings with the keys path, type, fraction | size | weight, split, name
+    and args.
     """
 
     train_path: str | None = option(None, "the same as path", check=find_url_problem)
@@ -416,5 +425,5 @@ class DatasetSpec:
 
     @property
     def limit(self) -> int | None:
-        """Return `max_seqlen` as a number; None if it is unset, or `auto` (rows are not cut)."""
+        """Value of `max_seqlen`, or None if it is unset or `auto` (rows are not cut then)."""
         return self.max_seqlen if isinstance(self.max_seqlen, int) else None

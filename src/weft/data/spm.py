@@ -1,7 +1,8 @@
 """Conversion of a sentencepiece `tokenizer.model` to a `tokenizers.Tokenizer`.
 
-The ids are the same, byte fallback included. The file is a protobuf message
-(sentencepiece_model.proto in google/sentencepiece); the few fields needed are read here.
+The converted tokenizer has the same ids, including byte fallback. The file is a protobuf message
+(sentencepiece_model.proto in google/sentencepiece). This module parses the few fields that it
+needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SPACE = "▁"
 class SentencePieceModel:
     """Contents of a sentencepiece file: (piece, score, type) by id, and the text normalization.
 
-    The text is normalized before it is split into pieces.
+    Texts are normalized before they are split into pieces.
     """
 
     pieces: tuple[tuple[str, float, int], ...]
@@ -41,21 +42,22 @@ class SentencePieceModel:
     pad_id: int
 
     def get_piece(self, index: int) -> str | None:
-        """Return the piece with this id, or None if the id is -1 (the model has none)."""
+        """Return the piece with this id, or None if the model has no such piece (id -1)."""
         return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
 
 
 def is_sentencepiece(path: Path) -> bool:
     """Return whether a file called `tokenizer.model` is a sentencepiece model.
 
-    Its first field is a piece. Tiktoken files of that name are text.
+    The first field of a sentencepiece model is a piece. Tiktoken files, which can have the same
+    name, are text.
     """
     with path.open("rb") as file:
         return file.read(1) == b"\x0a"
 
 
 def read_model(path: Path) -> SentencePieceModel:
-    """Parse a sentencepiece file. Raises `DataError` if it is something else or truncated."""
+    """Parse a sentencepiece file. Raises `DataError` if it has another format or is truncated."""
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, bytes | int] = {}
     normalizer: dict[int, bytes | int] = {}
@@ -101,7 +103,10 @@ def read_model(path: Path) -> SentencePieceModel:
 
 
 def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
-    """Return an equivalent `tokenizers.Tokenizer`; control pieces are special tokens."""
+    """Convert a sentencepiece model to an equivalent `tokenizers.Tokenizer`.
+
+    Control pieces become special tokens.
+    """
     byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
     # Build the model: Unigram, or BPE with merges in the order of the scores.
     if model.unigram:
@@ -149,7 +154,10 @@ def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
 
 
 def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that form a piece, in order of its score, highest first."""
+    """Return all pairs of pieces that together form another piece.
+
+    The pairs are in descending order of the score of the piece that they form.
+    """
     mergeable = set()
     for piece, _, kind in model.pieces:
         if kind not in (UNKNOWN, CONTROL, BYTE):
@@ -168,7 +176,10 @@ def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple
 
 
 def _decode_id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
-    """Return an int32 field; a negative number is stored as a 64-bit two's complement."""
+    """Return the value of an int32 field, or `default` if it is absent.
+
+    Negative numbers are stored as a 64-bit two's complement.
+    """
     value = trainer.get(field, default)
     assert isinstance(value, int)
     return value - 2**64 if value >= 2**63 else value
@@ -177,7 +188,7 @@ def _decode_id(trainer: dict[int, bytes | int], field: int, default: int) -> int
 def _iterate_fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
     """Iterate over (field number, value) of a protobuf message.
 
-    Varints are integers, all other values are bytes.
+    The value of a varint is an integer. All other values are bytes.
     """
     at = 0
     while at < len(raw):

@@ -1,4 +1,4 @@
-"""End of each step of a completion, in characters and in tokens."""
+"""Ends of the steps of a completion, in characters and in tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weft.data.tokenizer import Tokenizer
 
 
 def find_step_ends(text: str, mark: str) -> list[int]:
-    """Return the end of each step of a text, in characters.
+    """Return the end of each step of a text, as a number of characters.
 
     A step ends after each `mark`, and at the end of the text if more than white space follows the
-    last mark. A step that consists of white space is joined to the next one.
+    last mark. A step that is only white space is joined to the next one.
     """
     ends: list[int] = []
     start = 0
@@ -27,9 +27,10 @@ def find_step_ends(text: str, mark: str) -> list[int]:
 def find_step_tokens(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
 ) -> list[int]:
-    """Return the index of the token with the last character of each text prefix.
+    """Return, for each step, the index of the token with the last character of the step.
 
-    The prefixes of the completion's text are given by their lengths.
+    `ids` are the tokens of the completion. `ends` are the ends of the steps in characters, as
+    `find_step_ends` returns them.
     """
 
     def build_predicate(end: int) -> Callable[[int], bool]:
@@ -39,7 +40,10 @@ def find_step_tokens(
 
 
 def _find_first(holds: Callable[[int], bool], count: int) -> int:
-    """Return the first of `count` indices for which a monotone predicate is true, or the last."""
+    """Return the first index below `count` at which a monotone predicate is true.
+
+    Returns the last index if the predicate is true nowhere.
+    """
     low = 0
     high = count - 1
     while low < high:

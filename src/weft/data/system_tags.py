@@ -1,6 +1,6 @@
-"""Additions to a conversation before rendering: a fixed system text, and tags before replies.
+"""Additions to a conversation before rendering: a fixed system text, and a tag before each reply.
 
-A tag is a system message with the known facts about a reply (Open-Assistant's system tags).
+A tag is a system message with what is known about the reply (Open-Assistant's system tags).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WORDS_PER_LENGTH_UNIT = 5  # words per unit of the tag `length`
 
 @dataclass(frozen=True)
 class ConversationAdditions:
-    """Options for the additions to a conversation.
+    """Options for system texts that are added to a conversation.
 
-    `prefix` is a system text put before the conversation's own system message. `tags`: insert
-    before each reply a system message with the reply's language, labels and context, and its length
-    if `length` is set. If a random generator is given, each line is dropped with probability
-    `dropout`. Without `label_masking` every token is trained.
+    `prefix` is a system text that precedes the conversation's own system message. `tags` adds a
+    system message before each reply, with the reply's language, labels and context, and with its
+    length if `length` is set. If random numbers are drawn, each line of this message is dropped
+    with probability `dropout`. Without `label_masking`, every token is trained.
     """
 
     prefix: str | None = None
@@ -37,7 +37,10 @@ class ConversationAdditions:
     label_masking: bool = True
 
     def apply(self, messages: Sequence[Message], draw: np.random.Generator | None) -> list[Message]:
-        """Return the messages with the additions; without `draw` all tags, in a fixed order."""
+        """Return the messages with the additions.
+
+        Without `draw`, no line of a tag is dropped, and the lines are in a fixed order.
+        """
         conversation = list(messages)
         if self.tags:
             conversation = [
@@ -55,7 +58,10 @@ class ConversationAdditions:
 
 
 def prepend_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
-    """Prepend the system text `prefix`, joined to an existing system message by a blank line."""
+    """Prepend the system text `prefix` to the messages.
+
+    If there is a system message already, the prefix is joined to it with a blank line.
+    """
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{prefix}\n\n{messages[0]['content']}"}
         return [first, *messages[1:]]
@@ -65,10 +71,11 @@ def prepend_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
 def format_tag(
     message: Mapping[str, Any], draw: np.random.Generator | None, dropout: float, *, length: bool
 ) -> str:
-    """Return the lines `name: value` about a reply; "" if none is left.
+    """Return the lines `name: value` that describe a reply, or "" if no line is left.
 
-    Language and labels are in random order, followed by the context, which can have several lines.
-    Raises `DataError` for a label that is not a number from 0 to 1.
+    Language, labels and length are in random order. The context, which can have several lines,
+    comes last. Without `draw`, the order is fixed and no line is dropped. Raises `DataError` for a
+    label that is not a number from 0 to 1.
     """
     lines = []
     for name in FACTS:

@@ -1,4 +1,4 @@
-"""Tokenized rows in memory and on disk, as one SequenceSample with small dtypes."""
+"""Tokenized rows in memory and on disk, as one `SequenceSample` with small dtypes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TokenizationReport:
-    """Counts of a source's rows, and of the samples that were truncated or dropped.
+    """Report on the tokenized rows of a source: rows, truncated and dropped samples, and columns.
 
-    `both_cut`: number of samples with truncated prompt and answer. `read`: columns that were read;
-    `held`: columns with a value in any row; `cut`: parts of trained turns that the chat template
-    omits.
+    `both_cut` is the number of samples in which both the prompt and the answer were truncated.
+    `read` are the columns that were read, and `held` those that have a value in any row. `cut`
+    lists the parts of trained turns that the chat template omits.
     """
 
     rows: int = 0
@@ -65,7 +65,7 @@ class TokenizationReport:
 
     @property
     def unused(self) -> list[str]:
-        """Return the columns with values that were read in no row."""
+        """Columns that have values but were not read in any row."""
         return sorted(self.held - self.read)
 
     def to_values(self) -> dict[str, Any]:
@@ -82,9 +82,10 @@ class TokenizationReport:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """All samples of one source.
+    """Table of all samples of one source.
 
-    `rows[i]` is the number of the row that sample i was made from; a row can give several samples.
+    `rows[i]` is the number of the row that sample i was made from. Several samples can be made from
+    one row.
     """
 
     sample: SequenceSample
@@ -99,15 +100,15 @@ class TokenTable:
         return self.sample.ids
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """Return sample `index` alone, in the dtypes of the graph's edges."""
+        """Return the sample at `index` in the dtypes that the edges of the graph use."""
         return self.take([index])
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
+        """Return the samples at `indices` in the dtypes that the edges of the graph use."""
         return cast_to_edge_dtypes(self.sample.at(indices))
 
     def get_encoded(self, index: int) -> EncodedSample:
-        """Return sample `index` in the form in which it was encoded."""
+        """Return the sample at `index` as the `EncodedSample` that the table was built from."""
         one = self.sample.at([index])
 
         def split_lists(key: str) -> list[Any]:
@@ -127,15 +128,15 @@ class TokenTable:
         )
 
     def count_tokens(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each sample, the prompt counted per completion."""
+        """Return the number of tokens of each sample. The prompt is counted once per completion."""
         return self.sample.token_costs()
 
     def compute_max_seqlen(self) -> int:
-        """Return the length of the longest sequence, a prompt with one of its completions."""
+        """Return the length of the longest sequence (a prompt with one of its completions)."""
         return int(self.compute_seqlens().max(initial=0))
 
     def compute_seqlens(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each sample's longest sequence (prompt and completion)."""
+        """Return the length of each sample's longest sequence (prompt and completion)."""
         lengths = self.sample.lengths
         sizes = lengths["prompt"].astype(np.int64)
         if "completion" in lengths:
@@ -153,9 +154,10 @@ class TokenTable:
         rows: Sequence[int],
         report: TokenizationReport,
     ) -> TokenTable:
-        """Pack encoded samples in order; `rows` are their row numbers.
+        """Build a table from encoded samples, in order.
 
-        The keys are those of the first sample.
+        `rows` are the row numbers of the samples. The first sample determines the keys of the
+        table.
         """
         kinds = _list_keys(encoded[0]) if encoded else ("prompt",)
         seqlens = {}
@@ -184,7 +186,7 @@ class TokenTable:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TokenTable:
-        """Read the output of `to_bytes`. Raises `DataError` for other bytes."""
+        """Read the output of `to_bytes`. Raises `DataError` if the bytes have another format."""
         tensors, values = codec.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         rows = tensors.pop("rows").numpy()
@@ -202,7 +204,7 @@ class TokenTable:
 
 
 def cast_to_edge_dtypes(sample: SequenceSample) -> SequenceSample:
-    """Convert samples of a table to the dtypes of the graph's edges."""
+    """Convert samples of a table to the dtypes that the edges of the graph use."""
     return replace(
         sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
     )

@@ -1,6 +1,6 @@
 """Limits on chat templates, which come with a model and are executed.
 
-A template must not loop without end, or write texts of unbounded length.
+A template must neither loop forever nor write texts of unbounded length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transforme
 
 
 class TimeLimitExceeded(Exception):
-    """Error of `limit_time`: the code did not end in time."""
+    """Error that `limit_time` raises if the code does not end in time."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"
@@ -39,7 +39,7 @@ class TimeLimitExceeded(Exception):
 
 @cache
 def find_template_problem(template: str) -> str | None:
-    """Return the problem with a template, with its line if known, or None if none is found."""
+    """Return the problem with a template, including the line if it is known, or None."""
     try:
         problem = _find_oversized(template)
         if problem is not None:
@@ -68,9 +68,9 @@ def find_template_problem(template: str) -> str | None:
 
 
 def _find_oversized(template: str) -> str | None:
-    """Return the problem with a product or power of constants that would fill the memory.
+    """Return the problem with a product or power of constants that would fill the memory, or None.
 
-    Jinja computes it when it compiles the template.
+    Jinja would compute such an expression while compiling the template.
     """
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)
@@ -107,10 +107,11 @@ def _evaluate_constant(node: nodes.Expr) -> Any:
 
 
 class TimeLimitThread:
-    """Thread that interrupts other threads whose work takes too long.
+    """Thread that interrupts other threads when their time limit is exceeded.
 
-    The thread ends when it is idle. One thread serves all conversations, since starting a timer for
-    each would take longer than rendering it with most templates.
+    One thread serves all conversations, since starting a timer for each of them would take longer
+    than rendering the conversation with most templates. The thread ends after it has been idle for
+    a while.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,10 @@ class TimeLimitThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Interrupt the calling thread in `seconds`, unless `end` is called with the result."""
+        """Start a time limit for the calling thread, and return a token for it.
+
+        After `seconds`, the thread is interrupted unless `end` has been called with the token.
+        """
         entry = object()
         with self._lock:
             self._entries[entry] = threading.get_ident(), time.monotonic() + seconds
@@ -161,9 +165,10 @@ def _get_thread() -> TimeLimitThread:
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitExceeded` in this thread if the code takes too long.
+    """Raise `TimeLimitExceeded` in this thread if the code in the context takes too long.
 
-    The error is raised between two bytecode instructions, so not inside code of a C library.
+    The error is raised between two bytecode instructions, so it cannot interrupt a function of a C
+    library.
     """
     watch = _get_thread()
     entry = watch.begin(seconds)

@@ -23,9 +23,10 @@ VERBATIM_TEMPLATE = "chatml"  # weft's template that writes content unchanged
 class TemplateOmission:
     """Part of trained turns that a chat template omits.
 
-    `turns` is the number of turns without it. The first of them is message `message` (counted from
-    1) of row `row` (from 0), at `place` in its file; `example` is the text omitted there.
-    `template` is the name of the tokenizer, `keep` advice to the user on keeping the part.
+    `turns` is the number of turns in which the part is missing. The first of these is message
+    `message` (counted from 1) of row `row` (counted from 0), which is at `place` in the file.
+    `example` is the text that is omitted in this turn. `template` is the name of the tokenizer, and
+    `keep` advises the user how to keep the part.
     """
 
     part: str
@@ -47,7 +48,10 @@ class TemplateOmission:
 
 
 def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission, ...]:
-    """Merge cuts with the same part, advice and template; keep the place of the first turn."""
+    """Merge omissions with the same part, advice and template, and add up their turns.
+
+    The place of the first turn is kept.
+    """
     omissions: dict[tuple[str, str, str], TemplateOmission] = {}
     for cut in cuts:
         key = cut.part, cut.keep, cut.template
@@ -58,7 +62,7 @@ def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission,
 
 @dataclass(frozen=True)
 class TrainedTurn:
-    """Trained turn: message `index` of a conversation, rendered as the text `written`."""
+    """Trained turn of a conversation: message `index`, which is rendered as the text `written`."""
 
     template: TemplateFunctions
     messages: Sequence[Message]
@@ -73,7 +77,7 @@ class TrainedTurn:
     def find_omissions(self, lost: Set[str]) -> Iterator[TemplateOmission]:
         """Iterate over the parts of the turn that are missing from `written`.
 
-        `lost` are fields that the template never writes.
+        `lost` are the fields of the message that the template does not write.
         """
         message = self.message
         # Reasoning in a separate field.
@@ -117,7 +121,7 @@ class TrainedTurn:
         return TemplateOmission(part, keep, self.template.name, self.index + 1, example)
 
     def _advise_on_reasoning(self) -> str:
-        """Return advice on keeping reasoning that is given in a separate field."""
+        """Return advice on how to keep reasoning that is in a separate field."""
         own = {}
         for key, value in self.message.items():
             if key != REASONING:
@@ -130,7 +134,7 @@ class TrainedTurn:
         return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE}, with <think>...{END_OF_THOUGHT} in content)"
 
     def _advise_on_content(self) -> str:
-        """Return advice on keeping reasoning at the beginning of the content."""
+        """Return advice on how to keep reasoning that is at the beginning of the content."""
         _, _, answer = self.message["content"].rpartition(END_OF_THOUGHT)
         apart = {**self.message, "content": answer.strip(), REASONING: MARK}
         inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{answer.strip()}"}
@@ -144,9 +148,9 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template writes the mark when the following messages are removed.
+        """Return whether the template writes `MARK` in the turn if no messages follow the turn.
 
-        Returns False if no messages follow.
+        Returns False if no messages follow anyway.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]
@@ -165,9 +169,9 @@ class TrainedTurn:
 
 
 def find_missing_words(text: str, content: str) -> str:
-    """Return the words of `content` missing from `text`, shortened.
+    """Return the words of `content` that are missing from `text`, shortened for a message.
 
-    The longest beginning and the longest end of the content found in the text are removed.
+    The longest beginning and the longest end of the content that the text contains are removed.
     """
     words = content.split()
     packed = remove_whitespace(text)
@@ -187,7 +191,7 @@ def _find_largest(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _has_argument(text: str, value: Any) -> bool:
-    """Return whether a text contains an argument of a call, in JSON or Python notation."""
+    """Return whether a text contains an argument of a tool call, in JSON or Python notation."""
     if isinstance(value, str):
         return has_text(text, value)
     return any(form in text for form in (json.dumps(value), str(value)))

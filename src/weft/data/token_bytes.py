@@ -1,7 +1,7 @@
 """Bytes of single tokens, independent of their position in a text.
 
-Decoding a token alone does not give them: with sentencepiece, decoding drops the leading space of
-the first word; a token with a part of a character decodes to U+FFFD.
+Decoding a single token does not return its bytes: sentencepiece drops the leading space of the
+first word, and a token with a part of a character decodes to U+FFFD.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLANK = "▁"
 
 
 class TokenBytes:
-    """Bytes of the tokens of one tokenizer."""
+    """Lookup of the bytes that each token of a tokenizer represents."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TokenBytes:
         self._cached_bytes: dict[int, bytes] = {}
 
     def get_bytes(self, id: int) -> bytes:
-        """Return the bytes of a token, including a leading space."""
+        """Return the bytes of the token `id`, including a leading space."""
         if id not in self._cached_bytes:
             self._cached_bytes[id] = self._compute_bytes(id)
         return self._cached_bytes[id]
@@ -66,7 +66,7 @@ class TokenBytes:
 
 
 def _iterate_decoders(described: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over the steps of a decoder described as in `tokenizer.json`."""
+    """Iterate over the steps of a decoder, given in the format of `tokenizer.json`."""
     if isinstance(described, dict):
         yield described
         for each in described.get("decoders", []):
@@ -75,9 +75,10 @@ def _iterate_decoders(described: Any) -> Iterator[dict[str, Any]]:
 
 @cache
 def _map_characters_to_bytes() -> dict[str, bytes]:
-    """Return the byte of each character in byte-level vocabularies.
+    """Return the byte that each character of a byte-level vocabulary represents.
 
-    Visible Latin-1 characters represent themselves; the other bytes are numbered from U+0100 on.
+    Visible Latin-1 characters represent themselves. The other bytes are represented by the
+    characters from U+0100 on.
     """
     plain = []
     for n in range(256):

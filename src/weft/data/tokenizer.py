@@ -1,8 +1,9 @@
-"""Text to token ids and back: one encode path for training, generation, chat and rewards.
+"""Conversion between text and token ids, shared by training, generation, chat and rewards.
 
-Wraps a `transformers` tokenizer and adds: overrides of special tokens that must be in the
-vocabulary, at most one BOS, chat rendering with a mask of the assistant's text, exact sentencepiece
-ids from a bare `tokenizer.model`, and a decoder for streams.
+The class `Tokenizer` wraps a `transformers` tokenizer. It adds overrides of special tokens (which
+must be in the vocabulary), the guarantee of at most one BOS, rendering of conversations with a mask
+of the assistant's text, exact sentencepiece ids from a bare `tokenizer.model`, and a decoder for
+streams.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NO_ADDITIONS = ConversationAdditions()
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Tokenizer with weft's options, loaded by `Tokenizer.load`.
+    """Tokenizer with weft's options. `Tokenizer.load` reads one from files.
 
     `hf` is the underlying `transformers` tokenizer.
     """
@@ -62,12 +63,12 @@ class Tokenizer:
         trust_remote_code: bool = False,
         option: str = "tokenizer",
     ) -> Tokenizer:
-        """Read a tokenizer and apply the overrides of `spec`.
+        """Read a tokenizer and apply the options in `spec`.
 
-        `spec.path`, or else the model's path, is a directory, a `tokenizer.json`, a sentencepiece
-        file or a hub name. `option` is the name of the options as a user writes them. Raises
-        `UserError` if nothing can be read, a named token is not in the vocabulary, or the chat
-        template does not compile.
+        The tokenizer is read from `spec.path`, or from `model_path` if that is not set: a
+        directory, a `tokenizer.json`, a sentencepiece file or a hub name. `option` is the prefix of
+        the options in error messages. Raises `UserError` if nothing can be read, if a named token
+        is not in the vocabulary, or if the chat template does not compile.
         """
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
@@ -92,7 +93,8 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Return the token ids of a text, without EOS.
 
-        `bos`: begin with BOS (None: the default of the tokenizer); never with two.
+        `bos` determines whether the ids begin with BOS; None means the tokenizer's default. BOS is
+        never added twice.
         """
         ids = list(tokenizer_files.encode_text(self.hf, text, self.most_tokens)["input_ids"])
         if (
@@ -104,7 +106,10 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of token ids, unchanged; `skip_special` leaves out special tokens."""
+        """Return the text of token ids without any cleanup.
+
+        With `skip_special`, special tokens are left out.
+        """
         return str(
             self.hf.decode(
                 list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
@@ -114,9 +119,10 @@ class Tokenizer:
     def decode_after(
         self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
     ) -> str:
-        """Return the text of `ids` when they follow `before`.
+        """Return the text of `ids` when they follow the ids `before`.
 
-        The space before a first word is kept (sentencepiece drops it at the beginning of a text).
+        The space before the first word is kept, although sentencepiece drops it at the beginning of
+        a text.
         """
         context = list(before)[-4:]
         head = self.decode(context, skip_special)
@@ -126,7 +132,7 @@ class Tokenizer:
         return self.decode(ids, skip_special)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Return ids without BOS, and the character range [start, stop) of each.
+        """Return the ids of a text, without BOS, and the character range [start, stop) of each id.
 
         Returns None if the tokenizer does not provide offsets.
         """
@@ -142,9 +148,9 @@ class Tokenizer:
     def encode_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """Return (ids, mask) of a text.
+        """Return (ids, mask) of a text, given character spans [start, stop).
 
-        The mask is True on tokens that contain a character of one of the spans [start, stop).
+        The mask is True on tokens that contain a character of one of the spans.
         """
         ids, mask = chat.mask_spans(
             lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans
@@ -158,9 +164,9 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the jinja template, or None.
+        """Jinja chat template, or None if the tokenizer has none.
 
-        If the tokenizer has several templates, it is the one called "default".
+        If there are several templates, it is the one called "default".
         """
         template = self.hf.chat_template
         return template.get("default") if isinstance(template, dict) else template
@@ -171,7 +177,7 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of a conversation.
+        """Render a conversation to text with the chat template.
 
         Raises `DataError` if the template refuses these messages.
         """
@@ -196,9 +202,10 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of a conversation that `mask_chat` tokenizes.
+        """Return the text of a conversation with the system texts that `additions` adds.
 
-        With a generation prompt, it is the text that `encode_context` tokenizes.
+        `mask_chat` tokenizes this text. With `add_generation_prompt`, it is the text that
+        `encode_context` tokenizes.
         """
         self.check_template()
         talk = normalize_messages(messages)
@@ -209,9 +216,9 @@ class Tokenizer:
         return self.render(talk, normalize_tools(tools), add_generation_prompt)
 
     def bound_tokens(self, text: str) -> int | None:
-        """Return an upper bound on the number of tokens of a text, without tokenizing it.
+        """Return an upper bound on the number of tokens of a text, without tokenizing the text.
 
-        BOS is not counted. Returns None if no bound is known.
+        BOS is not counted. Returns None if no bound is known for this tokenizer.
         """
         if self._tokens_per_byte is None:
             return None
@@ -227,9 +234,9 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of a conversation.
+        """Render a conversation and return its token ids.
 
-        BOS comes from the template; `add_bos_token=true` adds it if it is missing.
+        Normally the template writes BOS. With `add_bos_token=true`, BOS is added if it is missing.
         """
         self.check_template()
         text = self.render(
@@ -240,9 +247,10 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """Return (token ids with generation prompt, parts of the messages without any token).
+        """Tokenize a conversation with the generation prompt, so that a reply can be generated.
 
-        Raises `DataError` if the template leaves out essential parts (`weft.data.rendered`).
+        Returns (token ids, names of the message parts that no token represents). Raises `DataError`
+        if the template leaves out essential parts (see `weft.data.rendered`).
         """
         talk = normalize_messages(messages)
         schemas = normalize_tools(tools)
@@ -258,7 +266,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Return (ids, mask) of a conversation.
 
-        The mask is True on the assistant's text and on the token that ends each of its turns.
+        The mask is True on the assistant's text and on the token that ends each assistant turn.
         """
         conversation = self.mask_chat(messages, tools)
         return conversation.ids, conversation.mask
@@ -266,11 +274,12 @@ class Tokenizer:
     def mask_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> chat.MaskedConversation:
-        """Return the tokens of a conversation with a mask of the assistant's text and end tokens.
+        """Tokenize a conversation, with a mask of the assistant's text and end tokens.
 
-        The mask is made from spans of the rendered text (`weft.data.chat`), never from ids. If the
-        template does not end the last reply with a token, EOS is added. Raises `DataError` if the
-        assistant's turns cannot be found, or messages are not rendered.
+        The mask is computed from spans of the rendered text (see `weft.data.chat`), never from ids.
+        If the template does not end the last reply with a token, EOS is added. Raises `DataError`
+        if the assistant's turns cannot be located, or if essential parts of the messages are not
+        rendered.
         """
         self.check_template()
         template = TemplateFunctions(
@@ -315,7 +324,7 @@ class Tokenizer:
 
     @cached_property
     def text_around_reply(self) -> tuple[str, str]:
-        """Return the text that the chat template writes before and after a plain reply.
+        """Texts that the chat template writes before and after a plain reply.
 
         The first text is between the generation prompt and the reply. Both are "" without a
         template.
@@ -326,7 +335,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """Return the token that the chat template puts after a reply, or None."""
+        """Token that the chat template writes directly after a reply, or None if it writes none."""
         return find_leading_token(self.text_around_reply[1].lstrip(), self._added_tokens)
 
     @cached_property
@@ -336,7 +345,8 @@ class Tokenizer:
     def list_stop_ids(self) -> list[int]:
         """Return the ids that end a completion.
 
-        These are EOS, the template's end-of-turn token, and the ids in the model's configuration.
+        These are EOS, the end-of-turn token of the template, and the ids that the model's
+        configuration lists.
         """
         candidates = [
             self.eos_id,
@@ -346,14 +356,14 @@ class Tokenizer:
         return list(dict.fromkeys(id for id in candidates if isinstance(id, int)))
 
     def find_special_id(self, text: str) -> int | None:
-        """Return the id of the added token with this text, or None."""
+        """Return the id of the added token with this text, or None if there is no such token."""
         return next(
             (id for id, token in self.hf.added_tokens_decoder.items() if token.content == text),
             None,
         )
 
     def with_draw(self, draw: np.random.Generator) -> Tokenizer:
-        """Return the tokenizer with random numbers to draw from.
+        """Return a copy of the tokenizer that uses the random generator `draw` for its additions.
 
         Cached properties of the template are copied too.
         """
@@ -362,7 +372,7 @@ class Tokenizer:
         return tokenizer
 
     def with_padding(self, token: str | None) -> Tokenizer:
-        """Return the tokenizer with another padding token of its vocabulary, or without one."""
+        """Return a copy of the tokenizer with another padding token of its vocabulary, or none."""
         hf = deepcopy(self.hf)
         hf.pad_token = token
         return replace(self, hf=hf)
@@ -371,7 +381,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """Return the path or name that the tokenizer was loaded from."""
+        """Path or hub name that the tokenizer was loaded from."""
         return str(self.hf.name_or_path or "the tokenizer")
 
     @property
@@ -392,32 +402,32 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Return the largest id plus one, added tokens included: the size of the embedding."""
+        """Largest token id plus one, including added tokens: the minimum size of the embedding."""
         return max(self.hf.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the sha256 of everything that affects token ids.
+        """Hash (sha256) of everything that affects token ids.
 
-        These are the vocabulary, merges, special tokens, templates and BOS settings.
+        This includes the vocabulary, merges, special tokens, templates, BOS settings and additions.
         """
         dress = [] if self.additions == NO_ADDITIONS else [asdict(self.additions)]
         return tokenizer_files.compute_fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
 
     def require_eos(self) -> int:
-        """Return the id of EOS. Raises `UserError` if the tokenizer has none."""
+        """Return the id of EOS. Raises `UserError` if the tokenizer has no EOS."""
         if self.eos_id is None:
             raise tokenizer_files.build_no_eos_error(self._added_tokens, self.option)
         return self.eos_id
 
     def require_chat_template(self) -> str:
-        """Return the template. Raises `UserError` if the tokenizer has none."""
+        """Return the chat template. Raises `UserError` if the tokenizer has no template."""
         if self.chat_template is None:
             raise tokenizer_files.build_no_template_error(self.option)
         return self.chat_template
 
     def check_template(self) -> None:
-        """Raise `UserError` if there is no chat template, or it cannot write text conversations."""
+        """Raise `UserError` if there is no chat template that can write text conversations."""
         self.require_chat_template()
         if fault := self._template_fault:
             raise tokenizer_files.build_bad_template_error(
@@ -440,10 +450,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Incremental decoder of a growing completion.
+    """Incremental decoder for a completion that is still being generated.
 
-    `feed` returns new text that will not change, `flush` the rest. A character whose bytes are
-    spread over several tokens is returned with its last byte.
+    `feed` returns new text that will not change any more, and `flush` returns the rest. A character
+    whose bytes are spread over several tokens is returned with the last of these tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -456,7 +466,7 @@ class StreamDecoder:
         self._num_returned = 0  # number of tokens whose text was returned
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete."""
+        """Add token ids and return the text that is now complete."""
         given = ""
         for id in ids:
             self._ids.append(id)
@@ -468,7 +478,7 @@ class StreamDecoder:
         return given
 
     def flush(self) -> str:
-        """Return the remaining text at the end; an unfinished character becomes U+FFFD."""
+        """Return the remaining text at the end. An incomplete character becomes U+FFFD."""
         before, now = self._decode_texts()
         self._start = self._num_returned = len(self._ids)
         return now[len(before) :]

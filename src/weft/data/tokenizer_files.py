@@ -1,6 +1,6 @@
-"""Tokenizers from files, with overrides.
+"""Reading of tokenizers from files, and the options that change them.
 
-The files are Hugging Face directories, a bare `tokenizer.json` or sentencepiece
+The files are those of a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
 `tokenizer.model`.
 """
 
@@ -69,9 +69,9 @@ MAX_UNCHECKED_CHARACTERS = (
 
 
 def read_stop_ids(path: str) -> tuple[int, ...]:
-    """Return the ids that end a completion, from a model's configuration.
+    """Return the ids that end a completion according to a model's configuration.
 
-    Read from `eos_token_id` (one or several) in config.json and generation_config.json.
+    They are listed as `eos_token_id` (one id or several) in config.json and generation_config.json.
     """
     stop_ids: list[int] = []
     for name in STOP_ID_FILES:
@@ -83,9 +83,9 @@ def read_stop_ids(path: str) -> tuple[int, ...]:
 
 
 def read_model_values(path: str, name: str) -> Mapping[str, Any]:
-    """Return the contents of a JSON file of a model directory or hub model.
+    """Return the contents of the JSON file `name` in a model directory or hub model.
 
-    Returns an empty mapping if there is no file of that name, or if the hub does not answer.
+    Returns an empty mapping if there is no such file, or if the hub does not answer.
     """
     place = Path(path).expanduser()
     try:
@@ -96,9 +96,9 @@ def read_model_values(path: str, name: str) -> Mapping[str, Any]:
 
 
 def format_option(option: str, name: str) -> str:
-    """Return the name of a tokenizer option as a user writes it.
+    """Return a tokenizer option as the user writes it in a configuration or on a command line.
 
-    Examples: `actor.tokenizer.eos_token`, or for a command `--chat-template`.
+    Examples: `actor.tokenizer.eos_token`, or `--chat-template` for a command.
     """
     if option == COMMAND:
         return f"--{name.replace('_', '-')}"
@@ -108,9 +108,10 @@ def format_option(option: str, name: str) -> str:
 def read_tokenizer(
     path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Read the tokenizer at `path`; `own`: the path is the model's, not that of a tokenizer option.
+    """Read the tokenizer at `path`, a file, a directory or a hub name.
 
-    Raises `UserError` naming the option `{option}.path`, or the path option of the model.
+    With `own`, the path is that of the model, not that of a tokenizer option. Raises `UserError`
+    naming the option that the path was set with.
     """
     # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
@@ -168,10 +169,11 @@ def read_tokenizer(
 
 
 def _read_plain_config(source: str) -> PreTrainedConfig | None:
-    """Return a model's config.json if the tokenizer's files name their class, else None.
+    """Return a model's config.json if the tokenizer files name the tokenizer class, else None.
 
-    `AutoTokenizer` then needs only the model's type and name. Without this argument it imports the
-    configuration class of the model, and with it most of `transformers`, which takes a second.
+    With this result, `AutoTokenizer` needs only the type and the name of the model. Without it,
+    `AutoTokenizer` imports the configuration class of the model and with it most of `transformers`,
+    which takes a second.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -187,9 +189,9 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 
 
 def _describe_path(path: str, option: str, *, own: bool) -> str:
-    """Return the option that names the tokenizer at `path`, with its value.
+    """Format the option that the tokenizer path was set with, and its value.
 
-    For a command it is the path alone.
+    For a command, returns the path alone.
     """
     if option == COMMAND:
         return path
@@ -200,7 +202,7 @@ def _describe_path(path: str, option: str, *, own: bool) -> str:
 
 
 def _check_tokenizer(hf: Hf) -> Hf:
-    """Return the tokenizer after test encodings and checks of its vocabulary and template.
+    """Check a tokenizer's vocabulary, template and test encodings, and return the tokenizer.
 
     Raises `ValueError` with the problem.
     """
@@ -225,9 +227,9 @@ def _check_tokenizer(hf: Hf) -> Hf:
 
 
 def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a sentencepiece file.
+    """Build a tokenizer from a sentencepiece file.
 
-    `config` (a tokenizer_config.json) has its special tokens.
+    `config` is the content of tokenizer_config.json, which lists the special tokens.
     """
     with explain_read_errors(
         f"tokenizer.path={path}: no tokenizer can be built from it and its tokenizer_config.json"
@@ -267,7 +269,10 @@ def _build_tokenizer(
 
 
 def set_bos_habit(hf: Any, add_bos: bool) -> None:
-    """Set in `transformers` whether texts begin with BOS, which the saved tokenizer keeps."""
+    """Set whether the `transformers` tokenizer begins texts with BOS.
+
+    The setting is saved with the tokenizer.
+    """
     if isinstance(hf, PreTrainedTokenizerFast):
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
 
@@ -289,9 +294,10 @@ def override_token(
 
 
 def read_template(given: str, option: str = "tokenizer") -> str:
-    """Return the template's text; `given` is the text, a template's name, or a file.
+    """Return the text of a chat template.
 
-    Raises `ConfigError` if it is not a template.
+    `given` is the name of a template, a file, or the text itself. Raises `ConfigError` if it is
+    none of these, or if the template is invalid.
     """
     if given in TEMPLATES:
         return read_template_text(given)
@@ -315,9 +321,9 @@ def read_template(given: str, option: str = "tokenizer") -> str:
 def apply_spec(
     hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer"
 ) -> int | None:
-    """Apply the options `spec` to the tokenizer read from `path`.
+    """Apply the tokenizer options in `spec` to the tokenizer that was read from `path`.
 
-    Returns the first id of added tokens, or None if none were added.
+    Returns the first id of the added tokens, or None if no token was added.
     """
     added_from = add_tokens(hf, list_added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
@@ -332,9 +338,9 @@ def apply_spec(
 
 
 def build_no_template_error(option: str) -> NoTemplate:
-    """Return the error for messages without a chat template.
+    """Return the error for messages that need a chat template if the tokenizer has none.
 
-    `option` is the name of the tokenizer's options as a user writes them.
+    `option` is the prefix of the tokenizer's options as the user writes them.
     """
     return NoTemplate(
         "the tokenizer has no chat template, and message lists need one; "
@@ -349,9 +355,9 @@ def encode_text(
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` for a text that cannot be encoded, and `RowTooLong` for one that certainly
-    has more than `most` tokens: if texts are not split into words, the time to encode one grows
-    with the square of its length.
+    Raises `DataError` if the text cannot be encoded. Raises `RowTooLong`, without encoding the
+    text, if it certainly has more than `most` tokens: a tokenizer that does not split texts into
+    words needs time that is quadratic in the length.
     """
     if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
@@ -370,12 +376,13 @@ def encode_text(
 
 
 def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """Return (maximum number of tokens per byte of ASCII, per other byte) of a BPE tokenizer.
+    """Return the maximum number of tokens per byte of a text for a BPE tokenizer.
 
-    If the tokenizer merges bytes, or characters with byte fallback, every token represents at least
-    one byte of the normalized text. NFC turns a byte into at most three, and does not change ASCII;
-    a space can be put before each part between special tokens. Returns None for other tokenizers,
-    whose normalizers may replace a character by any number of characters.
+    The result is (maximum for ASCII texts, maximum for other texts). If the tokenizer merges bytes,
+    or characters with byte fallback, every token represents at least one byte of the normalized
+    text. NFC normalization turns a byte into at most three bytes and does not change ASCII. A space
+    can be inserted before each stretch of text between special tokens. Returns None for other
+    tokenizers, since their normalizers may replace a character by any number of characters.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         return None
@@ -406,7 +413,7 @@ def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | No
 
 
 def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the single steps of a normalizer or pre-tokenizer."""
+    """Flatten a normalizer or pre-tokenizer into a list of its steps."""
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -419,15 +426,19 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def bound_tokens(text: str, of_ascii: int, of_others: int) -> int:
-    """Return the maximum number of tokens of a text with these `compute_tokens_per_byte`."""
+    """Return an upper bound on the number of tokens of a text.
+
+    `of_ascii` and `of_others` are the tokens per byte that `compute_tokens_per_byte` returns.
+    """
     size = len(text.encode())
     return size * (of_ascii if text.isascii() else of_others)
 
 
 def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
-    """Return the error for an unsuitable chat template of the tokenizer `name`.
+    """Return the error for a chat template that cannot be used.
 
-    `fault` is a verb phrase that completes "the chat template of NAME ...".
+    `name` is the name of the tokenizer. `fault` is a verb phrase that completes "the chat template
+    of NAME ...".
     """
     return UserError(
         f"the chat template of {name} {fault}; name a template for text conversations with "
@@ -436,7 +447,7 @@ def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
 
 
 def build_no_eos_error(added: Sequence[str], option: str = "tokenizer") -> UserError:
-    """Return the error for completions without an end token."""
+    """Return the error for a tokenizer without an EOS token, which completions must end with."""
     return UserError(
         f"the tokenizer has no end-of-sequence token, and completions need one to end with; set "
         f"{option}.eos_token to a token "
@@ -447,10 +458,11 @@ def build_no_eos_error(added: Sequence[str], option: str = "tokenizer") -> UserE
 def list_added_tokens(
     given: Sequence[str], template: str | None, option: str = "tokenizer"
 ) -> list[str]:
-    """Return the tokens named by `tokenizer.add_tokens`, without duplicates.
+    """Return the tokens to add to the vocabulary, without duplicates.
 
-    The word `template` in `given` is replaced by the special tokens of the chat template. Raises
-    `ConfigError` if no chat template is given by name then.
+    `given` is the value of the option `add_tokens`. The word "template" in this list is replaced by
+    the special tokens of the named chat template. Raises `ConfigError` if the word is used but the
+    chat template is not given by name.
     """
     tokens: list[str] = []
     for token in given:
@@ -469,9 +481,9 @@ def list_added_tokens(
 
 
 def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None:
-    """Add special tokens that the vocabulary lacks.
+    """Add those special tokens that the vocabulary lacks.
 
-    Returns the first new id, or None if none is new.
+    Returns the first new id, or None if the vocabulary already had all tokens.
     """
     if not tokens:
         return None
@@ -544,7 +556,7 @@ def require_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer
 def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
     """Return the sha256 of everything that affects the token ids of a text or conversation.
 
-    `habits` are weft's settings that affect them.
+    `habits` are settings of weft, such as BOS settings, that affect the ids as well.
     """
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()
@@ -563,9 +575,9 @@ def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silence `transformers` while it tries one file format after another.
+    """Suppress the log messages of `transformers` while it tries one file format after another.
 
-    Errors are raised, not logged.
+    Errors are still raised.
     """
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -1,4 +1,4 @@
-"""Conversion of rows to token ids, done once.
+"""Conversion of rows to token ids, which is done once for each source.
 
 Large sources are tokenized in parallel. The result is cached on disk under a hash of everything
 that affects it.
@@ -44,35 +44,36 @@ MAX_PLACES = 3  # maximum number of places listed if many rows have the same pro
 
 
 class RowEncoder(Protocol):
-    """Conversion of rows of one type to token ids.
+    """Encoder of one type of row: converts the columns of a row to token ids.
 
-    Forms are frozen dataclasses. Their fields are options, and part of the cache key.
+    Implementations, called forms, are frozen dataclasses. Their fields are options of the dataset
+    and part of the cache key.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def id_key(self) -> str:
-        """Return the name of the column with the row's id; the column is optional."""
+        """Name of the column with the row's id. Rows may lack this column."""
         ...
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise `UserError` if the tokenizer lacks something that this form needs."""
+        """Raise `UserError` if the tokenizer lacks something that this encoder needs."""
         ...
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         """Return the samples of one row.
 
-        Raises `BadRow`, or `DataError` from rendering, with the problem of the row.
+        Raises `BadRow`, or `DataError` from the chat template, with the problem of the row.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """Form, limits and tokenizer with which a process encodes rows.
+    """Everything that a process needs to encode rows: row encoder, length limits and tokenizer.
 
-    `packed`: the process returns tables instead of lists of ids.
+    If `packed` is set, the process returns tables instead of lists of token ids.
     """
 
     form: Any
@@ -83,9 +84,10 @@ class EncodingJob:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows to tokenize, and the cache for the result.
+    """Source of rows to tokenize, with the cache for the tokenized rows.
 
-    `cache_dir` None means `~/.cache/weft`. `num_workers` None chooses by the size of the files.
+    If `cache_dir` is None, the cache is `~/.cache/weft`. If `num_workers` is None, the number of
+    processes depends on the size of the files.
     """
 
     path: str
@@ -109,9 +111,10 @@ Outcome = tuple[list[tuple[int, str | None, EncodedSample]], TokenizationReport,
 def tokenize(
     form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer, source: RowSource
 ) -> TokenTable:
-    """Return the tokenized rows of a source, from the cache if it has them.
+    """Return a table of the tokenized rows of `source`, from the cache if possible.
 
-    Raises `DataError` with a report `FILE:LINE: message` for every bad row; nothing is cached then.
+    If there are bad rows, nothing is written to the cache, and `DataError` is raised with a line
+    `FILE:LINE: message` for each bad row.
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
@@ -133,7 +136,7 @@ def tokenize(
 
 
 def build_no_rows_error(source: RowSource, rows: int) -> DataError:
-    """Return the error for a source whose rows are all left out."""
+    """Return the error for a source of which no row is left, since all `rows` are too long."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -141,9 +144,9 @@ def build_no_rows_error(source: RowSource, rows: int) -> DataError:
 
 
 def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with the places of omitted parts (`TemplateOmission.place`) in its report.
+    """Return the table with `TemplateOmission.place` (file and line) set in its report.
 
-    They are not cached, since the same rows can be read from a file with another name.
+    The places are not cached, since a file with another name can have the same rows.
     """
     cuts = table.report.cut
     if not cuts:
@@ -159,9 +162,10 @@ def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
 
 
 def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> EncodingJob:
-    """Return a job whose tokenizer skips very long texts if long rows are not truncated.
+    """Return the job that encodes rows with this row encoder, these limits and this tokenizer.
 
-    Rows to be truncated are tokenized whole.
+    Unless long rows are truncated, the job's tokenizer rejects very long texts without tokenizing
+    them.
     """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
         tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
@@ -169,9 +173,10 @@ def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> E
 
 
 def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
-    """Return (samples, report, problems) of some rows.
+    """Encode a chunk of rows and return (samples, report, problems).
 
-    Samples are (row, own id, ids), problems (row, message, error if it is too long).
+    Each sample is (index in the chunk, the row's own id or None, token ids). Each problem is (index
+    in the chunk, message, the error if the row is too long).
     """
     samples: list[tuple[int, str | None, EncodedSample]] = []
     problems: list[Problem] = []
@@ -244,14 +249,17 @@ def _tokenize_files(job: EncodingJob, files: Sequence[Path], source: RowSource) 
 
 
 def are_large(files: Sequence[Path]) -> bool:
-    """Return whether the files are large enough for several processes."""
+    """Return whether the files are large enough to be tokenized by several processes."""
     return sum(file.stat().st_size for file in files) >= PARALLEL_BYTES
 
 
 def _encode_first_samples(
     job: EncodingJob, files: Sequence[Path], source: RowSource, most: int
 ) -> TokenTable:
-    """Return the samples of the first rows, up to `most` samples or the first bad row."""
+    """Encode rows until there are `most` samples or a row is bad.
+
+    Returns the table of these samples. Raises `DataError` for the bad row.
+    """
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
     outcomes: list[Outcome] = []
@@ -266,7 +274,10 @@ def _encode_first_samples(
 
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
-    """Join the outcomes of all chunks to one table. Raises `DataError` with all problems."""
+    """Join the outcomes of all chunks into one table.
+
+    Raises `DataError` with the problems of all bad rows.
+    """
     problems: list[Problem] = []
     encoded: list[EncodedSample] = []
     own_ids: list[tuple[int, str | None]] = []
@@ -295,10 +306,11 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
 def assign_ids(
     own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]
 ) -> tuple[list[str], list[Problem]]:
-    """Return (ids of rows in file order, problems) from the rows' numbers and their own ids.
+    """Return (ids of the rows, problems).
 
-    A row without an id gets its number, or a variant of it that is not the id of another row. The
-    second of two rows with the same id is a problem.
+    `own_ids` has the row number and the row's own id (or None) of each row, in file order. Without
+    its own id, a row is identified by the row number, or by a variant of the number if another row
+    has that id. If two rows have the same id, the second one is reported as a problem.
     """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
@@ -320,7 +332,7 @@ def assign_ids(
 
 
 def _number_row(row: int, given: Set[str]) -> str:
-    """Return an id for the row with this number that is not in `given`."""
+    """Return the row number as an id, with a prefix if this id is already in `given`."""
     id = str(row)
     while id in given:
         id = f"row-{id}"
@@ -328,10 +340,10 @@ def _number_row(row: int, given: Set[str]) -> str:
 
 
 def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
-    """Return `FILE:LINE: message` for the rows with problems, in file order.
+    """Return a line `FILE:LINE: message` for each row with a problem, in file order.
 
-    If every row lacks the same key, there is only one report, since the options are wrong then. All
-    rows that are too long share one report.
+    All rows that are too long share one line. If every row lacks the same key, the options are
+    wrong rather than the rows, and a single line says so.
     """
     problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
@@ -352,7 +364,7 @@ def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[s
 
 
 def _format_first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """Return the first few places of some problems, as text."""
+    """Format the first few files and lines at which the problems occur."""
     distinct_places = list(dict.fromkeys(places[row] for row, _, _ in problems))
     return ", ".join(distinct_places[:MAX_PLACES]) + (
         ", ..." if len(distinct_places) > MAX_PLACES else ""
@@ -360,7 +372,7 @@ def _format_first_places(places: Sequence[str], problems: Sequence[Problem]) -> 
 
 
 def _format_too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """Return a message with the number of rows that are too long, the longest, and advice."""
+    """Format a message with the number of rows that are too long, the longest one, and advice."""
     longest = max(
         (problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens
     )
@@ -377,7 +389,10 @@ def _format_too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
 def encode_in_processes(
     job: EncodingJob, chunks: Sequence[Chunk], workers: int, advance: Any
 ) -> list[Outcome]:
-    """Return the results of `encode_rows` on every chunk, in order, from `workers` processes."""
+    """Call `encode_rows` on every chunk in `workers` processes, and return the outcomes in order.
+
+    `advance` is called with the number of rows of each finished chunk.
+    """
     setup = pickle.dumps(job)
     processes = [start_process() for _ in range(workers)]
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
@@ -404,10 +419,11 @@ def encode_in_processes(
 
 
 def start_process() -> subprocess.Popen[bytes]:
-    """Start a process that encodes rows: it is sent a pickled job, then asked with `ask_process`.
+    """Start a worker process that receives a pickled job first and then answers `ask_process`.
 
-    It runs `weft.data.encode_worker` instead of `multiprocessing`, which would import the user's
-    script again. It is in a new session, so that Ctrl-C only reaches the parent.
+    The process runs `weft.data.encode_worker`. `multiprocessing` is not used because it would
+    import the user's script again. The process has its own session, so that Ctrl-C reaches only the
+    parent.
     """
     environment = {
         **os.environ,
@@ -425,9 +441,9 @@ def start_process() -> subprocess.Popen[bytes]:
 
 
 def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
-    """Send a chunk of rows to a process and return its answer.
+    """Send a chunk of rows to a worker process and return its outcome.
 
-    Raises the `UserError` that occurred in the process outside any row, and `RunError` if the
+    Raises `UserError` if an error outside any row occurred in the process, and `RunError` if the
     process died.
     """
     send_bytes(process, pickle.dumps(chunk))
@@ -485,7 +501,7 @@ def find_cache_file(
 
 
 def _read_cache(file: Path) -> TokenTable | None:
-    """Return the table in `file`, or None if it does not exist or cannot be read."""
+    """Return the table in `file`, or None if the file does not exist or cannot be read."""
     if not file.is_file():
         return None
     try:
@@ -495,9 +511,9 @@ def _read_cache(file: Path) -> TokenTable | None:
 
 
 def write_cache(file: Path, table: TokenTable) -> None:
-    """Write a table to the cache, under a temporary name that is then renamed.
+    """Write a table to the cache file atomically.
 
-    If the cache is not writable, prints a note and continues.
+    If the file cannot be written, prints a note and continues.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

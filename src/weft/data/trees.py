@@ -1,6 +1,6 @@
-"""Open-Assistant exports.
+"""Open-Assistant exports, as they are read by the shipped dataset types.
 
-A row is a tree of messages (`message_tree_id`, `prompt` with nested `replies`).
+A row is a tree of messages (`message_tree_id`, and `prompt` with nested `replies`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ Node = Mapping[str, Any]
 
 
 def iterate_threads(row: Row) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each leaf, without a last turn of the prompter.
+    """Iterate over the paths from the root to each leaf.
 
-    Each path is returned once.
+    A message of the prompter at the end of a path is removed. Paths that become equal are returned
+    only once.
     """
     seen: set[str] = set()
     for path in _iterate_paths(_find_root(row)):
@@ -28,9 +29,9 @@ def iterate_threads(row: Row) -> Iterator[list[Node]]:
 
 
 def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Iterate over (path to a prompter's message, its replies, best first).
+    """Iterate over (path to a message of the prompter, its replies in order of their rank).
 
-    Messages with fewer than two replies ranked by people are skipped.
+    Messages with fewer than two replies that people have ranked are skipped.
     """
     for path in _iterate_paths(_find_root(row), inner=True):
         ranked = [reply for reply in _filter_replies(path[-1]) if reply.get("rank") is not None]
@@ -39,7 +40,7 @@ def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def iterate_prompts(row: Row) -> Iterator[list[Node]]:
-    """Iterate over every path from the root to a prompter's message."""
+    """Iterate over the paths from the root to each message of the prompter."""
     return (
         path
         for path in _iterate_paths(_find_root(row), inner=True)
@@ -48,7 +49,7 @@ def iterate_prompts(row: Row) -> Iterator[list[Node]]:
 
 
 def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """Return the nodes of a path as chat messages, with language and mean labels."""
+    """Convert the nodes of a path to chat messages with language and mean label values."""
     return [{"role": node["role"], "content": node["text"], **_read_facts(node)} for node in path]
 
 
@@ -69,9 +70,9 @@ def _find_root(row: Row) -> Node:
 
 
 def _iterate_paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each leaf (`inner`: each node), depth first.
+    """Iterate over the paths from the root to each leaf or, with `inner`, to each node.
 
-    Yields nothing if the root is deleted or synthetic.
+    The order is depth first. Yields nothing if the root is deleted or synthetic.
     """
     stack: list[list[Node]] = [[root]] if _is_wanted(root) else []
     while stack:
@@ -84,7 +85,7 @@ def _iterate_paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
 
 
 def _filter_replies(node: Node) -> list[Node]:
-    """Return the replies that are neither deleted nor synthetic (as named datasets do)."""
+    """Return the replies to a message that are neither deleted nor synthetic."""
     result: list[Node] = []
     for reply in node.get("replies") or ():
         if _is_wanted(reply):

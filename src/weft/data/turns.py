@@ -1,9 +1,10 @@
 """Location of the assistant's turns in a rendered conversation.
 
-A turn begins after the template's generation prompt, rendered from the messages before it: this is
-the text that the model sees when it generates. Many templates render a turn differently if other
-turns follow (reasoning left out, another end token, tools written later). Such a turn is located by
-rendering the conversation again with other words in place of the message's text.
+A turn begins after the generation prompt, which is the end of the text that the model sees when it
+generates. The generation prompt is found by rendering the messages before the turn. Many templates
+render a turn differently if other turns follow (they leave out reasoning, use another end token, or
+write tools later). Such a turn is located by rendering the conversation again with other words in
+place of the message's text.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ CLOSING = " \t\r\n\"')]}"
 
 @dataclass(frozen=True)
 class TemplateFunctions:
-    """Chat template of a tokenizer, as functions.
+    """Chat template of a tokenizer, given as functions.
 
-    `render(messages, tools, add_generation_prompt)` raises `DataError` if the template refuses;
-    `encode` returns ids; `offsets` ids with their characters, or None if the tokenizer does not
-    provide them; `marked` the spans of the template's own markers; `turn_end` is the token after
-    the last reply, `added` are all added tokens.
+    `render(messages, tools, add_generation_prompt)` returns the text of a conversation and raises
+    `DataError` if the template refuses it. `encode` returns token ids. `offsets` returns token ids
+    with their character spans, or None if the tokenizer does not provide spans. `marked` returns
+    the spans of the template's `{% generation %}` blocks. `turn_end` is the token after the last
+    reply, and `added` lists all added tokens.
     """
 
     render: Callable[[Sequence[Message], Any, bool], str]
@@ -47,7 +49,7 @@ class TemplateFunctions:
 
 
 def find_leading_token(text: str, added: Sequence[str]) -> str | None:
-    """Return the longest added token that a text begins with."""
+    """Return the longest added token that a text begins with, or None."""
     return max(
         (token for token in added if token and text.startswith(token)), key=len, default=None
     )
@@ -60,9 +62,9 @@ def find_assistant_spans(
     text: str,
     turns: Sequence[int],
 ) -> list[Span]:
-    """Return the character spans [start, stop) of `turns` in `text`, with their end tokens.
+    """Return the character span [start, stop) of each turn in `text`, including its end token.
 
-    `turns` are indices of the assistant's messages, `text` is the rendered conversation. Raises
+    `turns` are the indices of assistant messages, and `text` is the rendered conversation. Raises
     `DataError` if a turn cannot be located.
     """
     talk = _RenderedConversation(template, messages, tools, text)
@@ -75,7 +77,7 @@ def find_assistant_spans(
 
 @dataclass(frozen=True)
 class _RenderedConversation:
-    """Conversation with its rendered text."""
+    """Conversation with its rendered text, in which the turns are located."""
 
     template: TemplateFunctions
     messages: Sequence[Message]
@@ -84,9 +86,10 @@ class _RenderedConversation:
     words: dict[int, Span | None] = field(default_factory=dict)  # spans found so far, by message
 
     def find_start(self, index: int, at: int) -> int:
-        """Return the position at which turn `index` begins.
+        """Return the position in the text at which turn `index` begins.
 
-        `at` is the end of the trained turn before it, or 0. Raises `DataError` if it is unclear.
+        `at` is the end of the previous trained turn, or 0. Raises `DataError` if the position
+        cannot be determined.
         """
         # Render the messages before the turn, with and without the generation prompt.
         text = self.text
@@ -132,7 +135,7 @@ class _RenderedConversation:
     def find_stop(self, index: int, start: int) -> int:
         """Return the position after the end token of turn `index`, which begins at `start`.
 
-        Raises `DataError` if it is unclear.
+        Raises `DataError` if the position cannot be determined.
         """
         # The conversation begins with the rendering up to this turn.
         text = self.text
@@ -183,14 +186,14 @@ class _RenderedConversation:
         return content_span[0] if self.text[at : content_span[0]].strip() else at
 
     def _render_beginning(self, count: int, *, prompt: bool) -> str | None:
-        """Return the first `count` messages rendered without the others.
+        """Render the first `count` messages without the rest of the conversation.
 
-        Returns None if `count` is 0, or if the template refuses them.
+        Returns None if `count` is 0, or if the template refuses these messages.
         """
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _find_content(self, index: int) -> Span | None:
-        """Return the span of message `index`'s content in the text, or None if it is unclear."""
+        """Return the text span of the content of message `index`, or None if it cannot be found."""
         if index not in self.words:
             self.words[index] = (
                 self._locate_content(index) if 0 <= index < len(self.messages) else None
@@ -200,7 +203,8 @@ class _RenderedConversation:
     def _find_text_after_content(self, index: int, rendering: str | None) -> str | None:
         """Return the text after the content of message `index` in `rendering`.
 
-        `rendering` is the conversation up to that message. Returns None if the template refuses it.
+        `rendering` is the rendered conversation up to and including that message. Returns None if the
+        template refuses these messages.
         """
         talk = [*self.messages[:index], _replace_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
@@ -222,17 +226,17 @@ class _RenderedConversation:
     def _find_next_content(self, index: int, at: int) -> int:
         """Return the position, after `at`, of the content of the next message that has content.
 
-        Returns the end of the text if it is not found.
+        Returns the end of the text if this content is not found.
         """
         words = (message["content"].strip() for message in self.messages[index + 1 :])
         position = self.text.find(next(filter(None, words), ""), at)
         return position if position >= 0 else len(self.text)
 
     def _find_header_end(self, header: str, at: int) -> int:
-        """Return the end of the generation prompt that begins at `at`.
+        """Return the end of the generation prompt `header`, which begins at `at`.
 
-        If the text deviates from the generation prompt (by an empty think block), returns the
-        position at which they diverge.
+        If the text differs from the generation prompt (for example by an empty think block),
+        returns the position at which they diverge.
         """
         rest = self.text[at:]
         shared = count_common_prefix(self.template.encode(header), self.template.encode(rest))
@@ -247,7 +251,7 @@ class _RenderedConversation:
 
 
 def _replace_words(message: Message) -> Message:
-    """Return the message with other words in its content, reasoning and call arguments."""
+    """Return a copy of a message with other words as content, reasoning and call arguments."""
     calls = message.get("tool_calls") or []
     keys = ([REASONING] if message.get(REASONING) else []) + (
         ["content"] if message["content"] or not calls else []
@@ -262,7 +266,7 @@ def _replace_words(message: Message) -> Message:
 
 
 def _find_changed_span(text: str, other: str) -> Span:
-    """Return the span of `text` that differs in `other`."""
+    """Return the span of `text` that is different in `other`."""
     stop = len(text) - count_common_end(text, other)
     return min(count_common_start(text, other), stop), stop
 

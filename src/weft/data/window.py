@@ -13,9 +13,9 @@ from weft.data.prefix import count_common_prefix
 
 @dataclass(frozen=True)
 class RandomWindow:
-    """Random window of `size` tokens of a longer sequence, drawn with `probability`.
+    """Random window of `size` tokens, drawn with `probability` from a sequence that is too long.
 
-    If the sequence begins with the ids `head`, they are kept in front of the window.
+    If the sequence begins with the ids `head`, these are kept in front of the window.
     """
 
     size: int
@@ -24,9 +24,9 @@ class RandomWindow:
     bos_id: int | None = None
 
     def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
-        """Return the sample, or a random window if it is longer than `size`.
+        """Return a random window of a sample that is longer than `size`, or the sample unchanged.
 
-        Every position that includes a trained token is equally likely. A window's first token is
+        Every window that includes a trained token is equally likely. The first token of a window is
         trained only if another token precedes it.
         """
         if len(encoded.completions) != 1:
@@ -58,9 +58,10 @@ class RandomWindow:
         )
 
     def _count_head(self, ids: np.ndarray) -> int:
-        """Return the number of leading ids to keep.
+        """Return the number of leading ids to keep in front of the window.
 
-        It can be less than the length of `head`, whose last token can be merged with the next text.
+        The number can be smaller than the length of `head`, since the last token of `head` can be
+        merged with the text that follows.
         """
         return count_common_prefix(self.head, ids.tolist()) or int(
             self.bos_id is not None and ids[0] == self.bos_id

@@ -1,6 +1,7 @@
-"""Dataset types defined by a function that converts one row.
+"""Dataset types that a user defines by a function that converts one row.
 
-`register_dataset(name, rows="prompt_answer")` makes a dataset type from the function.
+The decorator `register_dataset(name, rows="prompt_answer")` makes a dataset type from the
+function.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from weft.registry import datasets, import_user_code
 
 @dataclass(frozen=True)
 class RowFunctionEncoder:
-    """Form that converts rows with function `name` of `module` to rows of the type `rows`.
+    """Row encoder that converts rows with a user's function before encoding them.
 
-    `inner` is the form of that type. `source` is a hash of the function's file: it is part of the
-    cache key, since a changed function can give other token ids.
+    The function `name` in `module` returns rows of the dataset type `rows`, which the encoder
+    `inner` encodes. `source` is a hash of the file that defines the function. It is part of the
+    cache key, since a changed function can produce other token ids.
     """
 
     rows: str
@@ -61,7 +63,10 @@ class RowFunctionEncoder:
         return list(self.inner.encode(result, tokenizer))
 
     def load_function(self) -> Callable[..., Any]:
-        """Return the function; imports its module if this process has not imported it."""
+        """Return the user's function.
+
+        Imports the module that defines it if this process has not imported the module yet.
+        """
         module = sys.modules.get(self.module)
         # In a tokenizing process, `__main__` is another module: import the user's file by its path.
         if module is None or self.name not in vars(module):
@@ -75,7 +80,7 @@ class RowFunctionEncoder:
 
 
 class RowDataset:
-    """Dataset of the rows of a file, converted by a function."""
+    """Dataset of the rows of a file, converted by a user's function."""
 
     def __init__(
         self, form: RowEncoder, lengths: Any, util: DatasetUtility, path: str, split: str | None
@@ -102,10 +107,10 @@ class RowDataset:
 def make_dataset_class(
     function: Callable[..., Any], name: str, *, rows: str
 ) -> Callable[..., RowDataset]:
-    """Return a constructor of datasets that read rows of type `rows` with `function`.
+    """Return a constructor of datasets whose rows `function` converts to the type `rows`.
 
-    `rows` is a shipped type. `function` is called as `function(row, option=..)` and returns a row
-    of that type. Limits, masks, reports, cache and mixtures work as for that type.
+    `rows` is a shipped dataset type. `function` is called as `function(row, option=..)` and returns
+    a row of that type. Limits, masks, reports, cache and mixtures work as for the shipped type.
     """
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):

@@ -1,4 +1,4 @@
-"""Interface of dataset classes, and the base of the shipped ones."""
+"""Interface of dataset classes, and base class of the shipped dataset types."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BAD_REPLIES_COLUMN = "augmented"  # column of bad replies; every epoch draws one
 
 @dataclass(frozen=True)
 class DatasetUtility:
-    """Arguments that weft passes to every dataset class: `cls(util=DatasetUtility(...), **args)`.
+    """Settings that weft passes to every dataset class as `cls(util=DatasetUtility(...), **args)`.
 
     One process reads the data for all devices, so `rank` is 0 and `world_size` is 1. A class that
-    draws random numbers uses `seed`.
+    draws random numbers must derive them from `seed`.
     """
 
     tokenizer: Tokenizer
@@ -59,9 +59,9 @@ class DatasetUtility:
 
 @runtime_checkable
 class MapDataset(Protocol):
-    """Dataset with samples by index: `__getitem__` returns a SequenceSample of one id.
+    """Dataset with random access: `__getitem__` returns the sample at an index.
 
-    The same index gives the same sample.
+    Each sample is a `SequenceSample` of one id. The same index always returns the same sample.
     """
 
     def __len__(self) -> int: ...
@@ -69,10 +69,10 @@ class MapDataset(Protocol):
 
 
 def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
-    """Return whether a dataset has samples by index.
+    """Return whether a dataset has random access to its samples.
 
-    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises and can have
-    a length.
+    The result is False for a torch `IterableDataset`. Such a class can have a length, and it
+    inherits a `__getitem__` that raises an error.
     """
     bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
     return (
@@ -93,7 +93,7 @@ class StreamDataset(Protocol):
 
 @runtime_checkable
 class TokenizedDataset(Protocol):
-    """Dataset whose rows are encoded by a form and kept in a table, as in the shipped types."""
+    """Dataset that weft tokenizes: the row encoder `form` fills a table of samples."""
 
     form: type[RowEncoder]
     table: TokenTable | BackgroundTokenTable
@@ -106,10 +106,11 @@ def build_table(
     split: str | None,
     options: dict[str, Any],
 ) -> tuple[TokenTable | BackgroundTokenTable, EpochSamples | None]:
-    """Return the table of a shipped dataset, and its samples by epoch (`EpochSamples`) if they differ.
+    """Tokenize the rows of a shipped dataset. Returns (table, samples by epoch).
 
-    `options` are fields of `form` and of `LengthLimits`. Raises `ConfigError` with the nearest name
-    for other options, `DataError` for rows that cannot be used.
+    The samples by epoch are None if all epochs have the same samples. `options` are fields of
+    `form` and of `LengthLimits`. Raises `ConfigError` with the nearest name for any other option,
+    and `DataError` for rows that cannot be used.
     """
     source = RowSource(
         path,
@@ -135,10 +136,10 @@ def build_table(
 
 
 def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow | None:
-    """Return the random window for rows that are too long, or None if it is off.
+    """Return the random window for rows that are too long, or None if this option is off.
 
-    Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window, because the
-    chat template does not write it alone.
+    Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window because the
+    chat template does not write a system message alone.
     """
     if not util.random_window or lengths.max_seqlen is None:
         return None
@@ -164,7 +165,10 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
 def split_options(
     form: type[RowEncoder], options: dict[str, Any]
 ) -> tuple[RowEncoder, LengthLimits]:
-    """Build a form and its length limits from options. Raises `ConfigError` for unknown options."""
+    """Build a row encoder and its length limits from `options`.
+
+    Raises `ConfigError` for unknown options.
+    """
     of_form = {spec.name for spec in fields(form)}
     of_lengths = {spec.name for spec in fields(LengthLimits)}
     for name in options:
@@ -186,12 +190,10 @@ def split_options(
 
 
 class TableDataset:
-    """Base class of the shipped datasets: rows of one `form`, as samples of one id.
+    """Base class of the shipped dataset types, each of whose samples has one id.
 
-    A subclass consists of a docstring and a form.
-
-    `options` are fields of the form and of `LengthLimits`; `default_options` overrides the defaults
-    of some.
+    A subclass consists of a docstring and the row encoder `form`. The keyword arguments `options`
+    are fields of `form` and of `LengthLimits`. `default_options` replaces some of their defaults.
     """
 
     form: ClassVar[type[RowEncoder]]
@@ -217,7 +219,7 @@ class TableDataset:
 
 
 def is_table_dataset(dataset: MapDataset) -> TypeGuard[TableDataset]:
-    """Return whether sample i of a dataset is sample i of its table."""
+    """Return whether the samples of a dataset are exactly those of its table, in the same order."""
     return (
         isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
     )
@@ -227,7 +229,7 @@ def is_table_dataset(dataset: MapDataset) -> TypeGuard[TableDataset]:
 
 
 def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
-    """Raise `UserError` if the tokenizer lacks EOS, or with `as_chat` a chat template."""
+    """Raise `UserError` if the tokenizer lacks EOS or, with `as_chat`, a chat template."""
     tokenizer.require_eos()
     if as_chat:
         tokenizer.require_chat_template()
@@ -243,9 +245,9 @@ def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
 def build_answer_group(
     prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any
 ) -> EncodedSample:
-    """Return a group of sequences, trained after their longest common prefix with `prompt`.
+    """Build a group of sequences that are trained after the prefix they share with `prompt`.
 
-    A token that merges the end of the prompt with the beginning of the answer belongs to the
+    A token that joins the end of the prompt and the beginning of the answer counts as part of the
     answer.
     """
     bounds = [count_common_prefix(prompt, sequence) for sequence in sequences]
@@ -264,11 +266,11 @@ def encode_replies(
     as_chat: bool = False,
     **more: Any,
 ) -> EncodedSample:
-    """Return a group of replies to the prompt in the column `key`.
+    """Encode replies to the prompt in column `key` as one group of sequences.
 
-    Each sequence is the prompt, the reply and EOS. A prompt of messages, or any prompt with
-    `as_chat`, is rendered by the chat template, with the reply as the assistant's turn. A reply to
-    a dialogue in the `\\n\\nHuman:` form is then stripped, like the turns before it.
+    Each sequence is the prompt, a reply and EOS. The chat template renders a prompt of messages, or
+    with `as_chat` any prompt, with the reply as the assistant's turn. A reply to a dialogue in the
+    `\\n\\nHuman:` format is stripped in this case, like the turns before it.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]
@@ -288,7 +290,7 @@ def encode_replies(
 def render_reply(
     tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False
 ) -> str:
-    """Return the text that `encode_replies` tokenizes."""
+    """Return the text that `encode_replies` tokenizes for a single reply."""
     if as_chat or not isinstance(row[key], str):
         return tokenizer.render_with_additions(
             [*read_conversation(row, key), _build_turn(tokenizer, row, key, reply)],
@@ -298,7 +300,7 @@ def render_reply(
 
 
 def _build_turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
-    """Return a reply to the prompt in the column `key` as the assistant's message."""
+    """Build the assistant's message for a reply to the prompt in column `key`."""
     if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
         reply = reply.strip()
     if tokenizer.additions.tags:
@@ -312,9 +314,9 @@ def _build_turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message
 
 
 def read_plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
-    """Return the prompt as plain text.
+    """Return the prompt in column `key` as plain text.
 
-    Raises `BadRow` if an option adds a system message, which only conversations have.
+    Raises `BadRow` if an option adds a system message, which only a conversation can have.
     """
     for option, value in (
         ("system_prefix", tokenizer.additions.prefix),
@@ -332,10 +334,10 @@ def read_plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
 def build_group(
     sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any
 ) -> EncodedSample:
-    """Return a group of whole sequences with their masks.
+    """Build a group from whole sequences and their masks.
 
     The prompt is the longest common prefix without trained tokens. Tokens after the last trained
-    one are left out. Raises `BadRow` if a sequence has no trained token.
+    token are left out. Raises `BadRow` if a sequence has no trained token.
     """
     if not all(any(mask) for mask in masks):
         raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")
@@ -361,10 +363,11 @@ def encode_continuations(
     may_be_empty: bool = False,
     **more: Any,
 ) -> EncodedSample:
-    """Return a group of conversations that continue `context`; only the continuations are trained.
+    """Encode conversations that continue `context`, as one group of sequences.
 
-    `may_be_empty`: a last turn without content is accepted as a reply; its end token is trained.
-    Raises `BadRow` if a continuation has no turn of the assistant or an empty one.
+    Only the continuations in `replies` are trained. With `may_be_empty`, the last turn may have no
+    content, and its end token is trained. Raises `BadRow` if a continuation has no assistant turn,
+    or an empty one that is not allowed.
     """
     conversations = []
     for number, reply in enumerate(replies, 1):
@@ -386,9 +389,9 @@ def encode_continuations(
 def check_replies(
     messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False
 ) -> None:
-    """Raise `BadRow` if the assistant has no turn, or a turn without any content.
+    """Raise `BadRow` if there is no assistant turn, or one without any content.
 
-    `may_be_empty`: accept a last turn without content.
+    With `may_be_empty`, the last turn may have no content. `where` is added to the error message.
     """
     turns = [m for m in messages if m["role"] == "assistant"]
     if not turns:

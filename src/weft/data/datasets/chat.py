@@ -1,6 +1,6 @@
 """Dataset type `chat`: conversations, trained on the assistant's turns.
 
-Also Open-Assistant trees, with all of their threads.
+It also reads Open-Assistant trees and trains on all of their threads.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Form of conversations.
+    """Row encoder for conversations.
 
-    `train_on: last` trains the last turn only; `all` trains every turn of the assistant.
-
-    A `system` column is prepended to conversations without a system message.
-
-    In a row `{prompt, completion}` with messages as completion, the prompt (messages or text) is
-    not trained.
+    With `train_on` "last", only the assistant's last turn is trained; with "all", every assistant
+    turn. The text in a `system` column is prepended to conversations without a system message. In a
+    row `{prompt, completion}` whose completion is a list of messages, the prompt (messages or text)
+    is not trained.
     """
 
     messages_key: str | None = None
@@ -66,7 +64,7 @@ class ChatEncoder:
         )
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample:
-        """Return the sample of a row that has this id."""
+        """Encode the one sample of a row that has the id `id`."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(
@@ -113,9 +111,11 @@ class ChatEncoder:
 class ChatDataset(TableDataset):
     """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages.
 
-    Keys `prompt`, `completion`, `loss_mask`; the first trained reply begins the completion.
+    A sample has the keys `prompt`, `completion` and `loss_mask`. The completion begins with the
+    first trained reply.
 
-    `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
+    The options are messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong and
+    truncate_side.
     """
 
     form = ChatEncoder

@@ -16,13 +16,13 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PairedComparisonEncoder:
-    """Form of prompts with pairs of answers.
+    """Row encoder for prompts with pairs of answers.
 
     Answer j of `pos_answers` is better than answer j of `neg_answers`. `margin` is one number, or
-    one per pair.
+    one number per pair.
 
-    `max_pairs_per_prompt` is the maximum number of pairs of a row; the first ones are kept.
-    `as_chat`: the prompt is rendered as the user's message, and each answer as the assistant's.
+    At most the first `max_pairs_per_prompt` pairs of a row are kept. With `as_chat`, the prompt is
+    rendered as the user's message and each answer as the assistant's.
     """
 
     prompt_key: str | None = None
@@ -75,9 +75,9 @@ class PairedComparisonDataset(TableDataset):
 
     The completions alternate: better, worse, better, worse, ...
 
-    Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair),
-    `margin`, `label`. `options`: prompt_key, id_key, max_pairs_per_prompt, as_chat, max_seqlen,
-    max_prompt_len, overlong, truncate_side.
+    A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse),
+    `comparison` (index of the pair), `margin` and `label`. The options are prompt_key, id_key,
+    max_pairs_per_prompt, as_chat, max_seqlen, max_prompt_len, overlong and truncate_side.
     """
 
     form = PairedComparisonEncoder

@@ -50,17 +50,17 @@ Values = Mapping[str, list[float]]
 
 @dataclass(frozen=True)
 class PreferenceEncoder:
-    """Form of rows with a chosen and a rejected reply, or with one labelled reply.
+    """Row encoder for a chosen and a rejected reply, or for a single labelled reply.
 
-    If both replies are whole conversations, their common beginning is the prompt, and a prompt
-    column is not read. Whole conversations are lists that begin with a user or system message, or
-    texts of the `\\n\\nHuman:` form (split after the last common `\\n\\nAssistant:`). Otherwise
-    they are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without
-    a final reply.
+    If both replies are whole conversations, their common beginning is the prompt, and the prompt
+    column is not read. A whole conversation is a list that begins with a user or system message, or
+    a text in the `\\n\\nHuman:` format (split after the last `\\n\\nAssistant:` that both have in
+    common). Any other reply answers the prompt of the row: `prompt`, `instruction`, `question`, or
+    `messages` without a final reply.
 
-    `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or
-    `{messages, label}` without the pair is a single reply that is wanted (true or 1) or unwanted
-    (false or 0); `kto_tag` is another name of `label`.
+    With `as_chat`, texts are rendered with the chat template too. A row `{prompt, completion,
+    label}` or `{messages, label}` without a pair is a single reply, labelled as good (true or 1) or
+    bad (false or 0). `kto_tag` is another name for `label`.
     """
 
     prompt_key: str | None = None
@@ -120,7 +120,7 @@ class PreferenceEncoder:
     def _encode_texts(
         self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
     ) -> EncodedSample:
-        """Return two texts: replies to the row's prompt, or whole dialogues."""
+        """Encode two texts, which are replies to the row's prompt or whole dialogues."""
         replies = [
             read_text({"chosen": chosen}, "chosen"),
             read_text({"rejected": rejected}, "rejected"),
@@ -179,7 +179,7 @@ class PreferenceEncoder:
 
 
 def _read_label(value: object, key: str) -> float:
-    """Return 1 for true or the number 1, 0 for false or 0. Raises `BadRow` otherwise."""
+    """Return the label as 1.0 (true or 1) or 0.0 (false or 0). Raises `BadRow` for other values."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
     raise BadRow(
@@ -188,7 +188,7 @@ def _read_label(value: object, key: str) -> float:
 
 
 def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading messages shared by two conversations.
+    """Return the number of leading messages that two conversations have in common.
 
     The last message of each conversation is never counted, since it is the reply.
     """
@@ -203,9 +203,9 @@ def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
 def _encode_dialogues(
     tokenizer: Tokenizer, contents: Sequence[str], values: Values
 ) -> EncodedSample:
-    """Encode two dialogues given as texts; the assistant's turns after the shared part are trained.
+    """Encode two dialogues given as texts. The assistant's turns after the common part are trained.
 
-    An empty last turn is a reply too (hh-rlhf has some): only its EOS is trained.
+    An empty last turn counts as a reply too (hh-rlhf has some). Only its EOS is trained.
     """
     prompt = dialogue.find_shared_prompt(*contents)
     sequences = []
@@ -225,11 +225,11 @@ def _encode_dialogues(
 
 @register_dataset("preference")
 class PreferenceDataset(TableDataset):
-    """Rows `{chosen, rejected}` as groups of two completions, the chosen first.
+    """Rows `{chosen, rejected}` as groups of two completions, the chosen one first.
 
-    Keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin`, `label`. `options`:
-    prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong,
-    truncate_side.
+    A sample has the keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin` and
+    `label`. The options are prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen,
+    max_prompt_len, overlong and truncate_side.
     """
 
     form = PreferenceEncoder

@@ -38,11 +38,12 @@ MESSAGES = "prompt_messages"
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Form of prompts: a text, or messages rendered with the template's generation prompt.
+    """Row encoder for prompts that are completed by generation.
 
-    `as_chat`: a text is the user's message.
+    A prompt is a text, or a list of messages that is rendered with the template's generation
+    prompt. With `as_chat`, a text is rendered as the user's message.
 
-    The prompt of a preference row in the `\\n\\nHuman:` form is the shared part of its dialogues,
+    The prompt of a preference row in the `\\n\\nHuman:` format is the common part of its dialogues,
     up to the last `\\n\\nAssistant:`. The messages of a rendered prompt are saved in the metadata
     as `prompt_messages`. In an Open-Assistant tree, every message of the prompter is a prompt.
     """
@@ -64,7 +65,7 @@ class PromptEncoder:
         )
 
     def _find_prompt(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
-        """Return (prompt column, row with that column, columns that the prompt consists of)."""
+        """Return (prompt column, row with this column, columns that the prompt is read from)."""
         key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if (
@@ -112,7 +113,7 @@ class PromptEncoder:
     def _encode_branch(
         self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
-        """Encode a path of a tree that ends with a prompter's message."""
+        """Encode one path of a message tree that ends with a message of the prompter."""
         columns = {}
         for name, value in row.items():
             if name not in ("prompt", self.id_key):
@@ -128,9 +129,9 @@ class PromptEncoder:
 
 
 def _find_shared_prompt(row: Row) -> str:
-    """Return the common beginning of two dialogues, up to and including the assistant's mark.
+    """Return the common beginning of two dialogues, including the last `\\n\\nAssistant:` in it.
 
-    Raises `BadRow` if they have none.
+    Raises `BadRow` if the dialogues have no common beginning.
     """
     shared = dialogue.find_shared_prompt(read_text(row, "chosen"), read_text(row, "rejected"))
     if not shared.strip():
@@ -142,10 +143,10 @@ def _find_shared_prompt(row: Row) -> str:
 
 @register_dataset("prompt")
 class PromptDataset(TableDataset):
-    """Rows `{prompt, ...}` as the key `prompt`; the other columns are metadata.
+    """Rows `{prompt, ...}` as the key `prompt`. All other columns become metadata.
 
-    `options`: prompt_key, id_key, as_chat, max_prompt_len, overlong (error when absent),
-    truncate_side, max_seqlen.
+    The options are prompt_key, id_key, as_chat, max_prompt_len, overlong (default: error),
+    truncate_side and max_seqlen.
     """
 
     form = PromptEncoder

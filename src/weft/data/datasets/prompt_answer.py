@@ -1,6 +1,6 @@
 """Dataset type `prompt_answer`: a prompt and the answer to train on.
 
-Also alpaca, `prompt/completion` and `question/answer` rows.
+It also reads rows in the formats of alpaca, `prompt/completion` and `question/answer`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswerEncoder:
-    """Form of prompts with an answer; the answer and EOS are trained.
+    """Row encoder for a prompt with one answer. The answer and EOS are trained.
 
-    `as_chat`: the prompt is rendered as the user's message.
+    With `as_chat`, the prompt is rendered as the user's message.
     """
 
     prompt_key: str | None = None
@@ -39,7 +39,7 @@ class PromptAnswerEncoder:
         return [encode_replies(tokenizer, row, prompt_key, [answer], as_chat=self.as_chat)]
 
     def _read_parts(self, row: Row) -> tuple[str, str]:
-        """Return (prompt column, answer)."""
+        """Return (name of the prompt column, text of the answer)."""
         prompt_key = require_prompt_key(row, self.prompt_key, "prompt_answer")
         answer_key = require_key(
             row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer"
@@ -53,10 +53,10 @@ class PromptAnswerEncoder:
 
 @register_dataset("prompt_answer")
 class PromptAnswerDataset(TableDataset):
-    """Rows `{prompt, answer}` as keys `prompt`, `completion`, `loss_mask`; one completion per id.
+    """Rows `{prompt, answer}` as groups of one completion.
 
-    `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong,
-    truncate_side.
+    A sample has the keys `prompt`, `completion` and `loss_mask`. The options are prompt_key,
+    answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong and truncate_side.
     """
 
     form = PromptAnswerEncoder

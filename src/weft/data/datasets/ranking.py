@@ -1,6 +1,6 @@
-"""Dataset type `ranking`: several replies to one prompt, the best first.
+"""Dataset type `ranking`: several replies to one prompt, the best one first.
 
-Also Open-Assistant trees, for messages with ranked replies.
+It also reads Open-Assistant trees, whose messages with ranked replies it uses.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class RankingEncoder:
-    """Form of prompts with ranked replies.
+    """Row encoder for prompts with ranked replies.
 
-    The prompt is text or messages, in the column `prompt`, `messages` or `prefix`; `replies` are
-    sorted best first. `max_replies` keeps the best ones. If the prompt is null, replies are whole
-    texts. The column `augmented` has deliberately bad replies; every epoch draws one of them and
-    ranks it last.
+    The prompt is text or messages, in the column `prompt`, `messages` or `prefix`. `replies` are
+    sorted with the best first, of which at most `max_replies` are kept. If the prompt is null, the
+    replies are whole texts. The column `augmented` contains deliberately bad replies; every epoch
+    draws one of them and ranks it last.
 
-    `as_chat`: a text is rendered as the user's message, and each reply as the assistant's.
+    With `as_chat`, a text prompt is rendered as the user's message and each reply as the
+    assistant's.
     """
 
     prompt_key: str | None = None
@@ -80,9 +81,9 @@ class RankingEncoder:
         return [encode_replies(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
 
     def _read_replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
-        """Return the replies, best first, and after them one bad reply if the row has any.
+        """Return the replies of a row, best first, followed by one bad reply if the row has any.
 
-        Without random numbers, the longest bad reply is taken.
+        If the tokenizer has no random generator, the longest bad reply is chosen.
         """
         bad = read_texts(row, BAD_REPLIES_COLUMN) if row.get(BAD_REPLIES_COLUMN) else []
         replies = read_texts(
@@ -99,7 +100,7 @@ class RankingEncoder:
     def _encode_branch(
         self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
-        """Encode the ranked replies to one message of a tree."""
+        """Encode the ranked replies to the last message of `path` in a message tree."""
         continuations = []
         for reply in replies[: self.max_replies]:
             continuations.append([{"role": "assistant", "content": reply["text"]}])
@@ -116,18 +117,18 @@ class RankingEncoder:
 
 
 def _build_values(count: int) -> dict[str, list[float]]:
-    """Return the values of `count` ranked replies, which belong to one comparison."""
+    """Return rank, comparison and margin of `count` ranked replies in one comparison."""
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}
 
 
 @register_dataset("ranking")
 class RankingDataset(TableDataset):
-    """Rows `{prompt, replies[]}` as groups of K completions, the best first.
+    """Rows `{prompt, replies[]}` as groups of K completions, the best one first.
 
-    Keys `prompt`, `completion`, `loss_mask`, `rank` (0 the best), `comparison`, `margin`.
-    `options`: prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen, max_prompt_len,
-    overlong, truncate_side.
+    A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 is the best), `comparison`
+    and `margin`. The options are prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen,
+    max_prompt_len, overlong and truncate_side.
     """
 
     form = RankingEncoder

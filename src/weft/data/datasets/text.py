@@ -1,6 +1,6 @@
 """Dataset type `text`: plain texts, trained on every token.
 
-Mixed with conversations, they keep a model from forgetting its language.
+When mixed with conversations, such texts keep a model from forgetting general language.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Form of the column `text`, followed by EOS.
+    """Row encoder for plain text in one column, followed by EOS.
 
-    The first token is the prompt, since there is no token before it to predict it from.
+    The first token is the prompt, since no token precedes it from which it could be predicted.
     """
 
     text_key: str = "text"
@@ -39,9 +39,10 @@ class TextEncoder:
 
 @register_dataset("text")
 class TextDataset(TableDataset):
-    """Rows `{read_text}` as keys `prompt` (the first token), `completion`, `loss_mask`; all is trained.
+    """Rows `{text}`, trained on every token except the first.
 
-    `options`: text_key, id_key, max_seqlen, overlong, truncate_side.
+    A sample has the keys `prompt` (the first token), `completion` and `loss_mask`. The options are
+    text_key, id_key, max_seqlen, overlong and truncate_side.
     """
 
     form = TextEncoder

@@ -1,4 +1,4 @@
-"""Named datasets: entries (`entries/*.yaml`), row readers (`readers/`), and their files."""
+"""Named datasets: catalogue entries (`entries/*.yaml`), readers of rows (`readers/`), and files."""
 
 from weft.data.named.catalogue import find_entry, list_names
 from weft.data.named.entry import CatalogueEntry

@@ -1,4 +1,4 @@
-"""Catalogue of named datasets: shipped, registered by a user, or in a user's YAML file."""
+"""Catalogue of named datasets, which are shipped, registered by a user, or in a YAML file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ PAIR = "{source}-{target}"
 
 
 def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
-    """Return the entry called `name`; entries in the user's `files` override others.
+    """Return the catalogue entry of the dataset `name`.
 
-    Raises `ConfigError` with the nearest names, and for a pair of unknown languages.
+    Entries in the user's `files` override others of the same name. Raises `ConfigError` with the
+    nearest names if there is no entry, and for a pair of unknown languages.
     """
     known = _load_entries(files)
     match = known.get(name) or known.get(name.lower())
@@ -48,7 +49,7 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
 
 
 def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
-    """Return the sorted names of all entries, or of those for a mode (sft, rm, rl).
+    """Return the sorted names of all entries, or only of those for a mode (sft, rm or rl).
 
     Aliases are not included.
     """
@@ -64,7 +65,10 @@ def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
 
 
 def read_entries(file: Path) -> dict[str, CatalogueEntry]:
-    """Read the entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
+    """Read a YAML file of entries, `NAME: {reader: .., repo: .., ...}`.
+
+    Raises `ConfigError` if an entry is invalid.
+    """
     values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: must contain entries as NAME: {{reader: .., repo: ..}}")
@@ -75,9 +79,9 @@ def read_entries(file: Path) -> dict[str, CatalogueEntry]:
 
 
 def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
-    """Return all entries by name and alias.
+    """Return all catalogue entries by name and alias.
 
-    Entries in `files` override registered ones, and these override shipped ones.
+    Entries in `files` override registered entries, which override shipped ones.
     """
     entries: dict[str, CatalogueEntry] = dict(_load_shipped())
     for name in named_datasets.list_names():
@@ -109,7 +113,10 @@ def _parse_registered(name: str, value: Any) -> CatalogueEntry:
 
 
 def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
-    """Return the entry for one pair of languages."""
+    """Return the entry for the pair of languages in `name`, such as wmt2019_zh-en.
+
+    Raises `ConfigError` if a language is unknown.
+    """
     pair = name[len(entry.name) - len(PAIR) :]
     languages = pair.split("-")
     if (

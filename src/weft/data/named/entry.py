@@ -1,4 +1,4 @@
-"""Entry of a named dataset: its source, its reader, and the options of the reader."""
+"""Catalogue entry of a named dataset: its source, its reader, and the options of the reader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SEVERAL = ("modes", "aliases")  # fields with several values
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """Source of a named dataset and its reader.
+    """Entry of the catalogue: where a named dataset comes from, and how to read it.
 
     `train` and `valid` are names of splits, or patterns of file names (`*x*.json`). Without
-    `valid`, a part of the rows is held out for validation. `options` are options of the reader; a
-    user's options override them.
+    `valid`, a part of the rows is held out for validation. `options` are the default options of the
+    reader, which a user's options override.
 
-    `repo` with `config` and `revision` is a hub dataset, `url` a file. An entry with neither is
-    read from a local copy only.
+    `repo`, with `config` and `revision`, is a dataset on the hub. `url` is a file to download. An
+    entry with neither is read from a local copy only.
     """
 
     name: str
@@ -42,9 +42,9 @@ class CatalogueEntry:
 
     @classmethod
     def parse(cls, name: str, value: Any, where: str) -> CatalogueEntry:
-        """Parse an entry of a YAML file; keys that are not fields are options of the reader.
+        """Parse an entry of a YAML file. Keys that are not fields are options of the reader.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` naming `where` and the entry if the entry is invalid.
         """
         if not isinstance(value, Mapping):
             raise ConfigError(
@@ -78,7 +78,7 @@ class CatalogueEntry:
 
     @property
     def origin(self) -> str:
-        """Return the source of the dataset, as text for messages."""
+        """Address of the dataset, as text for messages."""
         if self.repo:
             config = f", configuration {self.config}" if self.config else ""
             return f"https://huggingface.co/datasets/{self.repo}{config}"

@@ -1,4 +1,4 @@
-"""Output of readers: a conversation with replies, and its conversion to a row in each mode."""
+"""Output of readers (conversations with replies), and its conversion to rows for each mode."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # mode -> dataset type
 
 @dataclass(frozen=True)
 class Example:
-    """Conversation that ends with the user, and `replies` to it, best first.
+    """Conversation that ends with a user message, and the `replies` to it, best first.
 
-    Without a conversation, the replies continue `text`; without replies, `text` is plain text.
+    If there is no conversation, the replies continue `text`. If there are no replies either, `text`
+    is plain text to train on.
 
-    Examples of one `group` are all used for training or all for validation. `columns` are further
-    columns of a prompt's row (mode rl).
+    All examples of one `group` are used for the same purpose, training or validation. `columns` are
+    additional columns of a prompt's row (mode rl).
     """
 
     context: Sequence[Message] = ()
@@ -35,10 +36,10 @@ class Example:
 
 @dataclass
 class ReaderContext:
-    """Settings and counters of one pass over a named dataset.
+    """Settings and counters of a reader for one pass over a named dataset.
 
-    `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part
-    of their conversation. `training`: the rows are training rows, not validation rows.
+    `left_out[reason]` counts rows without an example. `cut[part]` counts rows whose example lacks a
+    part of their conversation. `training` is True for training rows and False for validation rows.
     """
 
     name: str
@@ -52,26 +53,35 @@ class ReaderContext:
         self.left_out[reason] += count
 
     def truncate_turns(self, turns: Sequence[str], most: int) -> list[str]:
-        """Return the turns cut to `most` characters each; count the row if one was longer."""
+        """Return the turns, truncated to `most` characters each.
+
+        The row is counted in `cut` if a turn was longer.
+        """
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count a row with non-empty values in columns that its reader does not read."""
+        """Count, in `cut`, those of `columns` that have a value in the row.
+
+        Readers call this for columns that they ignore.
+        """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def make_random(self, *parts: object) -> random.Random:
-        """Return a random generator for one purpose, the same in every run."""
+        """Return a random generator for one purpose, which `parts` identify.
+
+        The generator produces the same numbers in every run.
+        """
         digest = hashlib.blake2b(
             "|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8
         ).digest()
         return random.Random(int.from_bytes(digest, "little"))
 
     def accept_texts(self, *texts: str) -> bool:
-        """Return whether none of these texts contains an unwanted phrase.
+        """Return whether no text contains an unwanted phrase.
 
-        If one does, the row is counted as skipped.
+        If a text contains one, the row is counted as left out.
         """
         if any(find_unwanted_phrase(text) for text in texts):
             self.skip("unwanted phrases")
@@ -90,9 +100,9 @@ def make_assistant_message(content: str, **more: Any) -> Message:
 def make_alternating_messages(
     turns: Sequence[str], system: str | None = None, **more: Any
 ) -> list[Message]:
-    """Return messages of the user and the assistant in turn.
+    """Return the turns as messages, alternately of the user and of the assistant.
 
-    `more` (lang, ...) is added to each of them.
+    The values in `more` (such as lang) are added to each of these messages.
     """
     if system and system.strip():
         head = [{"role": "system", "content": system}]
@@ -108,12 +118,15 @@ def make_alternating_messages(
 
 
 def make_example(messages: Sequence[Message], **more: Any) -> Example:
-    """Return an example whose reply is the last message."""
+    """Return an example whose conversation is all messages but the last, which is the reply."""
     return Example(context=messages[:-1], replies=messages[-1:], **more)
 
 
 def to_row(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
-    """Return (dataset type, row) of an example in a mode, or None if it lacks a part."""
+    """Convert an example to (dataset type, row) for a mode (sft, rm or rl).
+
+    Returns None if the example lacks something that the mode needs, such as a second reply.
+    """
     own = {} if example.id is None else {"id": example.id}
     plain = not example.context
     if plain and mode == "rl":

@@ -1,6 +1,6 @@
-"""Files of a named dataset: a local copy, or a download.
+"""Files of a named dataset, from a local copy or a download.
 
-Without a network, an error is raised at once that names the folder for a local copy.
+Without a network, the error is raised at once. It names the folder where a local copy may be put.
 """
 
 from __future__ import annotations
@@ -34,21 +34,27 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Training files, and files of the source's own validation split (empty if it has none)."""
+    """Files of a named dataset: training files, and files of its own validation split.
+
+    `valid` is empty if the dataset has no validation split.
+    """
 
     train: list[Path]
     valid: list[Path]
 
 
 def find_copies_folder(entry: CatalogueEntry, cache: Path) -> Path:
-    """Return the folder for local copies of the files, in which URL downloads are saved too."""
+    """Return the folder for the user's local copies of the files.
+
+    Files downloaded from a URL are saved there too.
+    """
     return cache / "datasets" / entry.name
 
 
 def locate(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetFiles:
-    """Return the files, from `path`, the folder of copies, or the public source.
+    """Return the files of a named dataset: at `path`, in the folder of copies, or downloaded.
 
-    Raises `DataError` if none are found.
+    Raises `DataError` if no files are found.
     """
     at_hand = find_local(entry, path, cache)
     if at_hand is not None:
@@ -61,7 +67,10 @@ def locate(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetFiles
 
 
 def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetFiles | None:
-    """Return the files that are available without a network, or None."""
+    """Return the files of a dataset that are available without a network, or None.
+
+    Raises `DataError` if `path` is given and does not exist.
+    """
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
@@ -97,8 +106,8 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
 def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
     """Return advice for a `path` that does not exist.
 
-    A path without a folder comes from an Open-Assistant config section, whose files are on other
-    machines.
+    A path that is only a file name comes from an Open-Assistant config section, whose files are on
+    other machines.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -111,9 +120,9 @@ def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
 
 
 def choose_files(entry: CatalogueEntry, place: Path) -> DatasetFiles:
-    """Return the files of an entry in the folder `place`; a single file is the training file.
+    """Return the files of an entry at `place`, a folder or a single training file.
 
-    Raises `DataError` if the folder has no such files.
+    Raises `DataError` if the folder has no training files of the entry.
     """
     if place.is_file():
         return DatasetFiles([place], [place] if entry.valid == entry.train else [])
@@ -143,9 +152,9 @@ def choose_files(entry: CatalogueEntry, place: Path) -> DatasetFiles:
 
 
 def format_file_name(entry: CatalogueEntry, file: Path) -> str:
-    """Return the name of a file for errors, with the name of the dataset.
+    """Format the name of a file, with the name of its dataset, for error messages.
 
-    For a file from the hub, it is the name on the hub.
+    A file from the hub is named by its path on the hub.
     """
     parts = file.parts
     if entry.repo is not None and "snapshots" in parts:
@@ -157,9 +166,9 @@ def format_file_name(entry: CatalogueEntry, file: Path) -> str:
 def read_entry_rows(
     entry: CatalogueEntry, file: Path
 ) -> Iterator[tuple[RowLocation, Row | UnreadableRow]]:
-    """Iterate over the rows of a file.
+    """Iterate over (place, row) of a file of a named dataset.
 
-    The records of a plain text file, separated by `separator`, are rows `{text: ..}`.
+    A plain text file is split into records at `separator`. Each record is a row `{text: ..}`.
     """
     if (
         entry.rows_in is not None
@@ -179,7 +188,10 @@ def read_entry_rows(
 
 
 def _read_nested_rows(file: Path, key: str) -> list[Row] | None:
-    """Return the rows under a key of a file with one JSON object; None for files of rows."""
+    """Return the list of rows under `key`, if the file is one JSON object with such a list.
+
+    Returns None for other files.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
@@ -217,9 +229,10 @@ def _find_split_files(root: Path, split: str) -> list[Path]:
 
 
 def _build_request(entry: CatalogueEntry) -> dict[str, Any]:
-    """Return the arguments of the hub request.
+    """Return the keyword arguments of the hub request for an entry.
 
-    It requests the files that match the entry's patterns, or all files of its configuration.
+    The request selects the files that match the entry's patterns, or all files of its
+    configuration.
     """
     patterns = []
     for which in (entry.train, entry.valid):
@@ -276,7 +289,7 @@ def _download_from_url(entry: CatalogueEntry, cache: Path) -> Path:
 
 
 def _call_with_timeout(ask: Callable[[], Found]) -> Found:
-    """Return the result of `ask`.
+    """Call `ask` with a timeout and return its result.
 
     Raises `OSError` or `HfHubHTTPError` if `ask` fails or does not return in time.
     """
@@ -293,7 +306,10 @@ def _explain_error(error: Exception) -> str:
 
 
 def _describe_missing(entry: CatalogueEntry, cache: Path, why: str) -> str:
-    """Return the error message for a failed download, with the folder for a local copy."""
+    """Format the error message for a failed download.
+
+    `why` is the reason. The message names the folder where a local copy may be put.
+    """
     licence = f" (licence: {entry.licence})" if entry.licence else ""
     return (
         f"{entry.name}: there is no local copy, and nothing could be fetched from "

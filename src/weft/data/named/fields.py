@@ -1,4 +1,4 @@
-"""Columns of a row by path, and texts made of several columns.
+"""Values of a row that a path selects, and texts made of several values.
 
 Examples: `"{context} {question}"`, `"{answers.text.0}"`.
 """
@@ -16,10 +16,12 @@ PLACE = re.compile(r"\{([^{}\n]+)\}")
 
 
 def fill_template(template: str, row: Row, random: Random) -> str:
-    """Return the text of a column (`answer`, `meta.text`), or of a template with columns in braces.
+    """Return a text made from the columns of a row.
 
-    In a path, a number is the index of a list entry, `?` a random entry, `*` all entries joined by
-    spaces. Null and missing entries become "". Raises `BadRow` for a column that the row lacks.
+    `template` is the path of a column (`answer`, `meta.text`) or a text with such paths in braces.
+    In a path, a number is the index of a list entry, `?` a random entry, and `*` all entries,
+    joined by spaces. Null and missing values become "". Raises `BadRow` for a column that the row
+    lacks.
     """
     if not PLACE.search(template):
         return _to_text(pick_value(template, row, random))
@@ -27,10 +29,10 @@ def fill_template(template: str, row: Row, random: Random) -> str:
 
 
 def pick_value(path: str, row: Row, random: Random) -> Any:
-    """Return the value at a path.
+    """Return the value at a path in a row.
 
-    Returns None for a key that a nested mapping lacks, since null keys of Parquet files are
-    removed. Raises `BadRow` for a column that the row lacks.
+    Returns None for a key that a nested mapping lacks, since null keys are removed when Parquet
+    files are read. Raises `BadRow` for a column that the row lacks.
     """
     value: Any = row
     if path in row:  # a column name can contain dots

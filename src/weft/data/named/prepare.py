@@ -1,6 +1,6 @@
 """Conversion of a named dataset to files of rows for weft's own dataset types.
 
-Done once; the result is cached under a hash of everything that it depends on.
+The files are cached under a hash of everything that they depend on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ Reader = Callable[..., Iterator[Example]]
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Validation set: the source's own split (`own`), or `share` of its groups if it has none."""
+    """Choice of the validation rows of a named dataset.
+
+    With `own`, they are the dataset's own validation split. If the dataset has none, or without
+    `own`, they are `share` of the groups of rows.
+    """
 
     share: float = 0.0
     own: bool = True
@@ -52,16 +56,16 @@ class ValidationSplit:
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """Source of prepared files that replaces the named one, and notes on rows left out."""
+    """Source that reads the prepared files of a named dataset, and notes on rows left out."""
 
     source: SourceSpec
     notes: tuple[str, ...] = ()
 
 
 def find_mode(dataset_type: str) -> str:
-    """Return the use of named datasets for rows of this type: sft, rm or rl.
+    """Return the mode in which named datasets provide rows for this dataset type: sft, rm or rl.
 
-    Raises `ConfigError` for a user's own type.
+    Raises `ConfigError` for a type that is not shipped with weft.
     """
     if dataset_type not in OF_TYPE:
         raise ConfigError(
@@ -81,10 +85,10 @@ def find_cache_root(cache_dir: str | None) -> Path:
 def prepare(
     source: SourceSpec, mode: str, cache: Path, split: ValidationSplit, files: Sequence[str] = ()
 ) -> PreparedSource:
-    """Write the rows of the dataset `source.named` to files, unless the cache has them.
+    """Write the rows of the dataset `source.named` to files, unless they are in the cache.
 
     `files` are the user's YAML files of entries. Raises `ConfigError` or `DataError` with the name
-    of the dataset, the problem and the fix.
+    of the dataset, the problem and its fix.
     """
     # Find the entry, its reader, and the files.
     assert source.named is not None
@@ -130,7 +134,7 @@ def prepare(
 
 
 def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate over notes on left-out rows, left-out parts of conversations, and unread keys."""
+    """Iterate over notes on rows left out, parts of conversations left out, and unread keys."""
     left_out = report["left_out"]
     if left_out:
         breakdown = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
@@ -143,7 +147,7 @@ def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def list_reader_options(reader: Reader) -> list[str]:
-    """Return the names of a reader's options."""
+    """Return the names of the options that a reader accepts."""
     parameters = list(inspect.signature(reader).parameters.values())[2:]
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     for p in parameters:
@@ -158,8 +162,8 @@ def _split_options(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (options of the reader, options of the dataset type).
 
-    Those of the reader come from the entry, overridden by the user's `args`. Raises `ConfigError`
-    for unknown or missing ones.
+    The reader's options are those of the entry, overridden by the user's `args`. Raises
+    `ConfigError` for unknown or missing options.
     """
     known = list_reader_options(reader)
     of_type = set()
@@ -200,7 +204,7 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _DatasetConversion:
-    """Conversion of one entry in one mode."""
+    """Conversion of the dataset of one catalogue entry to rows for one mode."""
 
     entry: CatalogueEntry
     reader: Reader
@@ -208,7 +212,7 @@ class _DatasetConversion:
     mode: str
 
     def compute_digest(self, files: DatasetFiles, split: ValidationSplit) -> str:
-        """Return a hash of the files, the entry, the options, and the reader's code."""
+        """Return a hash of the files, the entry, the options, the split and the reader's code."""
         source = inspect.getsourcefile(self.reader)
         if source:
             code = hashlib.sha256(Path(source).read_bytes()).hexdigest()
@@ -224,7 +228,7 @@ class _DatasetConversion:
     def write_rows(
         self, files: DatasetFiles, split: ValidationSplit, folder: Path
     ) -> dict[str, Any]:
-        """Write `train.jsonl`, `valid.jsonl` and, last, `report.json`; return the report."""
+        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`, and return the report."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
@@ -266,7 +270,7 @@ class _DatasetConversion:
     def _write(
         self, files: list[Path], stream: TextIO, use: ReaderContext, start: int = 0
     ) -> tuple[str, list[str]]:
-        """Write the rows; return (dataset type, group of each row)."""
+        """Write the rows of `files` to `stream`, and return (dataset type, group of each row)."""
         groups: list[str] = []
         types: set[str] = set()
         rows = _FileRows(self.entry, files)
@@ -310,9 +314,10 @@ class _DatasetConversion:
 
 
 class _FileRows:
-    """Rows of several files; `place` is the place of the last row read, for error messages.
+    """Iterable over the rows of several files.
 
-    Once all rows are read, `place` names the files instead.
+    `place` is the location of the last row that was read, for error messages. After the last row,
+    it names the files instead.
     """
 
     def __init__(self, entry: CatalogueEntry, files: list[Path]) -> None:
@@ -333,7 +338,7 @@ class _FileRows:
 
 
 def _divide_rows(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
-    """Move the held-out rows from the first file to the second; return both row counts."""
+    """Move the held-out rows from the first file to the second, and return both row counts."""
     whole = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], whole)
     with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:

@@ -1,6 +1,6 @@
-"""Phrases that reveal the model an answer was copied from.
+"""Phrases that reveal which model an answer was copied from.
 
-Entries with `filter_words` leave out rows that contain one.
+Entries with the option `filter_words` leave out rows that contain such a phrase.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ PHRASES = (
 
 
 def find_unwanted_phrase(text: str) -> str | None:
-    """Return the first of the phrases that a text contains, ignoring case, or None."""
+    """Return the first unwanted phrase that a text contains, ignoring case, or None."""
     low = text.lower()
     return next((phrase for phrase in PHRASES if phrase in low), None)

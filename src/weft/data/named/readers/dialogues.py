@@ -27,9 +27,10 @@ def messages(
     lang: str | None = None,
     filter_words: bool = False,
 ) -> Iterator[Example]:
-    """Make examples of lists of messages, up to the assistant's last turn.
+    """Read conversations given as lists of messages, up to the assistant's last turn.
 
-    The messages (`role`/`content` or `from`/`value`) are under the usual keys or in `column`.
+    The messages (with the keys `role`/`content` or `from`/`value`) are in `column` or in one of the
+    usual columns.
     """
     for index, row in enumerate(rows):
         turns = normalize_messages(
@@ -59,10 +60,11 @@ def sharegpt(
     max_chars: int = MAX_CHARS,
     lang: str | None = None,
 ) -> Iterator[Example]:
-    """Make examples of `from`/`value` turns of web pages.
+    """Read conversations given as `from`/`value` turns that were copied from web pages.
 
-    Escapes and references are removed, and consecutive turns of one speaker joined. Conversations
-    are left out if the bot begins, if they end with the user, or if the bot says nothing.
+    Escapes and references are removed, and consecutive turns of one speaker are joined. A
+    conversation is left out if the bot begins, if it ends with the user, or if a turn of the bot is
+    empty.
     """
     for index, row in enumerate(rows):
         turns = _join_turns(_read_turns(row[column], use.make_random(index)))
@@ -80,7 +82,10 @@ def sharegpt(
 
 
 def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
-    """Iterate over (speaker, text) of the turns; stop with None at an empty turn of the bot."""
+    """Iterate over (speaker, text) of the turns.
+
+    At an empty turn of the bot, yields None and stops.
+    """
     for turn in turns:
         speaker = turn["from"]
         text = turn["value"]
@@ -94,7 +99,10 @@ def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str
 
 
 def _join_turns(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
-    """Join consecutive turns of one speaker with newlines; return None if a turn is None."""
+    """Join consecutive turns of one speaker with newlines.
+
+    Returns None if one of the turns is None.
+    """
     joined_turns: list[tuple[str, str]] = []
     for turn in turns:
         if turn is None:
@@ -108,9 +116,9 @@ def _join_turns(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]
 
 @register_reader("gpt4all")
 def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
-    """Make examples of rows `{prompt, response}` and `{make_example: [{User, Bot}]}`.
+    """Read rows `{prompt, response}` and `{conversation: [{User, Bot}]}`.
 
-    Each entry of a conversation has one of the two keys.
+    Each entry of a conversation has only one of the keys `User` and `Bot`.
     """
     for row in rows:
         if row.get("conversation") is None:
@@ -139,7 +147,7 @@ def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
 def soda(
     rows: Iterable[Row], use: ReaderContext, *, input_max_length: int = MAX_CHARS
 ) -> Iterator[Example]:
-    """Make examples of dialogues of two people, the second of whom is the assistant.
+    """Read dialogues of two people, the second of whom is the assistant.
 
     The narrative is put before the first turn.
     """
@@ -168,9 +176,9 @@ def marked(
     max_count: int | None = None,
     lang: str | None = None,
 ) -> Iterator[Example]:
-    """Make examples of dialogues given as one text, with a mark (`user`, `bot`) before each turn.
+    """Read dialogues given as one text, in which `user` or `bot` marks the beginning of each turn.
 
-    `min_length` joins dialogues, in a shuffled order, until they have that many characters;
+    With `min_length`, dialogues are shuffled and joined until they have that many characters.
     `max_count` is the maximum number of examples.
     """
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
@@ -221,10 +229,10 @@ def rounds(
     system: str | None = None,
     skip_where: dict[str, str] | None = None,
 ) -> Iterator[Example]:
-    """Make examples of lists of rounds, each with the keys `human` and `answer`.
+    """Read conversations given as lists of rounds, each with the keys `human` and `answer`.
 
-    `system` is a column with the system message. `skip_where` maps columns to texts; a row is left
-    out if one of the columns contains its text.
+    `system` is the column with the system message. `skip_where` maps columns to texts; a row is
+    left out if one of these columns contains the given text.
     """
     for index, row in enumerate(rows):
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
@@ -256,9 +264,9 @@ def by_system(
     max_char_len: int = 8000,
     seed: int = 42,
 ) -> Iterator[Example]:
-    """Make conversations of about `max_char_len` characters from rows with the same system message.
+    """Join rows with the same system message into conversations of about `max_char_len` characters.
 
-    Each row is a round of a conversation. `num_samples` draws that many rows.
+    Each row is one round of a conversation. `num_samples` is the number of rows to draw.
     """
     chosen = list(rows)
     Random(seed).shuffle(chosen)
@@ -281,7 +289,7 @@ def _build_example(head: str, turns: list[str]) -> Example:
 
 
 def check_list(value: Any, column: str) -> Sequence[Any]:
-    """Return a value that must be a list. Raises `BadRow` naming the column otherwise."""
+    """Return `value` if it is a list. Raises `BadRow` naming the column otherwise."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{column!r} must be a list")
     return value

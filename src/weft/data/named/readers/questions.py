@@ -1,6 +1,6 @@
-"""Readers of questions with an answer.
+"""Readers of questions with answers.
 
-Tables of instructions, question-answer sets, summaries, rows with several pairs.
+They read tables of instructions, question-answer sets, summaries, and rows with several pairs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MAX_WORDS = 512  # maximum number of words of a text to summarize
 
 
 class PairOptions(TypedDict, total=False):
-    """Options for converting a row to a question and its answer.
+    """Options for converting a row to a question with its answer.
 
-    Columns can be paths or templates (`weft.data.named.fields`).
+    Column names can be paths or templates (see `weft.data.named.fields`).
     """
 
     prompt: str  # column of the question; default "INSTRUCTION"
@@ -63,10 +63,10 @@ def question_answer(
     fill_min_length: int | None = None,
     **options: Unpack[PairOptions],
 ) -> Iterator[Example]:
-    """Make examples of one question and its answer per row.
+    """Read one question with its answer per row.
 
-    `fill_min_length` joins them, in a shuffled order, into conversations of more than that number
-    of characters.
+    With `fill_min_length`, the pairs are shuffled and joined into conversations of more than that
+    number of characters.
     """
     pairs = PairReader(use, options)
     examples = (
@@ -83,7 +83,7 @@ def question_answer(
 
 @dataclass(frozen=True)
 class PairReader:
-    """Conversion of rows to questions with answers, with these options."""
+    """Converter of rows to questions with answers."""
 
     use: ReaderContext
     options: PairOptions
@@ -94,7 +94,10 @@ class PairReader:
             raise ConfigError(f"{self.use.name}: context_as={placement!r}: must be prompt or tag")
 
     def read(self, row: Row, random: Random) -> Example | None:
-        """Return the example of a row, or None if it is left out, which `use` counts."""
+        """Return the example of a row, or None if the row is left out.
+
+        Rows that are left out are counted in `use`.
+        """
         options = self.options
         # Fill in the question and the answer.
         question = self._with_input(
@@ -158,7 +161,10 @@ class PairReader:
 def _fill_conversations(
     examples: list[Example], least: int, use: ReaderContext
 ) -> Iterator[Example]:
-    """Join examples to conversations of more than `least` characters; the last can be shorter."""
+    """Shuffle the examples and join them into conversations of more than `least` characters.
+
+    The last conversation can be shorter.
+    """
     use.make_random("order").shuffle(examples)
     messages: list[Message] = []
     for example in examples:
@@ -180,9 +186,10 @@ def summary(
     max_words: int = MAX_WORDS,
     prompts: Sequence[str] = SUMMARIES,
 ) -> Iterator[Example]:
-    """Make examples that ask for a summary of a text.
+    """Read texts with their summaries, as requests to summarize the text.
 
-    The question is the first `max_words` words of the text, then one of `prompts` at random.
+    The question consists of the first `max_words` words of the text and one of `prompts`, chosen at
+    random.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)
@@ -207,11 +214,11 @@ def each(
     labels: str | None = None,
     templates: Any = (),
 ) -> Iterator[Example]:
-    """Make one example for each entry of the list `answers`.
+    """Read one example for each entry of the list in the column `answers`.
 
     `templates` are pairs (template of the question, template of the answer), one of which is drawn
-    at random: {0} is the prompt (in the answer, the entry), {1} the entry of `labels` with the same
-    index.
+    at random for each example. In the question, {0} is the prompt; in the answer, {0} is the entry.
+    {1} is the entry of `labels` with the same index.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)

@@ -1,4 +1,4 @@
-"""Readers of compared replies: pairs, scored answers, wins, ranked lists."""
+"""Readers of compared replies: pairs, scored answers, counted wins and ranked lists."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def pairs(
     rejected: str = "rejected",
     system: str | None = None,
 ) -> Iterator[Example]:
-    """Make examples of two replies per row.
+    """Read a chosen and a rejected reply per row.
 
-    They are texts, or lists of messages: replies, or whole conversations that differ in their last
-    turn.
+    The replies are texts or lists of messages. A list contains only the reply, or a whole
+    conversation. The two conversations of a row must differ only in their last turn.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)
@@ -86,7 +86,11 @@ def _build_comparison(
     use: ReaderContext,
     group: str | None = None,
 ) -> Iterator[Example]:
-    """Yield an example of replies, best first; skip the row if they are empty or equal."""
+    """Yield an example with the replies, best first.
+
+    The row is counted as left out if the question is empty, or if fewer than two different replies
+    remain.
+    """
     nonempty_replies = [reply for reply in replies if reply["content"].strip()]
     if not context or context[-1]["role"] != "user" or not context[-1]["content"].strip():
         use.skip("an empty question")
@@ -99,16 +103,19 @@ def _build_comparison(
 
 
 def _find_opening(context: Sequence[Message]) -> str:
-    """Return the first user message; a system message is not used, as many rows share it."""
+    """Return the first user message, which identifies a conversation.
+
+    System messages are ignored, since many rows have the same one.
+    """
     return str(next(message["content"] for message in context if message["role"] == "user"))
 
 
 @register_reader("hh")
 def hh(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
-    """Make examples of Anthropic's dialogues, one chosen and one rejected.
+    """Read Anthropic's pairs of a chosen and a rejected dialogue.
 
-    They have the `\\n\\nHuman:`/`\\n\\nAssistant:` form, equally many turns, and differ in the
-    last.
+    The dialogues are in the `\\n\\nHuman:`/`\\n\\nAssistant:` format. Both have the same number of
+    turns, and they differ in the last one.
     """
     for row in rows:
         talks = [_split_turns(str(row[key])) for key in ("chosen", "rejected")]
@@ -121,7 +128,7 @@ def hh(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
 
 
 def _split_turns(text: str) -> list[Message]:
-    """Split a dialogue into messages; consecutive turns of one speaker are joined."""
+    """Split a dialogue into messages, and join consecutive turns of one speaker."""
     joined: list[Message] = []
     for message in dialogue.split_messages(text):
         if joined and joined[-1]["role"] == message["role"]:
@@ -150,10 +157,11 @@ def scored(
     group: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Make examples of scored answers, best first.
+    """Read answers with scores, and rank them by their score.
 
-    `answers` lists [column of an answer, columns of its scores, ...]; the scores are added. All
-    rows with the same question, or the same value of the column `group`, make one example.
+    Each item of `answers` is [column of an answer, columns of its scores, ...]. The scores of an
+    answer are added. All rows with the same question, or with the same value in the column `group`,
+    make one example.
     """
     groups: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
@@ -194,10 +202,10 @@ def comparisons(
     max_answers: int = 5,
     least_confidence: float | None = None,
 ) -> Iterator[Example]:
-    """Make examples of OpenAI's comparisons of two summaries.
+    """Read OpenAI's comparisons of two summaries.
 
-    `grouped`: one example per post, with its summaries ordered by their number of wins. Otherwise
-    one pair per row.
+    With `grouped`, there is one example per post, in which the summaries are ordered by their
+    number of wins. Otherwise each row makes one pair.
     """
     wins: dict[str, Counter[str]] = {}
     for index, row in enumerate(rows):
@@ -246,9 +254,9 @@ def ranked_list(
     rank: str = "rank",
     max_answers: int = 7,
 ) -> Iterator[Example]:
-    """Make examples of lists of answers with ranks; a lower rank is better.
+    """Read lists of answers with ranks. A lower rank is better.
 
-    The prompt is a question, or a dialogue in the `\\n\\nHuman:` form.
+    The prompt is a question, or a dialogue in the `\\n\\nHuman:` format.
     """
     for index, row in enumerate(rows):
         prompt_text = fill_template(prompt, row, use.make_random(index))
@@ -282,9 +290,9 @@ def endings(
     endings: str = "endings",
     label: str = "label",
 ) -> Iterator[Example]:
-    """Make examples of HellaSwag: a beginning with its right ending and a random wrong one.
+    """Read the examples of HellaSwag: a beginning with its right ending and a random wrong one.
 
-    The texts are plain, without a dialogue.
+    The beginning and the endings are plain texts, not conversations.
     """
     for index, row in enumerate(rows):
         choices = list(check_list(row[endings], endings))
@@ -303,10 +311,10 @@ def endings(
 
 @register_reader("augmented")
 def augmented(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
-    """Make examples of Open-Assistant's ranked replies with bad ones made by a model.
+    """Read Open-Assistant's ranked replies with additional bad replies made by a model.
 
-    In training, a random one of the bad replies is ranked last. Rows are
-    `{prefixes, responses, augmented, split}`; `split` is "train" for training rows.
+    In training, one of the bad replies is drawn at random and ranked last. Rows have the form
+    `{prefixes, responses, augmented, split}`. `split` is "train" for training rows.
     """
     for index, row in enumerate(rows):
         if _is_for_training(row) != use.training:

@@ -1,4 +1,4 @@
-"""Reader of plain text without dialogues, which is trained whole so that a model forgets less."""
+"""Reader of plain text without dialogues. All of it is trained, so that a model forgets less."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CHUNK = 64 * 1024
 def plain_text(
     rows: Iterable[Row], use: ReaderContext, *, column: str = "text", max_chunk_size: int = CHUNK
 ) -> Iterator[Example]:
-    """Make examples of a text column, cut into pieces of at most `max_chunk_size` characters.
+    """Read a column of plain text, cut into pieces of at most `max_chunk_size` characters.
 
-    The pieces of a row stay in one split.
+    All pieces of a row are used for the same purpose, training or validation.
     """
     for index, row in enumerate(rows):
         text = str(row[column] or "")

@@ -1,4 +1,4 @@
-"""Reader of sentence pairs as translation requests, in a random direction."""
+"""Reader of sentence pairs, which become translation requests in a random direction."""
 
 from __future__ import annotations
 
@@ -91,9 +91,10 @@ def translation(
     mix_probability: float = 0.2,
     maximum_size: int = MAX_PAIRS,
 ) -> Iterator[Example]:
-    """Make examples of rows `{translation: {de: .., en: ..}}`.
+    """Read translation pairs from rows `{translation: {de: .., en: ..}}`.
 
-    With `mix_probability`, a nearby pair is put before a pair, as a separate turn.
+    With probability `mix_probability`, another pair from nearby is put before a pair, as a separate
+    turn.
     """
     pairs = (
         (row["translation"][source], row["translation"][target], source, target) for row in rows
@@ -105,9 +106,9 @@ def translation(
 def divemt(
     rows: Iterable[Row], use: ReaderContext, *, mix_probability: float = 0.2
 ) -> Iterator[Example]:
-    """Make examples of rows `{src_text, tgt_text, subject_id: tur_t1}`, from English.
+    """Read translations from English, from rows `{src_text, tgt_text, subject_id: tur_t1}`.
 
-    Languages without prompts are left out.
+    Rows in languages without prompts are left out.
     """
     pairs = []
     for row in rows:

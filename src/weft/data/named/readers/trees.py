@@ -24,13 +24,13 @@ def trees(
     least: Mapping[str, float] | None = None,
     most: Mapping[str, float] | None = None,
 ) -> Iterator[Example]:
-    """Make examples of message trees: threads (sft), ranked replies (rm), or prompts (rl).
+    """Read message trees as threads (mode sft), ranked replies (rm) or prompts (rl).
 
-    All examples of a tree stay in one split.
+    All examples of a tree are used for the same purpose, training or validation.
 
-    `lang`: languages of the first message (en,de). `top_k`: keep the replies of the first k ranks.
-    `least` and `most`: bounds of labels ({quality: 0.5}). Deleted and synthetic messages, and trees
-    that were not released or not reviewed, are left out.
+    `lang` lists the allowed languages of the first message (en,de). `top_k` keeps only the replies
+    with the k best ranks. `least` and `most` are bounds of labels ({quality: 0.5}). Deleted and
+    synthetic messages are left out, as are trees that were not released or not reviewed.
     """
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
