@@ -238,8 +238,8 @@ def _build_background_table(
 ) -> BackgroundTokenTable:
     """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
 
-    The ids of the table are known then. `cache_file` is the cache file that the complete table is written
-    to. Raises `DataError` with reports on all bad rows that were found.
+    The ids of the table are known then. `cache_file` is the cache file that the complete table is
+    written to. Raises `DataError` with reports on all bad rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []

@@ -188,8 +188,8 @@ def load_data(
 def _count_processes(num_workers: int | None, tables: int) -> int:
     """Return the number of tokenizing processes for each source during training.
 
-    `num_workers` is `dataset.num_workers`. If it is None, all cores are used except one, which training
-    needs.
+    `num_workers` is `dataset.num_workers`. If it is None, all cores are used except one, which
+    training needs.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if num_workers is None else num_workers) // tables)
 

@@ -203,8 +203,8 @@ class _RenderedConversation:
     def _find_text_after_content(self, index: int, rendering: str | None) -> str | None:
         """Return the text after the content of message `index` in `rendering`.
 
-        `rendering` is the rendered conversation up to and including that message. Returns None if the
-        template refuses these messages.
+        `rendering` is the rendered conversation up to and including that message. Returns None if
+        the template refuses these messages.
         """
         talk = [*self.messages[:index], _replace_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)

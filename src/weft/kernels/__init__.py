@@ -1,9 +1,10 @@
 """Functions on plain tensors that networks are built from; each uses the fastest available kernel.
 
-`models/` imports this module and nothing below it; docs/kernels.md is the contract. Most functions
-accept any tensor: they use a kernel if it supports the tensor's type, dtype and device, else torch,
-with equal results up to rounding. Functions that exist only as kernels must be guarded by the
-`serves` function for them.
+`models/` imports this module and none of its submodules; docs/kernels.md describes what each
+function guarantees. Most functions accept any tensor: they use a kernel if it supports the type,
+dtype and device of the tensor, else torch, and the results are equal up to rounding. For a function
+that exists only as a kernel, the caller must first check that the kernel supports the tensors, by
+the corresponding function `serves`.
 """
 
 from weft.kernels.activations import activate

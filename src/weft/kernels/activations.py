@@ -10,7 +10,7 @@ from weft.kernels.types import Activation
 
 
 def activate(x: Tensor, name: Activation) -> Tensor:
-    """Apply the activation of this name to every entry."""
+    """Apply the activation function `name` to every element of x."""
     match name:
         case "silu":
             return F.silu(x)
@@ -23,7 +23,10 @@ def activate(x: Tensor, name: Activation) -> Tensor:
 
 
 def compute_activation_gradient(grad_y: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """Return the gradient by `x` of `activate(x, name)`, given the gradient by its result."""
+    """Return the gradient of `activate(x, name)` with respect to x.
+
+    `grad_y` is the gradient with respect to the result of `activate`.
+    """
     match name:
         case "silu":
             return torch.ops.aten.silu_backward(grad_y, x)

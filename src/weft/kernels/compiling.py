@@ -1,4 +1,4 @@
-"""Compilation by torch of whole parts of a network, for any number of rows."""
+"""Compilation of whole parts of a network by torch, for any number of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 0  # dimension whose size varies between calls
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return the reason why torch cannot compile for the device; None if it can."""
+    """Return the reason why torch cannot compile for the device, or None if it can."""
     if device.type == "cuda":
         if flex._can_compile():
             return None
@@ -33,12 +33,13 @@ def find_obstacle(device: torch.device) -> str | None:
 def compile_by_rows(
     function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True
 ) -> Callable[..., Any]:
-    """Return the function, compiled at its first call for tensors of any number of rows.
+    """Return the function in a form that is compiled at its first call, for any number of rows.
 
-    Rows are the first dimension of all tensors among the arguments and in dataclasses among them; a
-    single row is compiled separately. Callers in the process share the compiled code if their
-    arguments are alike, for example modules of one form. Unless `whole`, the function can call code
-    that is not compiled; the parts in between are compiled.
+    Rows are the first dimension of all tensor arguments, and of all tensors in dataclass arguments.
+    A single row is compiled separately. Callers in the same process share the compiled code if
+    their arguments have the same form, as for modules with equal sizes. Unless `whole`, the
+    function may call code that cannot be compiled, and only the parts between such calls are
+    compiled.
     """
 
     @functools.wraps(function)

@@ -1,10 +1,10 @@
-"""Copies between host and device in parallel with the device's computation, with marks to wait for.
+"""Copies between host and device, in parallel with the device's computation.
 
-    lane = lane_of(device)
-    lane.follow()                     # later copies start after the device's queued work
-    lane.copy(there, pinned)
-    mark = lane.mark()
-    mark.hold()                       # work queued on the device from now on starts after the copy
+    queue = build_copy_queue(device)
+    queue.follow_device()             # later copies start after the device's queued work
+    queue.copy(target, source)
+    mark = queue.mark()
+    mark.make_device_wait()           # work queued on the device from now on starts after the copy
 
 `mark.wait()` makes the host wait for the copy.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 class CopyMark(Protocol):
-    """A position in a lane's sequence of copies."""
+    """Interface of a position in the sequence of copies of a `CopyQueue`."""
 
     def make_device_wait(self) -> None:
-        """Make work queued on the device from now on wait for the copies before the mark.
+        """Make work that is queued on the device from now on wait for the copies before the mark.
 
         The host does not wait.
         """
@@ -34,35 +34,36 @@ class CopyMark(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Queue of copies, which are done in the order of the calls.
+    """Interface of a queue of copies, which are made in the order of the calls.
 
-    `has_separate_memory`: True if the device has memory separate from the host's.
+    `has_separate_memory` is True if the device's memory is separate from the host's.
     """
 
     @property
     def has_separate_memory(self) -> bool: ...
 
     def follow_device(self) -> None:
-        """Make later copies wait for all work queued on the device so far."""
+        """Make later copies wait for all work that is queued on the device so far."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy; one of the two tensors must be in memory from `allocate_buffer`.
+        """Queue a copy; one of the two tensors must be a buffer from `allocate_buffer`.
 
-        Until a mark confirms the copy, neither tensor can be written, and `target` cannot be read.
+        Until a mark confirms that the copy is done, neither tensor may be written, and `target` may
+        not be read.
         """
         ...
 
     def mark(self) -> CopyMark: ...
 
     def allocate_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized host tensor [count] that can take part in copies."""
+        """Return an uninitialized host tensor [count] that can be the source or target of copies."""
         ...
 
 
 @dataclass(frozen=True)
 class SideStreamCopyQueue:
-    """Implements `CopyQueue` for a GPU: a stream of copies from and to pinned memory."""
+    """`CopyQueue` for a GPU, which copies from and to pinned memory on a separate stream."""
 
     device: torch.device
     stream: torch.cuda.Stream
@@ -96,12 +97,12 @@ class _EventMark:
 
 @dataclass(frozen=True)
 class ImmediateCopyQueue:
-    """Implements `CopyQueue` for devices that use host memory: `copy` returns when the copy is done."""
+    """`CopyQueue` for devices that use host memory, whose `copy` returns when the copy is done."""
 
     has_separate_memory: bool = False
 
     def follow_device(self) -> None:
-        """Do nothing: the device has finished its work, or orders copies itself."""
+        """Do nothing: the device has finished its work, or keeps copies in order itself."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -115,14 +116,14 @@ class ImmediateCopyQueue:
 
 class _DoneMark:
     def make_device_wait(self) -> None:
-        """Do nothing: the copies are done."""
+        """Do nothing: the copies are already done."""
 
     def wait(self) -> None:
-        """Do nothing: the copies are done."""
+        """Do nothing: the copies are already done."""
 
 
 def build_copy_queue(device: torch.device) -> CopyQueue:
-    """Return a new lane for the device."""
+    """Return a new queue of copies from and to the device."""
     if device.type == "cuda":
         return SideStreamCopyQueue(device, torch.cuda.Stream(device))
     return ImmediateCopyQueue()

@@ -1,4 +1,4 @@
-"""Pointwise parts of a block as formulas, each compiled by torch into one kernel."""
+"""Formulas of the pointwise operations of a block, each compiled by torch into one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """Return (x / rms * (offset + weight), 1 / rms [..., 1]) with rms = sqrt(mean(x^2) + eps)."""
+    """Return x / rms * (offset + weight), and 1 / rms [..., 1], with rms = sqrt(mean(x^2) + eps)."""
     wide = _widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse * (_widen(weight) + offset)).to(x.dtype), inverse
@@ -29,10 +29,10 @@ def compute_rms_norm_gradients(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients (dx, dweight) of `rms_norm`, each None if not wanted.
+    """Return the gradients dx and dweight of `rms_norm`, each None if not requested.
 
-    With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum
-    of dy n.
+    With n = x r, r = 1 / rms and g = dy (offset + weight), they are dx = r (g - n mean(g n)) and
+    dweight = sum of dy n.
     """
     grad = _widen(grad_y)
     normed = _widen(x) * inverse
@@ -48,7 +48,7 @@ def compute_rms_norm_gradients(
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """Return activation(gate_up); if `gated`, activation(first half) * second half."""
+    """Return activation(gate_up) or, if `gated`, activation(first half) * second half."""
     wide = _widen(gate_up)
     if not gated:
         return activate(wide, activation).to(gate_up.dtype)
@@ -59,9 +59,9 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 def compute_activated_gradients(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of `activated` by `gate_up`, the recomputed result of `activated`).
+    """Return the gradient of `activated` with respect to `gate_up`, and its recomputed result.
 
-    `grad_out` is the gradient by that result, which is returned only if `again`, else None.
+    `grad_out` is the gradient with respect to that result. The result is None unless `again`.
     """
     wide = _widen(gate_up)
     grad = _widen(grad_out)
@@ -79,9 +79,9 @@ def compute_activated_gradients(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """Return x [T, heads, dim] with its first `2 * cos.shape[-1]` dimensions rotated.
+    """Return x [T, heads, dim] with the first `2 * cos.shape[-1]` dimensions of each head rotated.
 
-    With `back`, rotate in the opposite direction.
+    With `back`, they are rotated in the opposite direction.
     """
     half = cos.shape[-1]
     wide = _widen(x)
@@ -102,5 +102,8 @@ def rotate_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
 def compute_heads_gradient(
     by_q: Tensor, by_k: Tensor, by_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Return the gradient of `rotate_heads` by its heads, given those by q, k and v."""
+    """Return the gradient of `rotate_heads` with respect to `heads`.
+
+    `by_q`, `by_k` and `by_v` are the gradients with respect to the rotated q and k, and to v.
+    """
     return torch.cat([rotate(by_q, cos, sin, True), rotate(by_k, cos, sin, True), by_v], dim=1)

@@ -1,6 +1,6 @@
 """Matrix products in 8-bit floats (Micikevicius et al. 2022, arXiv:2209.05433), using torchao.
 
-weft does not install torchao.
+torchao must be installed separately from weft.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, 
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return the reason why the device has no fp8 products; None if it has them."""
+    """Return the reason why the device does not support fp8 products, or None if it does."""
     if (
         device.type != "cuda"
         or torch.version.hip is not None
@@ -30,19 +30,20 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 class Fp8Product:
-    """Product of x [..., in] and weight [out, in] transposed, differentiable in both.
+    """Product of x [..., in] and weight [out, in] transposed in fp8, differentiable in both.
 
-    Each of a layer's three products (forward, and the gradients by x and by weight) rounds its
-    inputs to 8 bits. The scale comes from the largest entry of the whole tensor or of each row, as
-    the torchao `recipe` says. Sums and gradients have the wider dtype. `emulate` computes the same
-    on any device, with products in the wider dtype of rounded inputs.
+    In each of the three products of a layer (forward, and the gradients with respect to x and to
+    weight), the inputs are rounded to 8 bits. Scales are computed from the largest element of the
+    whole tensor or of each row, depending on the torchao `recipe`. Sums and gradients have the
+    wider dtype. `emulate` computes products of the rounded inputs in the wider dtype, on any
+    device.
 
-    Raises `ImportError` if torchao is missing.
+    Raises `ImportError` if torchao is not installed.
     """
 
     @staticmethod
     def supports(weight: Tensor) -> bool:
-        """Return True if a weight's sizes allow an fp8 product."""
+        """Return whether the sizes of the weight allow an fp8 product."""
         return all(size % MULTIPLE == 0 for size in weight.shape)
 
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:

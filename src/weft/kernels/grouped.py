@@ -1,7 +1,7 @@
-"""Products of rows sorted by group with one matrix per group, such as those of experts.
+"""Products of rows that are sorted by group with one matrix per group, as for experts.
 
-On a GPU, in bfloat16, one kernel computes all groups, and the group sizes stay on the device.
-Elsewhere, each group is a separate product, and the host must know the sizes.
+On a GPU and in bfloat16, one kernel computes all groups, and the sizes of the groups stay on the
+device. Otherwise, each group is a separate product, and the host must know the sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Number of rows per group: `counts` int64 [groups], and the same on the host if known."""
+    """Numbers of rows per group: `counts` int64 [groups], and `host_counts` on the host if known."""
 
     counts: Tensor
     host_counts: list[int] | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Number of rows per group on the host; copying them waits for the device."""
+        """Numbers of rows per group on the host.
+
+        If they are not known there, copying them waits for the device.
+        """
         if self.host_counts is None:
             return [int(count) for count in self.counts.tolist()]
         return self.host_counts
@@ -41,10 +44,11 @@ class RowGroups:
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
-    """Return True if one kernel computes x [rows, in] times weights [groups, out, in].
+    """Return whether one kernel can multiply x [rows, in] with all weights [groups, out, in].
 
-    It needs bfloat16 on a CUDA GPU, and rows that begin at multiples of 16 bytes. (torch's kernel
-    for AMD GPUs leaves memory unwritten, pytorch pull request 174314.)
+    This needs bfloat16 on a CUDA GPU, and rows that begin at multiples of 16 bytes. AMD GPUs are
+    not supported, because torch's kernel for them leaves memory unwritten (pytorch pull request
+    174314).
     """
     plain = (
         x.dtype == torch.bfloat16
@@ -58,9 +62,10 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """Return x [rows, in], sorted by group, times each group's matrix transposed -> [rows, out].
+    """Return each row of x times the transposed matrix of the row's group, [rows, out].
 
-    The matrices are weight [groups, out, in]. Differentiable once, in x and weight.
+    x [rows, in] is sorted by group, and the matrices are weight [groups, out, in]. Differentiable
+    once, in x and weight.
     """
     if serves(x, weight):
         return _GroupedLinear.apply(x, weight, groups)

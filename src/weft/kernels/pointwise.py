@@ -1,9 +1,10 @@
-"""Parts of a block between its matrix products, as autograd functions that save little memory.
+"""Operations between the matrix products of a block, as autograd functions that save memory.
 
-For the backward pass, RMS norm saves its input and one number per token, and the second half of the
-MLP saves the result of its first matrices and computes the activation again. torch saves two to
-three times as much for the same formulas. On a GPU, each function is one kernel (`formulas.py`,
-compiled) if kernels can be compiled. Under torch's compiler, the plain formulas are used.
+For the backward pass, the RMS norm saves its input and one number per token. The second half of the
+MLP saves the output of the first matrices and computes the activation again. torch saves two to
+three times as much for the same formulas. On a GPU, each function is one kernel, which is compiled
+from the formulas in `weft.kernels.formulas`, if kernels can be compiled. Under torch's compiler,
+the plain formulas are used.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from weft.kernels.types import Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension.
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight), the RMS norm over the last dimension.
 
     Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). Gemma's weights are
-    relative to 1 (`offset` 1), and its result is rounded to `x`'s dtype after scaling. Other
-    families round before scaling, except in torch's own kernel, which rounds once.
+    relative to 1 (`offset` is 1), and the result is rounded to the dtype of x after scaling. Other
+    families round before scaling, except in torch's own kernel, which rounds only once.
     """
     if torch.compiler.is_compiling():
         return formulas.rms_norm(x, weight, eps, offset)[0]
@@ -43,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
 def _compute_rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (the result of `rms_norm`, 1 / sqrt(mean(x^2) + eps) [..., 1])."""
+    """Return the result of `rms_norm`, and the inverse RMS 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     if library.serves(x, weight):
         return native.rms_norm(x, weight, eps, offset)
     if compiled.serves(x, weight):
@@ -53,7 +54,7 @@ def _compute_rms_norm(
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (x in float32 or wider, 1 / sqrt(mean(x^2) + eps) [..., 1])."""
+    """Return x in float32 or wider, and the inverse RMS 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -79,10 +80,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Return the gradients by x and weight.
+        """Return the gradients with respect to x and weight.
 
-        With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight =
-        sum of dy n.
+        With n = x r, r = 1 / rms and g = dy (offset + weight), they are dx = r (g - n mean(g n))
+        and dweight = sum of dy n.
         """
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
@@ -118,7 +119,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """Return activation(gate_up), [T, n]; if `gated`, activation(first half) * second half."""
+    """Return activation(gate_up), [T, n], or, if `gated`, activation(first half) * second half."""
     if torch.compiler.is_compiling():
         return formulas.activated(gate_up, gated, activation)
     if not torch.is_grad_enabled():
@@ -134,10 +135,10 @@ def activated_linear(
     activation: Activation,
     gradient_sum: GradientSum | None = None,
 ) -> Tensor:
-    """Return activated(gate_up) times weight [hidden, n] transposed, plus bias -> [T, hidden].
+    """Return activated(gate_up) times weight [hidden, n] transposed, plus bias, [T, hidden].
 
-    `gate_up` is [T, n], or [T, 2 n] if `gated`. With a `gradient_sum`, the weight's gradient is
-    added there.
+    `gate_up` is [T, n], or [T, 2 n] if `gated`. If there is a `gradient_sum`, the gradient of the
+    weight is added to it.
     """
     if torch.compiler.is_compiling():
         return F.linear(formulas.activated(gate_up, gated, activation), weight, bias)
@@ -160,9 +161,9 @@ def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> 
 def _compute_gate_up_gradient(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of `activated` by `gate_up`, the recomputed result of `activated`).
+    """Return the gradient of `activated` with respect to `gate_up`, and its recomputed result.
 
-    `grad_out` is the gradient by that result, which is returned only if `again`, else None.
+    `grad_out` is the gradient with respect to that result. The result is None unless `again`.
     """
     if activation == "silu" and library.serves(gate_up, grad_out):
         return native.compute_silu_gradients(gate_up, gated, grad_out, again=again)
@@ -237,7 +238,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated.
+    """Return x [T, heads, head_dim] with the first `2 * cos.shape[-1]` dimensions rotated.
 
     Dimension i is rotated with dimension i + cos.shape[-1].
     """
@@ -247,7 +248,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _RotateFunction(torch.autograd.Function):
-    """Saves only the angles; the gradient is rotated back by the same angles."""
+    """Autograd function behind `rotate`.
+
+    Saves only the angles, by which the gradient is rotated back.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -285,9 +289,9 @@ def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: floa
 def rotate_heads(
     heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q, k, v) of `heads`, with q and k rotated as by `rotate`.
+    """Split `heads` into q, k and v, and rotate q and k as `rotate` does.
 
-    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor, so the
+    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor, and the
     backward pass keeps nothing else in memory.
     """
     counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]

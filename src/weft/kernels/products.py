@@ -1,10 +1,10 @@
 """Matrix products by the fastest available kernel.
 
-On a CPU, float32 uses weft's own kernels, which reach more than four fifths of the processor's peak
-rate in training. Without a compiler to build them, oneDNN's kernels in torch are used; MKL's,
-torch's default, leave the wide vector units of AMD's processors idle. A row's result has the same
-bits whatever the other rows are. torch's products of very few rows use other kernels and would
-break this, so their inputs are padded.
+On a CPU, float32 products use weft's own kernels, which reach more than four fifths of the
+processor's peak rate in training. Without a compiler to build these, oneDNN's kernels in torch are
+used. torch's default, MKL, does not use the wide vector units of AMD's processors. The result of a
+row has the same bits whatever the other rows are. torch uses other kernels for products of very few
+rows, whose results would differ, so the inputs of such products are padded.
 """
 
 from __future__ import annotations
@@ -32,23 +32,30 @@ WIDE = ("cuda", "meta")
 
 
 class GradientSum:
-    """Accumulator of a weight's gradients: float32, in the `grad` of a parameter of the same shape.
+    """Sum of a weight's gradients in float32, in the `grad` of a parameter of the same shape.
 
-    The product that computes a gradient also adds it. Autograd gets no gradient for the weight.
+    The gradient is added by the product that computes it, and autograd gets no gradient for the
+    weight.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Add left [rows, n] times right [m, n] transposed, in half precision, to the gradient."""
+        """Add left [rows, n] times right [m, n] transposed to the gradient.
+
+        Both matrices have half precision.
+        """
         if self._parameter.grad is None:
             self._parameter.grad = wide_product(left, right)
         else:
             add_product(self._parameter.grad, left, right)
 
     def take(self, total: Tensor) -> None:
-        """Add a float32 sum of gradients; the tensor can be stored, so don't write to it later."""
+        """Add a sum of gradients in float32.
+
+        The tensor may become the stored gradient itself, so the caller must not write to it later.
+        """
         if self._parameter.grad is None:
             self._parameter.grad = total
         else:
@@ -58,10 +65,11 @@ class GradientSum:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None
 ) -> Tensor:
-    """Return x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out].
+    """Return x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out].
 
-    Differentiable once, in all three. With a `gradient_sum`, the weight's gradient is added there.
-    Under torch's compiler, which passes no `gradient_sum`, this is torch's own function.
+    Differentiable once, in all three. If there is a `gradient_sum`, the gradient of the weight is
+    added to it. Under torch's compiler, which passes no `gradient_sum`, torch's own function is
+    used.
     """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
@@ -76,9 +84,9 @@ def linear(
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m].
+    """Return left [..., n] times right [m, n] transposed, plus bias [m]: [..., m].
 
-    No gradient. Both can be transposed views.
+    The result has no gradient. Both matrices can be transposed views.
     """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
@@ -94,9 +102,9 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def prepare_wide(right: Tensor) -> Tensor | None:
-    """Return a float32 copy of `right` if `wide_product` would make one at each call, else None.
+    """Return the float32 copy of `right` that each call of `wide_product` would otherwise make.
 
-    Used to multiply by the same matrix often.
+    Returns None if `wide_product` needs no copy. Use this for matrices that are used often.
     """
     if right.dtype in HALF and right.device.type not in WIDE:
         return right.detach().float()
@@ -106,9 +114,9 @@ def prepare_wide(right: Tensor) -> Tensor | None:
 def wide_product(
     left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
 ) -> Tensor:
-    """Return `product` in float32, also if left [n, k] and right [m, k] have half precision.
+    """Return `product` in float32, even if left [n, k] and right [m, k] have half precision.
 
-    Sums are then not rounded to half precision. `wide_right` is the result of
+    The sums are then not rounded to half precision. `wide_right` is the result of
     `prepare_wide(right)`.
     """
     if left.dtype not in HALF or right.dtype not in HALF:
@@ -133,7 +141,7 @@ def _widen(right: Tensor, rows: slice) -> Tensor:
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left [rows, n] times right [m, n] transposed to total [rows, m], in place.
 
-    `total` must be contiguous; sums have its dtype.
+    `total` must be contiguous. The sums are computed in the dtype of `total`.
     """
     if native.serves(left, right) and serves(total):
         native.add_product(total, left, right)
@@ -192,9 +200,9 @@ class _LinearFunction(torch.autograd.Function):
 def compute_weight_gradient(
     left: Tensor, right: Tensor, gradient_sum: GradientSum | None
 ) -> Tensor | None:
-    """Return left [rows, n] times right [m, n] transposed, as the gradient for autograd.
+    """Return left [rows, n] times right [m, n] transposed, as a weight's gradient for autograd.
 
-    With a `gradient_sum`, add the product there and return None.
+    If there is a `gradient_sum`, add the product to it and return None.
     """
     if gradient_sum is None:
         return product(left, right)

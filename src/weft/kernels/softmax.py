@@ -1,4 +1,4 @@
-"""Softmax over rows of logits: its statistics, and the gradient by the logits from these."""
+"""Statistics of the softmax over rows of logits, and the gradient computed from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.kernels.types import SoftmaxStatistics
 def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> SoftmaxStatistics:
     """Return the softmax statistics of logits [R, V].
 
-    A row of minus infinity has lse minus infinity and entropy 0.
+    If all logits of a row are minus infinity, the row's lse is minus infinity and its entropy is 0.
     """
     if library.serves(logits):
         return native.statistics(logits, entropy=entropy, best=best)
@@ -32,12 +32,12 @@ def to_gradients(
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Overwrite logits [R, V] with their gradients.
+    """Overwrite logits [R, V] with the gradient with respect to them.
 
-    `grad_logprob` and `grad_entropy`, [R], are the gradients by each row's log-prob of its label
-    and by its entropy. With p = softmax, the result is grad_logprob (1 at the label - p) -
-    grad_entropy p (log p + entropy). A label below 0 means that the label is not among these ids;
-    `stats` can be from a softmax over more ids than these.
+    `grad_logprob` and `grad_entropy`, each [R], are the gradients with respect to the log-prob of
+    each row's label and to each row's entropy. With p = softmax(logits), the result is grad_logprob
+    * (onehot(label) - p) - grad_entropy * p * (log p + entropy). A label below 0 is not among the
+    ids of these logits. `stats` can be the statistics of a softmax over more ids than these.
     """
     floats = [
         x for x in (logits, stats.lse, stats.entropy, grad_logprob, grad_entropy) if x is not None

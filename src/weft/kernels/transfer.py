@@ -1,4 +1,4 @@
-"""Transfer of host data to a device without waiting for the device, and access to tensor memory."""
+"""Transfer of host data to a device without waiting for it, and access to the memory of tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """Return an array or tensor as a tensor on the device.
 
-    A copy from ordinary memory would wait until the device has finished its queued work, so copies
-    to a GPU are made from pinned memory. On a CPU, the memory is shared.
+    A copy from ordinary host memory would wait until the device has finished its queued work, so
+    copies to a GPU are made from pinned memory. On a CPU, the result shares the memory of `values`.
     """
     if isinstance(values, np.ndarray):
         tensor = torch.from_numpy(values)
@@ -26,19 +26,19 @@ def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def get_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's values; it changes when the tensor is moved."""
+    """Return the memory address of a tensor's values, which changes if the tensor is moved."""
     return tensor.data_ptr()
 
 
 def get_storage(tensor: Tensor) -> tuple[int, int]:
-    """Return (address, bytes) of a tensor's storage, which its views share."""
+    """Return the address and the size in bytes of a tensor's storage, which its views share."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 def resize_storage(tensor: Tensor, size: int) -> None:
-    """Free a tensor's storage (0 bytes) or allocate it again, also for all tensors that share it.
+    """Resize a tensor's storage to `size` bytes, where 0 frees it.
 
-    New storage is uninitialized.
+    This affects all tensors that share the storage. New storage is uninitialized.
     """
     tensor.untyped_storage().resize_(size)

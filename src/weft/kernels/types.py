@@ -1,4 +1,4 @@
-"""Arguments of attention besides queries, keys and values, and results besides its output."""
+"""Types of the arguments and results of attention and softmax kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 class AttentionSpec:
     """Parameters of attention.
 
-    Weights are softmax(softcap * tanh(scale * q k^T / softcap)) over the visible keys; without
-    `softcap`, softmax(scale * q k^T).
+    The attention weights are softmax(scale * q k^T) over the visible keys. With a `softcap`, they
+    are softmax(softcap * tanh(scale * q k^T / softcap)).
     """
 
     scale: float
@@ -26,7 +26,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention of rows over some of their keys.
+    """Attention of rows over some of their keys, with the log-sum-exp of the scores.
 
     Two states of the same rows over different keys can be merged exactly.
     """
@@ -40,13 +40,13 @@ class AttentionState:
 
 @dataclass(frozen=True)
 class VarlenSegments:
-    """Segments that define which keys the rows of a pack see.
+    """Segments that define the keys to which each row of a pack attends.
 
     Segments are int64 [S, 4] on the host: first row, number of rows, first key, number of keys. In
-    a segment of `own`, the last row sees all keys of the segment and each row before it one key
-    less; with `window`, only the last `window` of these. In a segment of `across`, all rows see all
-    keys of the segment in addition. Within `own`, and within `across`, no two segments share a row
-    or a key.
+    a segment of `own`, the last row attends to all keys of the segment, and each row attends to one
+    key fewer than the next row. With a `window`, a row attends only to the last `window` of these
+    keys. In a segment of `across`, all rows additionally attend to all keys of the segment.
+    Segments of `own` have no row or key in common, and the same is true for `across`.
     """
 
     own: Tensor
@@ -56,9 +56,9 @@ class VarlenSegments:
 
 @dataclass(frozen=True)
 class VarlenLengths:
-    """Queries and keys of concatenated sequences.
+    """Lengths of the queries and keys of concatenated sequences.
 
-    If a sequence has fewer queries than keys, the queries are those of its last keys.
+    If a sequence has fewer queries than keys, the queries are those of the last tokens.
     """
 
     queries: Tensor  # int32 [S + 1]: first query of each sequence, then the total

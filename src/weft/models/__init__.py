@@ -1,1 +1,1 @@
-"""models"""
+"""Language models: the decoder with its attention and caches, and Hugging Face families."""

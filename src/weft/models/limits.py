@@ -1,4 +1,4 @@
-"""Limits of the sizes in a config.json; larger values are treated as mistakes."""
+"""Upper limits of the sizes in a config.json; larger values are treated as mistakes."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ CHILDREN: list[int] = []  # process ids, for systems that do not list the childr
 def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptors: int) -> int:
     """Fork a process that enters the protections `wanted` and calls `work`; return its process id.
 
-    The process keeps no descriptor open except the channel, `kept_descriptors` and the standard streams.
+    The process keeps no descriptor open except the channel, `kept_descriptors` and the standard
+    streams.
     """
     child = os.fork()
     if child:

@@ -1,1 +1,1 @@
-"""CPU kernels that torch lacks, in C++; the machine's own compiler builds them at the first use."""
+"""CPU kernels in C++ that torch lacks; the installed compiler builds them at the first use."""

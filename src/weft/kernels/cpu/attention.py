@@ -1,6 +1,6 @@
 """Attention over packed float32 rows by weft's own CPU kernels.
 
-They are two to four times as fast as torch's, forward and backward.
+The kernels are two to four times as fast as those of torch, both forward and backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_DIM = 256  # largest head size
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if the kernels support these queries, keys and values [T, heads, dim]."""
+    """Return whether the kernels support these queries, keys and values [T, heads, dim]."""
     alike = q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] == v.shape[2] <= MOST_DIM
     return alike and library.serves(q, k, v)
 
@@ -32,10 +32,10 @@ def attend(
     segments: VarlenSegments,
     scale: float,
 ) -> Tensor:
-    """Return attention [T, queries, dim] of a pack's queries over its keys and values.
+    """Return attention [T, queries, dim] of a pack's queries over the keys and values of the pack.
 
-    `heads` [T, queries + 2 kv, dim] are the heads of queries, keys and values, in this order;
-    queries and keys are first rotated by `rotation`. Differentiable once.
+    `heads` [T, queries + 2 kv, dim] contains queries, keys and values, in this order. Queries and
+    keys are first rotated by `rotation`. Differentiable once.
     """
     out: Tensor = _AttendSegments.apply(heads, kv, rotation, segments, scale)
     return out
@@ -44,11 +44,11 @@ def attend(
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
 ) -> Tensor:
-    """Return attention of queries q [R, heads, dim] over separate keys and values.
+    """Return attention of queries over separate keys and values, [R, heads, dim].
 
-    k and v are [T, kv_heads, dim]; queries and keys are already rotated. Each row is in one segment
-    of one of the `parts`, which have no `across` segments; different parts can see the same keys.
-    Differentiable once.
+    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. Each
+    row is in one `own` segment of one of the `parts`, which have no `across` segments. Segments of
+    different parts can have the same keys. Differentiable once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out
@@ -64,10 +64,11 @@ def attend_to(
     causal: bool,
     window: int | None = None,
 ) -> AttentionState:
-    """Return attention over segments of one kind, without a gradient.
+    """Return the attention of rows over the keys of their segments, without a gradient.
 
-    The first two dimensions of k and v can have any sizes if their strides are regular. For a cache
-    [..., kv_heads, keys, dim], key indices in segments count rows of `dim` floats.
+    Attention is causal in all segments if `causal`, otherwise in none. The first two dimensions of
+    k and v can have any sizes if their strides are regular. For a cache [..., kv_heads, keys, dim],
+    a key index counts rows of `dim` floats from the start of the cache.
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
@@ -79,7 +80,8 @@ def attend_to(
 def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
     """Merge attention over other keys into some rows of `whole`, in place.
 
-    `rows` int64 [n] are the rows, `more` their attention over the other keys, out [n, heads, dim].
+    `rows`, int64 [n], are the indices of these rows, and `more` is their attention over the other
+    keys, with `out` [n, heads, dim].
     """
     count, heads, dim = more.out.shape
     numbers = (count, heads, dim, whole.out.stride(0))
@@ -87,7 +89,10 @@ def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> Non
 
 
 class _AttendSegments(torch.autograd.Function):
-    """Saves the rotated heads, and writes the gradients of q, k and v into one tensor."""
+    """Autograd function behind `attend`.
+
+    Saves the rotated heads, and writes the gradients of q, k and v to one tensor.
+    """
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Forward pass of a whole network over cached sequences in one call: prefill or decode steps.
+"""Forward pass of a whole network over cached sequences in one call, for prefill and decode steps.
 
 The result is the hidden states that the head reads, or the tokens drawn from them. The kernels and
-their order are those of the block-by-block pass, so results are bit-identical. Supports networks of
-Llama's form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters, no
-soft-capping.
+their order are the same as in a pass that is computed block by block, so results are bit-identical.
+Networks like Llama are supported: they have RMS norms before attention and MLP, a gated MLP with
+SiLU, and no experts, adapters or soft caps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class LinearWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Parameters of a block, and its part of the cache: [slots, kv_heads, room, head_dim] each."""
+    """Parameters of a block, and the block's cached keys and values.
+
+    `keys` and `values` are [slots, kv_heads, room, head_dim].
+    """
 
     norm1: Tensor
     norm2: Tensor
@@ -52,7 +55,7 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class NetworkWeights:
-    """Parameters and sizes of a network; `offset` is added to the weights of norms."""
+    """Parameters and sizes of a network; `offset` is added to the weights of the norms."""
 
     embedding: Tensor  # [V, H]
     blocks: Sequence[BlockWeights]
@@ -66,7 +69,7 @@ class NetworkWeights:
     offset: float
 
     def list_tensors(self) -> list[Tensor]:
-        """Return all parameters, without the cached keys and values."""
+        """Return all parameters as a list, without the cached keys and values."""
         linear = [layer for b in self.blocks for layer in (b.qkv, b.o, b.gate_up, b.down)]
         linear += [] if self.head is None else [self.head]
         norms = [
@@ -81,9 +84,9 @@ class NetworkWeights:
 
 
 class PrefixRows(NamedTuple):
-    """Rows of a pass that continue a prefix whose keys and values are stored separately.
+    """Rows of a pass whose sequences begin with a prefix that is stored separately.
 
-    `stored` has the prefix's keys, then values, of each block.
+    `stored` has the keys and the values of the prefix for each block.
     """
 
     rows: Tensor  # int64 [n]
@@ -96,9 +99,9 @@ class PrefixRows(NamedTuple):
 class CachedPass:
     """New tokens of cached sequences.
 
-    Sequence i has `new[i]` new tokens, is in slot `slots[i]`, and has `lengths[i]` tokens there,
-    including the new ones. Row t uses rotation `index[t]` of cos and sin [P, 1, half], if the
-    network has rotations.
+    Sequence i has `new[i]` new tokens and is stored in slot `slots[i]`, which contains `lengths[i]`
+    tokens including the new ones. If the network has rotary positions, `rotation` is (cos, sin,
+    index): row t is rotated by element `index[t]` of cos and sin [P, 1, half].
     """
 
     tokens: Tensor  # int64 [T]
@@ -113,10 +116,10 @@ class CachedPass:
 class DrawParameters:
     """Sampling parameters of decode steps.
 
-    Tokens are drawn like `softmax.draw` from logits / `temperature`, with `uniforms` float64
-    [steps, R]. A step that draws a token of `is_stop`, bool [V], or gets a log-prob that is not
-    finite, is the last one. In the first `early` steps, int64 [R], a row draws no token of
-    `is_stop`; these tokens still count in its log-probs.
+    Tokens are drawn from logits / `temperature`, as in `softmax.draw`, with the random numbers
+    `uniforms`, float64 [steps, R]. The last step is the first in which a row draws a stop token
+    (`is_stop`, bool [V]) or gets a log-prob that is not finite. Row r draws no stop token in its
+    first `early[r]` steps (int64 [R]), but its log-probs are still normalized over all tokens.
     """
 
     uniforms: Tensor
@@ -126,7 +129,7 @@ class DrawParameters:
 
 
 def serves(weights: NetworkWeights) -> bool:
-    """Return True if the parameters and caches are plain, contiguous float32 CPU tensors."""
+    """Return whether all parameters and caches are plain, contiguous float32 CPU tensors."""
     stored = [x for block in weights.blocks for x in (block.keys, block.values)]
     return all(library.serves(x) and x.is_contiguous() for x in (*weights.list_tensors(), *stored))
 
@@ -135,8 +138,8 @@ def serves(weights: NetworkWeights) -> bool:
 class CachedForward:
     """Forward passes of a network over one cache.
 
-    Parameters and cache must not move during its lifetime. `_step` has the values that all passes
-    share, and those of the last pass.
+    The memory of the parameters and of the cache must not move while this object is used. `_step`
+    has the values that all passes share, and those of the last pass.
     """
 
     weights: NetworkWeights
@@ -166,10 +169,10 @@ class CachedForward:
         )
 
     def run(self, at: CachedPass, wanted: Tensor | None = None) -> Tensor:
-        """Return hidden states [T, hidden] after the last norm, or those of the `wanted` rows.
+        """Return hidden states [T, hidden] after the last norm, or only those of the `wanted` rows.
 
         `wanted` is int64 [N]. Raises `IndexError` for a token outside the vocabulary or a row that
-        does not exist, and `MemoryError` if memory is short.
+        does not exist, and `MemoryError` if there is too little memory.
         """
         if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
             return self.run(at).index_select(0, wanted)
@@ -181,9 +184,10 @@ class CachedForward:
     def run_ahead(self, at: CachedPass, draws: DrawParameters) -> tuple[Tensor, Tensor]:
         """Run several decode steps; return tokens int64 [n, R] and log-probs float32 [n, R].
 
-        `at` is the first decode step, of slots 0 to R - 1. Each later step runs on the tokens that
-        the previous one drew. n is at most the number of steps in `draws`. The cache must have room
-        for all of them; `at.lengths` counts the tokens of the first. Raises like `run`.
+        `at` is the first decode step, for slots 0 to R - 1. Each later step processes the tokens
+        that the step before has drawn. n is the number of steps that were run, at most the number
+        in `draws`. The cache must have room for all steps, while `at.lengths` includes only the
+        token of the first step. Raises the same errors as `run`.
         """
         assert self.weights.head is not None, "tokens are drawn by a head"
         steps, rows = draws.uniforms.shape
@@ -198,7 +202,7 @@ class CachedForward:
         return ids[:count], logprobs[:count]
 
     def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Set up `_step` for a pass; return the states to be filled, and the objects it points to.
+        """Prepare `_step` for a pass; return the states to fill, and the objects that it points to.
 
         The caller must keep these objects alive during the pass.
         """
@@ -230,7 +234,7 @@ class CachedForward:
         return states, (tokens, wanted, slots, news, lengths, rotation, prefixes, at)
 
     def _build_error(self, outcome: int, at: CachedPass, wanted: Tensor | None) -> Exception:
-        """Return the exception for a kernel's outcome."""
+        """Return the exception for the error code `outcome` of a kernel."""
         step = self._step
         if outcome == NO_MEMORY:
             return MemoryError(f"not enough memory for a pass over {len(at.tokens)} tokens")

@@ -1,10 +1,10 @@
-"""Compilation and loading of the C++ kernels of this folder for the current processor.
+"""Compilation and loading of the C++ kernels in this folder for the current processor.
 
 The compiled file is cached in the user's cache folder (`weft/kernels` in `$XDG_CACHE_HOME`, else in
-`~/.cache`). Its name is a hash of the sources, the flags, the compiler, torch's version and the
-processor. `WEFT_NATIVE` selects the instructions: all of the processor's (`native`, the default),
-or those of one variant in `VARIANTS`. Without a compiler, or with `WEFT_NATIVE=0`, there is no
-library and torch's own kernels are used.
+`~/.cache`). The name of the file contains a hash of the sources, the flags, the versions of the
+compiler and of torch, and the processor. `WEFT_NATIVE` selects the instructions: all that the
+processor has (`native`, the default), or those of one of the `VARIANTS`. Without a compiler, or
+with `WEFT_NATIVE=0`, torch's own kernels are used.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ COMPILER_TIMEOUT_S = 120  # timeout of a compiler run, in seconds; it usually ta
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels; None, with one warning, if they cannot be built.
+    """Return the compiled kernels; if they cannot be built, warn once and return None.
 
-    Raises `ConfigError` if `WEFT_NATIVE` is not a variant, or if the processor lacks its
+    Returns None without a warning if `WEFT_NATIVE` is 0 or the system is not Linux. Raises
+    `ConfigError` if `WEFT_NATIVE` does not name a variant, or if the processor lacks the variant's
     instructions.
     """
     variant = _choose_variant()
@@ -79,7 +80,10 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _choose_variant() -> str | None:
-    """Return the variant that `WEFT_NATIVE` selects, or `native`; None for no kernels."""
+    """Return the variant that `WEFT_NATIVE` selects, by default `native`; None for no kernels.
+
+    Raises `ConfigError` for an unknown variant and for one that the processor does not support.
+    """
     variant = os.environ.get(SWITCH, "").strip().lower()
     if variant in ("", "1", "native"):
         return "native"
@@ -102,7 +106,7 @@ def _choose_variant() -> str | None:
 
 
 def list_missing_instructions(variant: str) -> list[str]:
-    """Return the instructions of a variant that this processor does not have."""
+    """Return the variant's instructions that this processor does not have."""
     cpu_flags = {
         word for line in _read_processor() if line.startswith("flags") for word in line.split()
     }
@@ -110,14 +114,14 @@ def list_missing_instructions(variant: str) -> list[str]:
 
 
 def _build_flags(variant: str) -> tuple[str, ...]:
-    """Return the compiler's options for a variant."""
+    """Return the compiler options for a variant."""
     if variant == "native":
         return (*FLAGS, "-march=native")
     return (*FLAGS, "-march=x86-64", *(f"-m{IN_GCC.get(name, name)}" for name in VARIANTS[variant]))
 
 
 def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """Return the library, after checking that its structures have the same sizes as Python's."""
+    """Check that structures have the same sizes in C++ and in Python, and return the library."""
     sizes = (ctypes.c_long * len(SHARED))()
     kernels.weft_sizes(sizes)
     wrong = [s.__name__ for s, size in zip(SHARED, sizes, strict=True) if ctypes.sizeof(s) != size]
@@ -126,12 +130,12 @@ def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return True for an ordinary CPU tensor or parameter, not a subclass."""
+    """Return whether x is an ordinary CPU tensor or parameter, not an instance of a subclass."""
     return type(x) in PLAIN_TYPES and x.is_cpu
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return True if the kernels are available and support these tensors (plain, float32)."""
+    """Return whether the kernels are available and all tensors are plain float32 CPU tensors."""
     return (
         all(is_plain(x) and x.dtype == torch.float32 for x in tensors)
         and load_library() is not None
@@ -139,10 +143,11 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Call a kernel on structures, or on contiguous tensors and numbers; None is a null pointer.
+    """Call the kernel `name`; None becomes a null pointer.
 
-    For kernels on tensors, the last argument, the number of threads, is added here. The return
-    value has a meaning only if the kernel documents one.
+    The arguments are either structures, or contiguous tensors and numbers. In the second case, the
+    number of threads is added as the last argument. The return value has a meaning only for kernels
+    that document one.
     """
     kernels = load_library()
     assert kernels is not None
@@ -165,12 +170,15 @@ def _find_type(argument: Any) -> Any:
 
 
 def _list_compilers() -> list[list[str]]:
-    """Return candidate commands for GCC's C++ compiler, the user's own (`CXX`) first."""
+    """Return commands that may be GCC's C++ compiler, beginning with the user's (`CXX`)."""
     return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
 def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
-    """Return the first command that is GCC, and the output of its version query."""
+    """Return the first command that is GCC, and the output of its version query.
+
+    Raises `FileNotFoundError` if none of the commands is GCC.
+    """
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             if "gcc version" in (version_output := _run([*command, "-v"])):
@@ -197,7 +205,7 @@ def _load(
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
-    """Compile all sources in parallel and link them; return the library's path."""
+    """Compile all sources in parallel, link them, and return the path of the library."""
     built = folder / "kernels.so"
     sources = sorted(FOLDER.glob("*.cpp"))
     parts = [folder / f"{source.stem}.o" for source in sources]
@@ -212,7 +220,7 @@ def _compile(compiler: list[str], folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """Run a command and return its error output."""
+    """Run a command and return what it writes to standard error."""
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English
     options: dict[str, Any] = {
         "capture_output": True,
@@ -230,7 +238,7 @@ def _compute_fingerprint(version: str, flags: tuple[str, ...]) -> str:
 
 
 def _read_processor() -> list[str]:
-    """Return the lines of /proc/cpuinfo that determine the generated code."""
+    """Return the lines of /proc/cpuinfo on which the compiled code depends."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -238,7 +246,7 @@ def _read_processor() -> list[str]:
 
 
 def _find_cache() -> Path | None:
-    """Return the cache folder, which only this user can write to; None if there is none."""
+    """Return the cache folder, or None if there is no folder that only this user can write to."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "weft" / "kernels"
@@ -249,7 +257,7 @@ def _find_cache() -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True if the path belongs to this user and nobody else can write to it."""
+    """Return whether the path belongs to this user and nobody else can write to it."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

@@ -1,6 +1,7 @@
 """Matrix products by weft's own CPU kernels.
 
-One kernel is for few rows and reads the matrix in place; the other is for all other cases.
+One kernel is for products of few rows and reads the matrix in place. The other is for all other
+products.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ MOST_ROWS = 128  # most rows for the few-row kernel
 
 
 def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Return True if the kernels support left [..., n] times right [m, n] transposed, plus bias.
+    """Return whether the kernels can compute left [..., n] times right [m, n] transposed.
 
-    The bias [m] can have any dtype.
+    An optional `bias` [m], in any dtype, is added to the product.
     """
     of_left = left.shape
     of_right = right.shape
@@ -43,7 +44,10 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left [rows, n] times right [m, n] transposed to total [rows, m], which is contiguous."""
+    """Add left [rows, n] times right [m, n] transposed to total [rows, m], in place.
+
+    `total` must be contiguous.
+    """
     _multiply(left, right, None, total, adds=True)
 
 

@@ -1,4 +1,4 @@
-"""Operations of a block between its matrix products, each in one pass over memory."""
+"""Operations between the matrix products of a block, each computed in one pass over memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from weft.kernels.cpu import library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """Return (x / rms * (offset + weight), 1 / rms [..., 1]) over the last dimension of x.
+    """Return the RMS norm over the last dimension of x, and the inverse RMS [..., 1].
 
-    rms = sqrt(mean(x^2) + eps).
+    The norm is x / rms * (offset + weight) with rms = sqrt(mean(x^2) + eps).
     """
     x = x.contiguous()
     weight = weight.contiguous()
@@ -34,9 +34,10 @@ def compute_rms_norm_gradients(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `rms_norm` by x and by weight, each None if not wanted.
+    """Return the gradients of `rms_norm` with respect to x and weight, None if not requested.
 
-    `inverse` is the second result of `rms_norm`, `grad_y` the gradient by the first.
+    `inverse` is the second result of `rms_norm`, and `grad_y` is the gradient with respect to the
+    first result.
     """
     x = x.contiguous()
     weight = weight.contiguous()
@@ -61,9 +62,11 @@ def compute_rms_norm_gradients(
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, rotated: int | None = None
 ) -> Tensor:
-    """Return x [T, heads, dim], contiguous, with the first `rotated` heads (default: all) rotated.
+    """Return a contiguous copy of x [T, heads, dim] with the first `rotated` heads rotated.
 
-    Dimensions i and i + half are rotated by the angles of cos and sin [T, 1, half].
+    By default, all heads are rotated. Dimension i is rotated with dimension i + half, by the angles
+    with cosine and sine `cos` and `sin` [T, 1, half]. `direction` is 1, or -1 for the opposite
+    rotation.
     """
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
@@ -72,7 +75,7 @@ def rotate(
 
 
 def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
-    """Undo `rotate` in place; x must be contiguous."""
+    """Undo `rotate` for the first `rotated` heads of x, in place; x must be contiguous."""
     assert x.is_contiguous()
     _rotate(x, cos, sin, x, rotated, -1.0)
 
@@ -109,9 +112,9 @@ def compute_silu(gate_up: Tensor, gated: bool) -> Tensor:
 def compute_silu_gradients(
     gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of `compute_silu` by `gate_up`, the recomputed result of `compute_silu`).
+    """Return the gradient of `compute_silu` with respect to `gate_up`, and its recomputed result.
 
-    `grad_out` is the gradient by that result, which is returned only if `again`, else None.
+    `grad_out` is the gradient with respect to that result. The result is None unless `again`.
     """
     gate_up = gate_up.contiguous()
     grad_out = grad_out.contiguous()
@@ -136,8 +139,8 @@ def _split_halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
     """Write k and v [T, heads, dim] into caches [slots, heads, room, dim].
 
-    `places` int64 [T] are row indices within a slot's first head, counted from the start of the
-    cache.
+    `places`, int64 [T], are the indices of the tokens' rows for the first head; they count rows of
+    `dim` floats from the start of the cache.
     """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     steps = (*k.stride()[:2], *v.stride()[:2])

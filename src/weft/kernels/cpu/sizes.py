@@ -1,6 +1,6 @@
 """Sizes on which the speed or the rounding of CPU kernels depends.
 
-They are defined only here; other modules import them.
+They are defined only in this module.
 """
 
 from __future__ import annotations
@@ -16,5 +16,8 @@ HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmen
 
 
 def in_vectors(length: int, device: torch.device) -> int:
-    """Return `length` keys rounded up to what attention reads: whole vectors on a CPU."""
+    """Return the number of keys that attention reads for a sequence of `length` keys.
+
+    On a CPU, this is `length` rounded up to whole vectors.
+    """
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

@@ -20,10 +20,10 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from float32 logits [R, V]; return (ids int64 [R], their log-probs float32 [R]).
+    """Draw one id per row of float32 logits [R, V]; return ids int64 [R] and log-probs float32 [R].
 
-    Each row's id is the first, in vocabulary order, whose cumulative probability exceeds the row's
-    number in `uniforms` [R]. Sums over blocks of ids are float64.
+    The id is the first, in vocabulary order, whose cumulative probability exceeds the row's number
+    in `uniforms` [R]. Sums over blocks of ids are float64.
     """
     x, (rows, size) = logits.contiguous(), logits.shape
     ids = torch.empty(rows, dtype=torch.int64)
@@ -39,10 +39,10 @@ def to_gradients(
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Overwrite logits [R, V] with their gradients.
+    """Overwrite logits [R, V] with the gradient with respect to them.
 
-    `grad_logprob` and `grad_entropy`, [R], are the gradients by each row's log-prob of its label
-    and by its entropy.
+    `grad_logprob` and `grad_entropy`, each [R], are the gradients with respect to the log-prob of
+    each row's label and to each row's entropy.
     """
     assert grad_entropy is None or stats.entropy is not None
     assert (

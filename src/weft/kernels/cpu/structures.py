@@ -1,6 +1,6 @@
 """Structures shared by C++ and Python, with the same fields as in `kernels.h` and `forward.h`.
 
-`library` checks that their sizes agree.
+`weft.kernels.cpu.library` checks that the structures have the same sizes in both languages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def get_pointer(x: Tensor | None) -> int | None:
 
 
 class HeadsStruct(ctypes.Structure):
-    """Tensor [tokens, heads, dim] with the strides of rows and heads."""
+    """Tensor [tokens, heads, dim], as an address and the strides of tokens and heads."""
 
     _fields_ = (
         ("at", ctypes.c_void_p),
@@ -54,7 +54,7 @@ Parameters: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(PRODUCTS))
 
 
 class BlockStruct(ctypes.Structure):
-    """Parameters of a block and its part of the cache."""
+    """Parameters of a block and the block's cached keys and values."""
 
     _fields_ = (
         ("parameters", Parameters),
@@ -65,7 +65,7 @@ class BlockStruct(ctypes.Structure):
 
 
 class PrefixStruct(ctypes.Structure):
-    """Keys and values of a prefix that several rows continue."""
+    """Keys and values of a prefix, and the rows whose sequences begin with it."""
 
     _fields_ = (
         ("rows", ctypes.c_void_p),

@@ -16,9 +16,9 @@ from weft.kernels.gpu import flex
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return True if such kernels can be built for these tensors.
+    """Return whether kernels can be compiled for these tensors.
 
-    The tensors must be on a GPU and not float64, and Triton must have a compiler and Python's
+    The tensors must be on a GPU and not be float64, and Triton must have a compiler and Python's
     headers.
     """
     fit = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
@@ -26,9 +26,10 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, compiled at its first call.
+    """Return the function in a form that is compiled at its first call.
 
-    Sizes are inputs of the compiled code, so packs of other sizes do not compile it again.
+    The sizes of tensors are inputs of the compiled code, so it is not compiled again for packs of
+    other sizes.
     """
 
     @functools.wraps(function)

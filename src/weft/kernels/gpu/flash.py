@@ -1,7 +1,8 @@
 """Flash attention over packed sequences on CUDA, in bfloat16 and float16.
 
-It uses `torch.nn.attention.varlen`. The supported parameters are read once from the installed
-torch's function: torch 2.11 has neither grouped heads nor block tables, 2.12 and later have both.
+It uses `torch.nn.attention.varlen`. The parameters that the installed version of torch supports are
+read once from the signature of its function: torch 2.11 supports neither grouped heads nor block
+tables, and later versions support both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PACKAGE = "flash_attn_interface"  # package of version 3
 
 @dataclass(frozen=True)
 class FlashFeatures:
-    """Features that the installed torch's `varlen_attn` supports."""
+    """Optional features of the `varlen_attn` function in the installed torch."""
 
     grouped_heads: bool  # fewer key-value heads than query heads
     block_table: bool  # paged keys, with a fixed number of splits
@@ -42,10 +43,10 @@ class FlashFeatures:
 
 @functools.cache
 def load_kernel() -> Callable[..., Any]:
-    """Return `varlen_attn`.
+    """Import and return torch's function `varlen_attn`.
 
-    It is imported at the first call, because the import also loads torch's compiler, which takes
-    seconds.
+    It is imported only at the first call, because the import also loads torch's compiler, which
+    takes seconds.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -58,12 +59,12 @@ def find_features() -> FlashFeatures:
 
 
 def choose(device: torch.device, version: str) -> str | None:
-    """Select the flash attention version of this process; return a message for the user, or None.
+    """Select this process's version of flash attention; return a message for the user, or None.
 
-    `version` is "fa2" (torch's own), "fa3" (Shah et al. 2024, arXiv:2407.08608; its package
-    replaces torch's kernels) or "auto" (version 3 if the device is a Hopper and the package is
-    installed). torch has one version at a time for all devices. Raises `RuntimeError` if "fa3" is
-    not available.
+    `version` is "fa2", "fa3" or "auto". "fa2" is torch's own implementation. "fa3" is version 3
+    (Shah et al. 2024, arXiv:2407.08608), whose package replaces torch's kernels. "auto" is version
+    3 if the device is a Hopper GPU and the package is installed, else version 2. torch uses one
+    version at a time for all devices. Raises `RuntimeError` if "fa3" is not available.
     """
     if version == "fa2":
         if find_active_implementation() == THIRD:
@@ -86,7 +87,7 @@ def choose(device: torch.device, version: str) -> str | None:
 
 
 def find_active_implementation() -> str | None:
-    """Return the name of the implementation that replaces torch's own; None if none does."""
+    """Return the name of the implementation that replaces torch's own, or None if none does."""
     current: str | None = getattr(
         torch.nn.attention, "current_flash_attention_impl", lambda: None
     )()
@@ -99,7 +100,10 @@ def find_version() -> int:
 
 
 def _activate() -> str | None:
-    """Activate version 3 unless a replacement is active; return the reason if that fails."""
+    """Activate version 3, unless a replacement is already active.
+
+    Returns the reason if this is not possible, else None.
+    """
     other = find_active_implementation()
     if other is not None:
         return None if other == THIRD else f"{other} is in its place already"
@@ -116,7 +120,7 @@ def _activate() -> str | None:
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return True if the flash kernels support queries of this device, dtype and head size."""
+    """Return whether the flash kernels support queries with this device, dtype and head size."""
     fits = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
     return fits and device.type == "cuda" and _has_kernels(device.index or 0)
 
@@ -133,9 +137,9 @@ def _get_capability(device: torch.device) -> tuple[int, int]:
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec
 ) -> Tensor:
-    """Compute causal attention over packed sequences, with gradients.
+    """Return causal attention over packed sequences, [T, heads, dim]; differentiable.
 
-    q [T, heads, dim], k and v [U, kv_heads, dim] -> [T, heads, dim].
+    q is [T, heads, dim]; k and v are [U, kv_heads, dim].
     """
     grouped: dict[str, Any] = {}
     group = q.shape[1] // k.shape[1]
@@ -161,19 +165,19 @@ def attend_packed(
 def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """Compute attention of one new token per row over the row's pages.
+    """Return attention of one new token per row over the row's pages, [R, heads, dim].
 
-    q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim]. `table`
-    int32 [R, W] has each row's pages in order, `used` int32 [R] its number of tokens, including the
-    new one. Call this only if `find_features().block_table`.
+    q is [R, heads, dim]; keys and values are [pages, page, kv_heads, dim]. `table`, int32 [R, W],
+    has each row's pages in order. `used`, int32 [R], has each row's number of tokens, including the
+    new one. Call this only if `find_features().block_table` is True.
 
-    The query is the row's last token and sees all its keys, so without a window no causal mask is
-    needed. Without a mask, the kernel computes the query heads of one key head together and reads
-    its keys once.
+    The query is the last token of its row and attends to all keys of the row, so no causal mask is
+    needed without a window. Without a mask, the kernel computes all query heads of a key head
+    together and reads its keys only once.
 
-    The keys are never split among thread blocks: with splits, some builds of torch leave rows
-    unwritten (pytorch issue 194167); also, unsplit rows do not depend on the other rows of the
-    batch. `test_automatic_splits_write_every_row` shows which builds of torch are right.
+    The keys are never split among thread blocks. With splits, some builds of torch leave rows
+    unwritten (pytorch issue 194167), and the result of a row depends on the other rows of the
+    batch. `test_automatic_splits_write_every_row` shows which builds of torch are correct.
     """
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
     most = table.shape[1] * keys.shape[1]
@@ -200,13 +204,16 @@ def attend_paged(
 
 
 def _make_rows_contiguous(x: Tensor) -> Tensor:
-    """Return x with contiguous last dimension, as the kernels require; other strides can be any."""
+    """Return x with a contiguous last dimension, as the kernels require.
+
+    The strides of the other dimensions can be arbitrary.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """Return the numbers of keys that a query sees to its left and right, not counting itself.
+    """Return the numbers of keys to the left and right of a query to which the query attends.
 
-    -1 means all keys.
+    The query's own key is not counted, and -1 means all keys.
     """
     return (-1, 0) if window is None else (window - 1, 0)

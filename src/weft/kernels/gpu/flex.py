@@ -1,9 +1,9 @@
-"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): one fused kernel for masks that flash lacks.
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496), for masks that flash attention lacks.
 
-Each query's visible keys are two spans: a causal span near the query, and a far span (a shared
-prefix), which it sees whole. The mask's blocks follow from the spans without building the whole
-mask. Other layers are a few large matrix products, and a decode step is one captured graph, so
-compiling them costs start-up time and gains little.
+Each query attends to two spans of keys: a causal span near the query, and a far span, which is a
+shared prefix that the query sees as a whole. The blocks of the mask are computed from these spans,
+without building the whole mask. Compiling the other layers too would take time at the start and
+gain little, because these are a few large matrix products and a decode step is one captured graph.
 """
 
 from __future__ import annotations
@@ -37,16 +37,20 @@ ContinuationSpans = tuple[
 
 
 def serves(device: torch.device, head_dim: int) -> bool:
-    """Return True if a fused kernel is available.
+    """Return whether a fused kernel is available.
 
-    On a CPU, torch has one only for the forward pass, and weft has better kernels.
+    On a CPU, torch has a fused kernel only for the forward pass, and weft's own kernels are better.
     """
     return device.type == "cuda" and head_dim >= LEAST_DIM and _can_compile()
 
 
 @functools.cache
 def _can_compile() -> bool:
-    """Return True if kernels can be built here: Triton compiles a small C extension for each."""
+    """Return whether Triton can compile kernels.
+
+    This needs a C compiler and Python's headers, because Triton compiles a small C extension for
+    each kernel.
+    """
     compiler = (
         os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     )
@@ -60,9 +64,10 @@ def _can_compile() -> bool:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """Visible keys of each query, each int32 [padded tokens].
+    """Spans of keys to which each query attends, each int32 [padded tokens].
 
-    Query t sees the keys `near[t]` to t (included) and `far_start[t]` to `far_stop[t]` (excluded).
+    Query t attends to the keys `near[t]` to t (included), and `far_start[t]` to `far_stop[t]`
+    (excluded).
     """
 
     near: Tensor
@@ -75,8 +80,8 @@ class KeySpans:
     ) -> KeySpans:
         """Return the spans of a pack of `length` tokens.
 
-        `cu_seqlens` int32 [S + 1] are the boundaries of the pack's segments; `joins` are pairs of a
-        prefix and the tokens that continue it. Padding tokens see only themselves.
+        `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. `joins` are pairs of
+        a prefix and the tokens that continue it. Padding tokens attend only to themselves.
         """
         whole = compute_padded_length(length)
         device = cu_seqlens.device
@@ -95,7 +100,7 @@ class KeySpans:
 
     @property
     def mask_mod(self) -> Mod:
-        """Mask function for FlexAttention: True if `query` sees `key`."""
+        """Mask function for FlexAttention, which is True if `query` attends to `key`."""
         near = self.near
         start = self.far_start
         stop = self.far_stop
@@ -107,9 +112,11 @@ class KeySpans:
         return is_visible
 
     def find_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return (some query sees some key, every query sees every key) for each pair of blocks.
+        """Return masks of the block pairs that attention uses at least in part, and in full.
 
-        Each is bool [T / BLOCK, T / BLOCK], query blocks by key blocks.
+        Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first is True if
+        any query of the block attends to any key, and the second if every query attends to every
+        key.
         """
         length = len(self.near)
         device = self.near.device
@@ -129,7 +136,7 @@ class KeySpans:
         return some.view(shape).any(1), every.view(shape).all(1)
 
     def build_mask(self) -> BlockMask:
-        """Return the mask of one pack, for all heads."""
+        """Return the FlexAttention mask of the pack, for all heads."""
         some, every = self.find_blocks()
         partial = _list_blocks(some & ~every)
         full = _list_blocks(every)
@@ -137,9 +144,10 @@ class KeySpans:
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of set blocks, block indices with set blocks first) of each row.
+    """Return, for each row of `blocks`, the number of set blocks and the indices of all blocks.
 
-    The results are int32 [1, 1, n] and [1, 1, n, n].
+    The indices begin with those of the set blocks. The results are int32 [1, 1, n] and [1, 1, n,
+    n].
     """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[
@@ -150,15 +158,15 @@ def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def compute_padded_length(length: int) -> int:
     """Return the number of tokens to which a pack is padded: a power of two.
 
-    Each new size is compiled separately.
+    This limits the number of different sizes, each of which is compiled separately.
     """
     return max(BLOCK, _round_to_power_of_two(length))
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """Compute attention over a pack, by a mask of `build_pack_mask`.
+    """Return attention over a pack, [T, heads, dim], with a mask from `build_pack_mask`.
 
-    q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim].
+    q is [T, heads, dim]; k and v are [T, kv_heads, dim].
     """
     length = len(q)
     tail = compute_padded_length(len(q)) - len(q)
@@ -171,18 +179,18 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: Attent
 def build_pack_mask(
     cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
 ) -> BlockMask:
-    """Return the mask of a pack; the arguments are those of `KeySpans.from_segments`."""
+    """Return the mask of a pack, given the arguments of `KeySpans.from_segments`."""
     return KeySpans.from_segments(cu_seqlens, joins, length, window).build_mask()
 
 
 def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec
 ) -> Tensor:
-    """Compute attention of one new token per row over the row's pages, by a mask of `build_page_mask`.
+    """Return attention of one new token per row over the row's pages, [R, heads, dim].
 
-    q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim]. The kernel
-    for few queries supports groups of 1, 2, 4, ... query heads; other groups are padded with heads
-    of zeros, whose results are dropped.
+    `mask` is the result of `build_page_mask`. q is [R, heads, dim]; keys and values are [pages,
+    page, kv_heads, dim]. The kernel for few queries supports 1, 2, 4, ... query heads per key head.
+    Other numbers are padded with heads of zeros, whose results are dropped.
     """
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
@@ -201,10 +209,11 @@ def _round_to_power_of_two(least: int) -> int:
 def build_page_mask(
     table: Tensor, used: Tensor, size: tuple[int, int], window: int | None
 ) -> BlockMask:
-    """Return the mask of rows with one query each, over pages.
+    """Return the mask of rows with one query each over pages.
 
-    Row r sees its `used[r]` tokens (int32 [R]), or the last `window` of them. They are in the pages
-    `table[r]` (int32 [R, W]). `size` is (number of pages, at least W; tokens per page).
+    Row r attends to its `used[r]` tokens (int32 [R]), or only to the last `window` of them. These
+    tokens are in the pages `table[r]` (int32 [R, W]). `size` is the number of pages, which is at
+    least W, and the number of tokens per page.
     """
     (rows, width), (num_pages, page) = table.shape, size
     order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)
@@ -260,9 +269,9 @@ def _compile() -> Callable[..., Tensor]:
 
 
 def _build_score_mod(scale: Tensor, softcap: float | None) -> Mod:
-    """Return the function that scales and caps scores.
+    """Return the function that scales scores and applies the soft cap.
 
-    The scale is a tensor, so layers that differ only in it share compiled code.
+    The scale is a tensor, so layers that differ only in the scale share compiled code.
     """
 
     if softcap is None:

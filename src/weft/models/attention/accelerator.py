@@ -1,7 +1,8 @@
 """Attention on accelerators.
 
-Flash attention is used in half precision; FlexAttention for soft caps, shared prefixes, and pages
-that the installed flash kernel cannot read; `rectangles` for float32 and dropout of weights.
+Flash attention is used in half precision. FlexAttention is used for soft caps, for shared prefixes,
+and for pages if the installed flash kernel cannot read them. `rectangles` is used for float32 and
+for dropout of attention weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.models.kv.pages import Paged
 
 
 def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
-    """Compute causal attention within each sequence: [T, heads, dim]."""
+    """Return causal attention within each sequence, [T, heads, dim]."""
     q = given.q
     k = given.k
     v = given.v
@@ -36,13 +37,13 @@ def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
 
 
 def attend_prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
-    """Compute attention as `attend_dense` does, for sequences that share prefixes."""
+    """Return attention as `attend_dense` does, for sequences that share prefixes."""
     mask = _prepare_mask(context, len(given.q), given.spec.window)
     return flex.attend_packed(given.q, given.k, given.v, mask, given.spec)
 
 
 def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
-    """Compute attention of new tokens over keys and values in pages.
+    """Return attention of new tokens over the keys and values in pages, [T, heads, dim].
 
     The keys and values of the new tokens must already be stored in the pages.
     """
@@ -83,12 +84,15 @@ def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
 
 
 def supports_flash(q: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if flash attention supports these queries and parameters."""
+    """Return whether flash attention supports queries like `q` with these parameters."""
     return spec.softcap is None and flash.serves(q.device, q.dtype, q.shape[2])
 
 
 def _prepare_mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
-    """Return the mask of a pack for one window size; all layers with that window share it."""
+    """Return the mask of a pack for one window size.
+
+    The mask is built only once and is used by all layers with this window.
+    """
     if window not in context.masks:
         if isinstance(context, Prefixed):
             joins = [(join.prefix, join.continuation) for join in context.continuations]

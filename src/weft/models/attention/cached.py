@@ -1,4 +1,4 @@
-"""Attention of new tokens over the keys and values in their slots, by torch or weft's CPU kernels."""
+"""Attention of new tokens over the keys and values in cache slots, by torch or weft's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.models.kv.slots import Cached, KVCache
 
 
 def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
-    """Compute attention of new tokens over their slots and prefixes with weft's kernels.
+    """Compute attention of new tokens over cached slots and prefixes with weft's CPU kernels.
 
     The keys and values of the new tokens must already be stored in the slots.
     """
@@ -37,9 +37,10 @@ def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
-    """Compute what `attend_by_kernels` computes, with torch operations.
+    """Compute the same as `attend_by_kernels` with torch operations.
 
-    A decode step is one masked rectangle; rows with several new tokens are computed one by one.
+    A decode step is computed as one masked rectangle, and a pass with several new tokens per row is
+    computed row by row.
     """
     layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
@@ -52,8 +53,8 @@ def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 def _view_as_rows(stored: Tensor) -> Tensor:
     """Return a view of keys or values [slots, kv_heads, room, head_dim] for the kernels.
 
-    The kernels read only the strides between keys and between heads of the view; they find the
-    slots by the numbers in `Cached.segments`.
+    The kernels use only the strides of the view, from key to key and from head to head. They find
+    the slots by the key indices in `Cached.segments`.
     """
     return stored[0].transpose(0, 1)
 
@@ -61,8 +62,8 @@ def _view_as_rows(stored: Tensor) -> Tensor:
 def _attend_decode_step(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
     """Compute attention of one new token per row.
 
-    The query heads that share a kv head are placed in the query dimension, so keys and values are
-    not repeated.
+    The query heads that share a key-value head are placed in the query dimension, so that keys and
+    values need not be repeated.
     """
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
@@ -87,8 +88,8 @@ def _attend_prefixes(
 ) -> AttentionState:
     """Return the attention of rows [R, kv_heads, group, dim] over their shared prefixes.
 
-    The queries of all rows of a prefix are multiplied with its keys at once, so the keys are read
-    once.
+    The queries of all rows with the same prefix are multiplied with its keys at once, so that the
+    keys are read only once.
     """
     lse_dtype = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)
@@ -106,7 +107,7 @@ def _attend_prefixes(
 
 
 def _attend_chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
-    """Compute attention of several new tokens per row over cached ones, row by row."""
+    """Compute attention of several new tokens per row over cached and new tokens, row by row."""
     starts = context.dense.starts
     outputs = []
     keys = context.cache.keys[layer]
@@ -130,9 +131,10 @@ def _attend_chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -
 def _attend_after_prefix(
     q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, spec: AttentionSpec, layer: int
 ) -> Tensor:
-    """Return the attention of a sequence that continues a prefix, as `rectangles.attend_tail` does.
+    """Return attention as `rectangles.attend_tail` does, for a sequence that continues a prefix.
 
-    The parts are merged in the same way as in training, so that rounding is the same.
+    Attention over the prefix and over the rest is merged in the same way as in training, so that
+    rounding is the same.
     """
     count = q.shape[2]
     before = int(prefix.used[0])

@@ -1,9 +1,10 @@
-"""Attention merged exactly from parts, each of some rows over some keys, by their log-sum-exps.
+"""Attention that is computed in parts, over some of the keys each, and merged exactly.
 
-For one row with parts i of keys, o_i = softmax(s_i) v_i and l_i = log sum exp s_i: l = log sum exp
-l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention (Dao et al. 2022,
-arXiv:2205.14135, algorithm 4) needs only a row's output and log-sum-exp, so it runs once per
-part with the merged ones, and the gradients of the parts are added.
+For one row and part i of the keys, let o_i = softmax(s_i) v_i and l_i = log sum exp s_i. The merged
+values are l = log sum exp l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention
+(Dao et al. 2022, arXiv:2205.14135, algorithm 4) needs only the output and the log-sum-exp of each
+row. It therefore runs once per part with the merged output and log-sum-exp, and the gradients of
+the parts are added.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ def attend_to(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """Compute attention of rows q [n, heads, L, dim] over keys and values [n, heads, M, dim].
+    """Compute attention of q [n, heads, L, dim] over some of the keys, on a CPU.
 
-    These are only some of the rows' keys. `mask` is added to the scores. For CPUs.
+    These keys and their values are [n, heads, M, dim]. `mask` is added to the scores. The result
+    can be merged with attention over other keys.
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
 
 
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
-    """Return attention over the keys of both states, which have the same rows and different keys.
+    """Merge two attention states with the same rows and different keys into one over all keys.
 
-    Only exp and log are used: their kernels give a value the same bits at every position of a
-    tensor, so training and decoding round in the same way.
+    This uses only exp and log. The kernels of these functions return the same bits for a value
+    wherever it is in a tensor, so training and decoding round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -55,16 +57,19 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, parts: tuple[AttentionPart, ...], scale: float
 ) -> Tensor:
-    """Return attention [T, heads, dim] of q [T, heads, dim] over k and v [T, kv_heads, dim].
+    """Return attention, [T, heads, dim], of q [T, heads, dim] over k and v [T, kv_heads, dim].
 
-    Every row is in exactly one causal part and in any number of other parts. heads is a multiple of
-    kv_heads.
+    Every row is in exactly one causal part and in any number of other parts. The number of heads is
+    a multiple of kv_heads.
     """
     return _CascadeAttention.apply(q, k, v, parts, scale)
 
 
 class _CascadeAttention(torch.autograd.Function):
-    """Autograd function of `attend`; saves the merged output and log-sum-exp of each row."""
+    """Autograd function behind `attend`.
+
+    Saves the merged output and log-sum-exp of each row for the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -147,7 +152,7 @@ def _take_rectangles(
 
 
 def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
-    """Return the tokens of a bucket as a padded rectangle: [T, heads, dim] -> [n, heads, L, dim]."""
+    """Arrange the tokens of a bucket in a padded rectangle: [T, heads, dim] -> [n, heads, L, dim]."""
     return (
         _select_tokens(x, bucket, padded=True)
         .unflatten(0, tuple(bucket.index.shape))
@@ -156,13 +161,13 @@ def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
 
 
 def _to_rows(cells: Tensor, bucket: SequenceBucket) -> Tensor:
-    """Return a rectangle's tokens without padding: [n, heads, L, dim] -> [tokens, heads, dim]."""
+    """Return a rectangle's tokens, without padding: [n, heads, L, dim] -> [tokens, heads, dim]."""
     flat = cells.transpose(1, 2).flatten(0, 1)
     return flat if bucket.valid is None else flat.index_select(0, bucket.valid)
 
 
 def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
-    """Return a mask [n, L]: 1 for a token, 0 for padding."""
+    """Return a mask [n, L] in the dtype of `like`: 1 for tokens and 0 for padding."""
     assert bucket.valid is not None
     return (
         like.new_zeros(bucket.index.numel())
@@ -172,7 +177,7 @@ def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
 
 
 def _select_tokens(x: Tensor, bucket: SequenceBucket, padded: bool = False) -> Tensor:
-    """Return the bucket's tokens of x [T, ...]; if `padded`, its padding cells too."""
+    """Return the bucket's tokens of x [T, ...]; if `padded`, including the padding."""
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)

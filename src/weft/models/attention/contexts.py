@@ -1,9 +1,9 @@
 """Attention contexts: which tokens of a pack attend to which.
 
-`Dense` is for whole sequences and `Prefixed` for sequences of which some share a prefix. Contexts
-of new tokens of cached sequences are defined with the caches (`weft.models.kv.slots.Cached`,
-`weft.models.kv.pages.Paged`), and that of a pack whose tokens are split over ranks is
-`weft.models.attention.pack_shards.PackShard`. All implement `AttentionContext`.
+`Dense` is for whole sequences, and `Prefixed` is for sequences of which some share a prefix. For
+new tokens of cached sequences, the caches define the contexts `weft.models.kv.slots.Cached` and
+`weft.models.kv.pages.Paged`. `weft.models.attention.pack_shards.PackShard` is for packs whose
+tokens are split over ranks. All implement `AttentionContext`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ SHORT = 16  # sequences up to this length share a bucket, however much padding t
 
 
 class AttentionContext(Protocol):
-    """Rule for the keys that each token of a forward pass attends to."""
+    """Interface of attention contexts, which define the keys to which each token attends."""
 
     @property
     def dense(self) -> Dense:
-        """The tokens of this pass without cached or shared ones, as whole sequences."""
+        """The tokens of this pass as whole sequences, without cached or shared tokens."""
         ...
 
     @property
     def last_tokens(self) -> Tensor:
-        """int64 [S]: index of each sequence's last token."""
+        """Index of each sequence's last token, int64 [S]."""
         ...
 
     @property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: the length of the sequence that a token belongs to."""
+        """Length of the sequence to which each token belongs, int64 [T]."""
         ...
 
 
 @dataclass(frozen=True)
 class SequenceBucket:
-    """Sequences of similar length as one padded rectangle.
+    """Group of sequences of similar length, padded to a rectangle.
 
-    Padding comes after each sequence, so causal attention never reads it.
+    The padding follows the tokens of each sequence, so causal attention never reads it.
     """
 
     # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
@@ -56,17 +56,17 @@ class SequenceBucket:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """int64 [tokens]: tokens of the cells that are not padding."""
+        """Indices of the tokens in the rectangle, without padding, int64 [tokens]."""
         cells = self.index.flatten()
         return cells if self.valid is None else cells.index_select(0, self.valid)
 
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """One part of attention: the tokens of `queries` attend to those of `keys`.
+    """One part of attention, in which the tokens of `queries` attend to the tokens of `keys`.
 
-    Each rectangle of `queries` attends to the whole rectangle of `keys`, or causally (`causal`) if
-    both are the same tokens.
+    If `causal`, both are the same tokens, and attention is causal within each sequence. Otherwise
+    every sequence of `queries` attends to all of `keys`.
     """
 
     queries: SequenceBucket
@@ -76,7 +76,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class Dense:
-    """Whole sequences with causal attention within each.
+    """Whole sequences, with causal attention within each sequence.
 
     Sequence s consists of the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]` (excluded).
     """
@@ -91,42 +91,48 @@ class Dense:
 
     @property
     def dense(self) -> Dense:
-        """This context itself; other contexts return the tokens of the pass without cached ones."""
+        """This context itself.
+
+        Other contexts return their tokens without the cached or shared ones.
+        """
         return self
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """Masks of FlexAttention by window size; layers add the ones they need."""
+        """FlexAttention masks by window size, built by the first layer that needs each of them."""
         return {}
 
     @cached_property
     def starts(self) -> list[int]:
-        """`cu_seqlens` as a list on the host."""
+        """The elements of `cu_seqlens` as a list on the host."""
         return [int(start) for start in self.cu_seqlens.tolist()]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 [S], on the device: number of tokens of each sequence."""
+        """Number of tokens of each sequence, int64 [S] on the device."""
         return self.cu_seqlens.diff().long()
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: the length of the sequence that a token belongs to."""
+        """Length of the sequence to which each token belongs, int64 [T]."""
         return self.lengths.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     @cached_property
     def last_tokens(self) -> Tensor:
-        """int64 [S]: index of each sequence's last token."""
+        """Index of each sequence's last token, int64 [S]."""
         return self.cu_seqlens[1:].long() - 1
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [S, 4], on the host: (first row, rows, first key, keys) of each sequence."""
+        """First query, number of queries, first key and number of keys of each sequence.
+
+        The tensor is int64 [S, 4], on the host.
+        """
         return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
 
     @cached_property
     def buckets(self) -> list[SequenceBucket]:
-        """The sequences grouped into rectangles, longest first; empty sequences are left out."""
+        """The sequences grouped into padded rectangles, longest first, without empty sequences."""
         result: list[SequenceBucket] = []
         for members in _group_by_length(self.starts):
             result.append(_build_bucket(self.starts, members, self.cu_seqlens.device))
@@ -134,9 +140,9 @@ class Dense:
 
     @cached_property
     def cell_positions(self) -> Tensor | None:
-        """int64 [T]: index of each token in the concatenation of the buckets' valid cells.
+        """Index of each token in the concatenated tokens of all buckets, int64 [T].
 
-        None if the concatenation is already in the order of the tokens.
+        None if these are already in the order of the pack.
         """
         order = []
         for members in _group_by_length(self.starts):
@@ -150,9 +156,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class PrefixContinuation:
-    """A prefix and the tokens that continue it, each as (first token, one past the last).
+    """A prefix and the tokens that continue it, each as (first token, one past the last token).
 
-    `continuation` covers all continuations of the prefix, which are consecutive.
+    `continuation` covers all continuations of the prefix, which are consecutive in the pack.
     """
 
     prefix: tuple[int, int]
@@ -161,10 +167,10 @@ class PrefixContinuation:
 
 @dataclass(frozen=True)
 class Prefixed:
-    """Sequences of which some share a prefix, which is computed once.
+    """Sequences of which some share a prefix that is computed only once.
 
-    The pack consists of segments: prefixes, continuations and whole sequences. A token sees its own
-    segment causally, and a token of a continuation also sees the whole prefix.
+    The pack consists of segments: prefixes, continuations of prefixes, and whole sequences. A token
+    attends causally within its segment. A token of a continuation also attends to the whole prefix.
     """
 
     dense: Dense  # the segments
@@ -173,30 +179,31 @@ class Prefixed:
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """Return masks by window size, as `Dense.masks` does."""
+        """FlexAttention masks by window size, as in `Dense.masks`."""
         return {}
 
     @property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: the length of the segment that a token belongs to.
+        """Length of the segment to which each token belongs, int64 [T].
 
-        Networks with rotations that depend on the length of the whole sequence do not share
-        prefixes; see `Transformer.can_share_prefixes`.
+        This differs from the length of the sequence. Networks whose rotation depends on that length
+        do not share prefixes; see `Transformer.can_share_prefixes`.
         """
         return self.dense.token_lengths
 
     @cached_property
     def prefix_segments(self) -> Tensor:
-        """int64 [joins, 4], on the host: (first row, rows, first key, keys) of each join.
+        """First query, number of queries, first key and number of keys of each prefix.
 
-        The rows are the continuations of a prefix, the keys are those of the prefix.
+        The queries are the continuations of the prefix, and the keys are those of the prefix. The
+        tensor is int64 [prefixes, 4], on the host.
         """
         spans = [(*join.continuation, *join.prefix) for join in self.continuations]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
 
     @cached_property
     def parts(self) -> tuple[AttentionPart, ...]:
-        """Parts of attention: first within each segment, then from each continuation to its prefix."""
+        """Parts of attention: first those within the segments, then those over the prefixes."""
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = []
@@ -212,9 +219,9 @@ class Prefixed:
 
 
 def _group_by_length(starts: list[int]) -> list[list[int]]:
-    """Return the numbers of the sequences of each bucket.
+    """Return the indices of the sequences in each bucket, which have similar lengths.
 
-    Sequences keep their order if all have one length.
+    The indices in a bucket are in rising order. Empty sequences are left out.
     """
     lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []
@@ -232,7 +239,7 @@ def _group_by_length(starts: list[int]) -> list[list[int]]:
 
 
 def _build_span_bucket(start: int, stop: int, device: torch.device) -> SequenceBucket:
-    """Return the tokens from start to stop (excluded) as a bucket with one row."""
+    """Return a bucket with the tokens from `start` to `stop` (excluded) as its only sequence."""
     return SequenceBucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
 
 

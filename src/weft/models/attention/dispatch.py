@@ -1,14 +1,14 @@
-"""Attention: one function, which chooses a backend by (context, device).
+"""Attention: one function, which chooses a backend by the type of the context and the device.
 
 No position attends across a sequence boundary.
 
-Float32 on a CPU is computed by weft's kernels, in training, prefill and decode steps. Everything
-that they do not support (other dtypes, soft caps, dropout of weights, no compiler) is computed by
-torch.
+On a CPU, float32 attention is computed by weft's kernels, in training, prefill and decode steps.
+What the kernels do not support (other dtypes, soft caps, dropout of weights) is computed by torch,
+and so is everything if there is no compiler to build the kernels.
 
-On a CPU a row's result has the same bits in training and in decoding, whatever the other rows are.
-The log-probs of the sampler are then those that training computes (if matrix products have enough
-rows; see `weft.engine.generation`).
+On a CPU, the result of a row has the same bits in training and in decoding, whatever the other rows
+are. The log-probs of the sampler are then equal to those that training computes, provided that
+matrix products have enough rows (see `weft.engine.generation`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def attend_heads(
     layer: int,
     dropout: TokenDropout | None = None,
 ) -> Tensor:
-    """Compute attention as `attend` does, for queries, keys and values in one tensor.
+    """Compute attention as `attend` does, from queries, keys and values in one tensor.
 
-    `heads` is [T, heads + 2 kv_heads, dim]: queries, keys, values, before `rotation` (cos and sin
-    of `weft.models.network.rope`).
+    `heads` is [T, heads + 2 kv_heads, dim]: queries, keys and values, in this order and before
+    rotation. `rotation` is (cos, sin) from `weft.models.network.rope`.
     """
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _has_softcap_or_dropout(
         spec, dropout
@@ -74,7 +74,7 @@ def attend_heads(
 def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
     """Return causal attention within each sequence, [T, heads, dim].
 
-    Keys and values of cached sequences are stored in the cache first.
+    If the sequences are cached, the new keys and values are first stored in the cache.
     """
     device: Device = "cpu" if given.q.is_cpu else "accelerator"
     if kernels.serves_attention(given.q, given.k, given.v) and not _has_softcap_or_dropout(
@@ -85,14 +85,14 @@ def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
 
 
 def build_segments(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
-    """Return the keys of a pack that each of its rows attends to."""
+    """Return the segments of a pack, which define the keys to which each row attends."""
     if isinstance(context, Prefixed):  # no window: no sequence is longer than one here
         return VarlenSegments(context.dense.segments, context.prefix_segments)
     return VarlenSegments(context.segments, None, spec.window)
 
 
 def _has_softcap_or_dropout(spec: AttentionSpec, dropout: TokenDropout | None) -> bool:
-    """Return whether scores are capped or weights dropped, which weft's kernels don't support."""
+    """Return whether scores are soft-capped or weights are dropped; weft's kernels support neither."""
     return spec.softcap is not None or (dropout is not None and spec.dropout > 0.0)
 
 
@@ -107,7 +107,7 @@ def _attend_by_cascade(given: AttentionInputs, context: Prefixed) -> Tensor:
 
 
 def _with_cache_write(backend: Backend) -> Backend:
-    """Return a backend that stores the new keys and values in the cache before it attends."""
+    """Return a backend that stores the new keys and values in the cache and then calls `backend`."""
 
     def attend_stored(given: AttentionInputs, context: Cached) -> Tensor:
         context.cache.write(given.layer, context, given.k, given.v)

@@ -14,7 +14,8 @@ from weft.models.network.dropout import TokenDropout
 class AttentionInputs:
     """Inputs of one layer's attention; queries and keys are already rotated.
 
-    heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
+    The number of heads is a multiple of kv_heads. Query head h reads key-value head h // (heads /
+    kv_heads).
     """
 
     q: Tensor  # [T, heads, dim]

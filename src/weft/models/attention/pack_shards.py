@@ -1,8 +1,8 @@
 """Attention under context parallelism: local queries over the keys and values of the whole pack.
 
-The keys and values of other ranks' tokens are gathered. A rank's tokens are runs of the pack.
-Within a run, the keys that a sequence's tokens see are consecutive and end with the sequence's last
-token in the run.
+The keys and values of the other ranks' tokens are gathered. Each rank has several runs of
+consecutive tokens of the pack. The part of a sequence that is in a run is called a piece. The keys
+that a piece needs are consecutive, and the last of them is the last token of the piece.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Piece = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class PackShard:
-    """One rank's tokens of a pack: those of `runs`, each (first, one past the last) in the pack.
+    """Attention context of one rank's tokens of a pack whose tokens are split over ranks.
 
-    Runs are in order, and none is empty. `gather` turns the local keys or values [n, ...] into
-    those of the whole pack [T, ...]; every rank must call it.
+    The rank has the tokens in `runs`, each given as (first, one past the last) in the pack. Runs
+    are in rising order and not empty. `gather` collects local keys or values [n, ...] from all
+    ranks and returns those of the whole pack [T, ...]; all ranks must call it.
     """
 
     whole: Dense
@@ -42,7 +43,10 @@ class PackShard:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of each sequence in each run of this rank's tokens."""
+        """Pieces of sequences in each run of this rank, one piece per sequence.
+
+        Each piece is (first local row, number of rows, first key in the pack, number of keys).
+        """
         pieces_by_run = []
         row = 0
         for start, stop in self.runs:
@@ -58,7 +62,7 @@ class PackShard:
 
     @cached_property
     def dense(self) -> Dense:
-        """The local part of each sequence, as if it were a whole one; it may be empty."""
+        """This rank's tokens of each sequence, treated as a whole sequence, which may be empty."""
         counts = []
         for first, end in pairwise(self.whole.starts):
             counts.append(
@@ -69,7 +73,7 @@ class PackShard:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """int64 [n]: index in the pack of each local token."""
+        """Index in the pack of each token of this rank, int64 [n]."""
         device = self.whole.cu_seqlens.device
         runs = [torch.arange(*run, device=device) for run in self.runs]
         if runs:
@@ -78,17 +82,17 @@ class PackShard:
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [n]: the length of the whole sequence that a token belongs to."""
+        """Length of the whole sequence to which each token of this rank belongs, int64 [n]."""
         return self.whole.token_lengths[self.tokens]
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
-        """The pieces of each run as int64 [pieces, 4], on the host."""
+        """The `pieces` of each run as an int64 tensor [pieces, 4], on the host."""
         return tuple(torch.tensor(pieces) for pieces in self.pieces)
 
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
-        """The pieces of each run in the form of a flash kernel's arguments."""
+        """The `pieces` of each run as arguments of a flash attention kernel."""
         return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
 
 
@@ -102,16 +106,17 @@ def _build_lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLen
 
 
 def attend_by_kernels(given: AttentionInputs, context: PackShard) -> Tensor:
-    """Compute attention of the local tokens with weft's kernels: [n, heads, dim]."""
+    """Return attention of this rank's tokens, [n, heads, dim], computed by weft's kernels."""
     k, v = _gather_keys_values(given, context)
     segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
     return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)
 
 
 def attend_by_torch(given: AttentionInputs, context: PackShard) -> Tensor:
-    """Compute attention of the local tokens piece by piece with torch: [n, heads, dim].
+    """Return attention of this rank's tokens, [n, heads, dim], computed by torch.
 
-    The scores [heads, rows, keys] of one piece exist at a time.
+    Pieces are computed one after the other, so only the scores [heads, rows, keys] of one piece are
+    in memory at once.
     """
     k, v = _gather_keys_values(given, context)
     outputs = []
@@ -128,7 +133,10 @@ def attend_by_torch(given: AttentionInputs, context: PackShard) -> Tensor:
 
 
 def attend_on_accelerator(given: AttentionInputs, context: PackShard) -> Tensor:
-    """Compute attention of the local tokens by flash attention if possible, else by `attend_by_torch`."""
+    """Return attention of this rank's tokens, [n, heads, dim].
+
+    Flash attention is used if it supports the inputs, else `attend_by_torch`.
+    """
     if given.has_dropout or not accelerator.supports_flash(given.q, given.spec):
         return attend_by_torch(given, context)
     k, v = _gather_keys_values(given, context)
@@ -141,7 +149,7 @@ def attend_on_accelerator(given: AttentionInputs, context: PackShard) -> Tensor:
 
 
 def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of the whole pack."""
+    """Return the keys and values of the whole pack, gathered from all ranks."""
     k, v = context.gather(torch.cat([given.k, given.v], dim=1)).split(given.k.shape[1], dim=1)
     return k, v
 
@@ -149,15 +157,17 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return an empty result that depends on all inputs.
 
-    This rank then takes part in the backward pass of the other ranks' keys.
+    Because of this dependence, a rank without tokens takes part in the backward pass of the keys
+    and values of other ranks.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 
 
 def _drop_weights(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
-    """Apply dropout to the weights of rows that begin at local token `row`.
+    """Apply dropout to the attention weights of consecutive tokens, of which `row` is the first.
 
-    That token has this `position` in its sequence.
+    `row` is an index among this rank's tokens, and `position` is the position of that token in its
+    sequence.
     """
     assert given.dropout is not None
     token = torch.tensor([[row]], device=weights.device)

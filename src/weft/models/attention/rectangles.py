@@ -1,10 +1,11 @@
-"""Attention over rectangles by torch: sequences of similar length with padding after each.
+"""Attention by torch over rectangles: sequences of similar length, each followed by padding.
 
 Causal attention never reads the padding, so torch's fast causal kernel is exact without a mask.
-What that kernel lacks (soft caps, windows, dropout of weights) is computed step by step.
+That kernel does not support soft caps, windows and dropout of weights; attention with these is
+computed step by step.
 
-On a CPU, keys are padded to whole vectors and each head gets a minimum number of query rows, so
-that every row is summed in the same order, whatever the other rows are.
+On a CPU, keys are padded to whole vectors, and each head has a minimum number of query rows. Every
+row is then summed in the same order, whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Drop = Callable[[SequenceBucket, Tensor], Tensor]
 
 
 def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
-    """Compute causal attention within each sequence: [T, heads, dim]."""
+    """Return causal attention within each sequence, [T, heads, dim]."""
     outputs = []
     for bucket in context.buckets:
         dropped = partial(_drop_weights, given, bucket) if given.has_dropout else None
@@ -45,7 +46,7 @@ def attend_causal(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute causal attention of rectangles: [n, heads, L, dim].
+    """Return causal attention within each row of a rectangle, [n, heads, L, dim].
 
     q is [n, heads, L, dim]; k and v are [n, kv_heads, L, dim].
     """
@@ -74,7 +75,7 @@ def attend_tail(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention of the last n tokens of a sequence over all its tokens: [1, heads, n, dim].
+    """Return attention of a sequence's last n tokens over all its tokens, [1, heads, n, dim].
 
     q is [1, heads, n, dim]; k and v are [1, kv_heads, L, dim].
     """
@@ -95,7 +96,10 @@ def attend_tail(
 
 
 def is_visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return a bool tensor: True if position `query` sees position `key` (broadcast)."""
+    """Return a mask that is True where position `query` attends to position `key`.
+
+    The two tensors are broadcast.
+    """
     seen = key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)
 
@@ -108,9 +112,9 @@ def attend_masked(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention as `attend_causal` does, over the keys selected by `seen`.
+    """Compute attention as `attend_causal` does, but over the keys selected by the mask `seen`.
 
-    `seen` is bool and broadcasts over [n, heads, rows, keys].
+    `seen` is bool and broadcasts to [n, heads, rows, keys].
     """
     shared = q.shape[1] != k.shape[1]
     if spec.softcap is None and drop is None:
@@ -128,7 +132,7 @@ def attend_masked(
 
 
 def repeat_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v [n, kv_heads, ...] with each head repeated for the query heads that read it."""
+    """Return k and v [n, kv_heads, ...] with each head repeated for every query head that reads it."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return k, v
@@ -141,9 +145,9 @@ def _drop_weights(given: AttentionInputs, bucket: SequenceBucket, weights: Tenso
 
 
 def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
-    """Return the tokens of a bucket as a rectangle: [T, heads, dim] -> [n, heads, L, dim].
+    """Arrange the tokens of a bucket in a rectangle: [T, heads, dim] -> [n, heads, L, dim].
 
-    This is a view, not a copy, if the cells are consecutive tokens.
+    The result is a view and not a copy if the rectangle consists of consecutive tokens.
     """
     if bucket.span is None:
         cells = x.index_select(0, bucket.index.flatten())

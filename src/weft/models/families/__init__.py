@@ -1,1 +1,1 @@
-"""Families of Hugging Face checkpoints, one module each."""
+"""Families of Hugging Face checkpoints, with one module per family."""

@@ -1,9 +1,9 @@
 """Families of Hugging Face checkpoints: conversion of configurations, and location of parameters.
 
-A family is one file that registers one `Family`. `read_config` converts a `ConfigReader` of
-config.json to a `TransformerConfig`, `write_config` converts it back to config.json values, and
-`keys` lists the checkpoint's tensors. A configuration that the decoder would compute wrongly is
-rejected with an error that names the key, never approximated.
+Each family has a module that registers one `Family`. Its `read_config` converts the values of a
+config.json to a `TransformerConfig`, `write_config` converts this back to config.json values, and
+`keys` lists where the checkpoint stores each parameter. A configuration that the decoder does not
+support is rejected with an error that names the key, and never approximated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REWRITTEN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """One model architecture of the Hugging Face hub. `name` is its `model_type` in config.json."""
+    """Model architecture on the Hugging Face hub; `name` is the `model_type` in config.json."""
 
     name: str
     causal_lm: str  # class of `transformers` that config.json names for an lm head
@@ -66,7 +66,7 @@ class Family:
     score: str = "score.weight"
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
-        """Return the configuration for the values of a config.json.
+        """Return the configuration that is described by `raw`, the values of a config.json.
 
         Raises `CheckpointError` for values that the decoder does not support.
         """
@@ -76,7 +76,10 @@ class Family:
         return config
 
     def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
-        """Return the config.json values from which `transformers` reads the same network."""
+        """Return the config.json values from which `transformers` builds the same network.
+
+        Raises `CheckpointError` if `transformers` has no class for a head other than "lm".
+        """
         if head != "lm" and self.classifier is None:
             raise CheckpointError(
                 f"transformers has no sequence classifier for {self.name}, so a {head} head has "
@@ -89,9 +92,10 @@ class Family:
         return values
 
     def keymap(self, config: TransformerConfig, head: str = "lm") -> KeyMap:
-        """Return the names of the parameters of a network with this head in a checkpoint.
+        """Return the checkpoint locations of all parameters of a network with this head.
 
-        Value and score heads have `score.weight` in place of the language-model head.
+        Value and score heads have `score.weight` in place of the parameters of the language-model
+        head.
         """
         keys = self.keys(config)
         if head != "lm":
@@ -104,7 +108,10 @@ class Family:
 
 @dataclass
 class ConfigReader:
-    """Reader of config.json by key; keys that are never read are written back unchanged."""
+    """Reader of the values in a config.json, which records the keys that are read.
+
+    Keys that are never read are kept and written back unchanged.
+    """
 
     family: str
     raw: Mapping[str, Any]
@@ -124,7 +131,10 @@ class ConfigReader:
         return value
 
     def need(self, key: str) -> Any:
-        """Return the value of a size that every configuration of the family has."""
+        """Return the value of `key`, a size that every configuration of the family must have.
+
+        Raises `CheckpointError` if it is absent.
+        """
         value = self(key, 1)
         if self.raw.get(key) is None:
             raise CheckpointError(f"lacks {key!r}, which a {self.family} model has")
@@ -133,14 +143,18 @@ class ConfigReader:
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
         """Raise `CheckpointError` if `key` is set to a value other than `unless`.
 
-        For settings that change the results in a way that the decoder does not support.
+        This is for settings that change what the network computes, in a way that the decoder does
+        not support.
         """
         value = self(key, None)
         if value is not None and value is not False and value != unless:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the activation that a key names; raises `CheckpointError` if unknown."""
+        """Return the activation function named by the value of `key` (default: `default`).
+
+        Raises `CheckpointError` if the name is unknown.
+        """
         name = self(key, default)
         if name not in ACTIVATIONS:
             raise CheckpointError(
@@ -150,9 +164,9 @@ class ConfigReader:
         return ACTIVATIONS[name]
 
     def extra(self) -> dict[str, Any]:
-        """Return the keys that have not been read.
+        """Return the values of all keys that have not been read.
 
-        Raises `CheckpointError` for quantized weights, in any family.
+        Raises `CheckpointError` if the weights are quantized, which no family supports.
         """
         self.refuse(
             "quantization_config",
@@ -166,9 +180,9 @@ class ConfigReader:
 
 
 def describe_problem(value: Any, default: Any) -> str | None:
-    """Return a description of what is wrong with a value, or None.
+    """Return a message on what is wrong with a value, or None if it is valid.
 
-    The value must be of the type of `default`, and in a sensible range.
+    A valid value has the type of `default` and is in a sensible range.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
@@ -193,7 +207,7 @@ def describe_problem(value: Any, default: Any) -> str | None:
 
 
 def check_sizes(config: TransformerConfig) -> None:
-    """Raise `CheckpointError` for sizes that are inconsistent or too large, before any allocation."""
+    """Raise `CheckpointError` if sizes are inconsistent or too large, before memory is allocated."""
     experts = config.experts
     rope = config.rope
     if config.num_heads % config.num_kv_heads:
@@ -227,5 +241,8 @@ def check_sizes(config: TransformerConfig) -> None:
 
 
 def to_hf_activation(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:
-    """Return the Hugging Face name of a configuration's activation."""
+    """Return the Hugging Face name of the configuration's activation function.
+
+    `tanh` is the name to use for GELU in the tanh approximation.
+    """
     return {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": tanh}[config.activation]

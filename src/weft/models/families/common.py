@@ -1,4 +1,4 @@
-"""Helpers of several families: Llama-like configurations and keys, rotary settings, windows."""
+"""Functions that several families use: for Llama-like models, rotary positions and windows."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def llama_fields(
     theta: float = 10000.0,
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """Read the `TransformerConfig` fields that Llama-like families have under the same keys.
+    """Read the `TransformerConfig` fields that Llama-like families store under the same keys.
 
-    `act` is (key of the activation, its default). `extra` is not read here.
+    `act` is the key of the activation function and its default. The field `extra` is not included,
+    because the family may still read other keys.
     """
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
@@ -64,7 +65,7 @@ def llama_fields(
 
 
 def llama_values(config: TransformerConfig, *, act: str = "hidden_act") -> dict[str, Any]:
-    """Return the config.json values that Llama-like families write under the same keys."""
+    """Return the config.json values that Llama-like families store under the same keys."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -91,9 +92,10 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
 ) -> Rope:
-    """Read rotary settings from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+    """Read the settings of rotary positions.
 
-    transformers 5 writes the former, earlier versions the latter.
+    transformers 5 writes them as `rope_parameters`, and earlier versions write them as `rope_theta`
+    and `rope_scaling`.
     """
     given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
@@ -183,9 +185,9 @@ def _read_scaling(
 
 
 def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
-    """Return the factor of YaRN's equation 15 (the square root of 1/t).
+    """Return YaRN's factor of attention, the square root of 1/t in equation 15 of the paper.
 
-    DeepSeek's two multipliers are applied if the configuration has them.
+    DeepSeek's two multipliers (`mscale` and `mscale_all_dim`) are applied if `given` has them.
     """
 
     def compute_scale(multiplier: float) -> float:
@@ -211,10 +213,10 @@ def rope_values(config: TransformerConfig) -> dict[str, Any]:
 def layer_windows(
     read: ConfigReader, layers: int, window: int | None, sliding: list[bool]
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer.
+    """Return the attention window of each layer.
 
-    `layer_types` of the configuration determines the layers with a window if it is present, else
-    `sliding`.
+    The layers with a window are those in `layer_types` of config.json if it is present, else those
+    for which `sliding` is True. Returns an empty tuple if no layer has a window.
     """
     kinds = read("layer_types", None)
     if kinds is not None:
@@ -229,14 +231,14 @@ def layer_windows(
 
 
 def one_window(config: TransformerConfig) -> int | None:
-    """Return the window size that all layers with a window share; None if there are none."""
+    """Return the window size that all layers with a window have, or None if no layer has one."""
     sizes = {w for w in config.windows if w is not None}
     assert len(sizes) <= 1, "the layers have several window sizes"
     return sizes.pop() if sizes else None
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
-    """Return the config.json value `layer_types` of a configuration."""
+    """Return the value of `layer_types` in config.json for this configuration."""
     types: list[str] = []
     for i in range(config.num_layers):
         types.append("full_attention" if config.window(i) is None else "sliding_attention")
@@ -247,14 +249,14 @@ def layer_types(config: TransformerConfig) -> list[str]:
 
 
 def tensor(name: str, hf: str, part: NetworkPart = "block") -> Key:
-    """Return the key of a parameter that the checkpoint stores unchanged."""
+    """Return the checkpoint location of a parameter that is stored unchanged, as a tensor `hf`."""
     return Key(name, hf, part)
 
 
 def linear(
     name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: NetworkPart = "block"
 ) -> tuple[Key, ...]:
-    """Return the keys of a linear layer's weight and, with `bias`, its bias.
+    """Return the checkpoint locations of a linear layer's weight and, with `bias`, of its bias.
 
     `transpose` is for checkpoints that store matrices as [in, out].
     """
@@ -271,9 +273,9 @@ def fused(
     bias: bool = False,
     transpose: bool = False,
 ) -> tuple[Key, ...]:
-    """Return the keys of linear layers that the checkpoint stores as one.
+    """Return the checkpoint locations of linear layers that are stored as one fused layer.
 
-    See `weft.models.families.keymap.FusedLayout`.
+    The arguments `sizes` and `blocks` are those of `weft.models.families.keymap.FusedLayout`.
     """
     keys: list[Key] = []
     for index, name in enumerate(names):
@@ -287,7 +289,7 @@ def fused(
 def norm(
     name: str, hf: str, config: TransformerConfig, part: NetworkPart = "block"
 ) -> tuple[Key, ...]:
-    """Return the keys of a norm's weight and bias, if the configuration has them."""
+    """Return the checkpoint locations of a norm's weight and bias, if the configuration has them."""
     if config.norm_weight:
         keys: tuple[Key, ...] = (Key(f"{name}.weight", f"{hf}.weight", part),)
     else:
@@ -302,7 +304,7 @@ HF_BLOCK = "model.layers.{i}"
 
 
 def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of embedding, last norm and output layer under Llama's names."""
+    """Return the locations of the embedding, last norm and output layer in a Llama checkpoint."""
     embed = tensor("embed.weight", "model.embed_tokens.weight", "embedding")
     keys = (embed, *norm("norm", "model.norm", config, "head"))
     if config.tied:
@@ -311,7 +313,7 @@ def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of attention under Llama's names."""
+    """Return the locations of the attention parameters in a Llama checkpoint."""
     ours = f"{BLOCK}.attention"
     theirs = f"{HF_BLOCK}.self_attn"
     keys: tuple[Key, ...] = ()
@@ -326,7 +328,7 @@ def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of the MLP under Llama's names."""
+    """Return the locations of the MLP's parameters in a Llama checkpoint."""
     keys: tuple[Key, ...] = ()
     for name in ("gate", "up", "down"):
         keys += linear(f"{BLOCK}.mlp.{name}", f"{HF_BLOCK}.mlp.{name}_proj", bias=config.mlp_bias)
@@ -334,7 +336,7 @@ def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of a block's norms under Llama's names."""
+    """Return the locations of the norms of each block in a Llama checkpoint."""
     return (
         *norm(f"{BLOCK}.norm1", f"{HF_BLOCK}.input_layernorm", config),
         *norm(f"{BLOCK}.norm2", f"{HF_BLOCK}.post_attention_layernorm", config),
@@ -342,5 +344,5 @@ def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return all keys of a Llama-like checkpoint."""
+    """Return the locations of all parameters in a Llama-like checkpoint."""
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))

@@ -1,6 +1,6 @@
-"""Gemma (Mesnard et al. 2024): like Llama.
+"""Gemma (Mesnard et al. 2024), which is similar to Llama.
 
-Embeddings are scaled by sqrt(hidden), and norms scale by 1 + weight.
+Unlike in Llama, embeddings are scaled by sqrt(hidden), and norms scale by 1 + weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
-    """Return the configuration fields that both generations of Gemma share."""
+    """Read the configuration fields that Gemma 1 and Gemma 2 have in common."""
     fields = common.llama_fields(read, tied=True, act=(act, "gelu_pytorch_tanh"))
     bias = read("attention_bias", False)
     read.refuse("use_bidirectional_attention", "attention here is causal")
@@ -30,7 +30,7 @@ def read_gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = read_gemma_fields(read, "hidden_act")
     # In configurations of the first release, "gelu" means the tanh form.
     if fields["activation"] == "gelu":
@@ -39,7 +39,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return common.llama_values(config) | {"attention_bias": config.qkv_bias}
 
 

@@ -1,7 +1,7 @@
-"""Gemma 2 (Riviere et al. 2024): like Gemma.
+"""Gemma 2 (Riviere et al. 2024), which is similar to Gemma.
 
-Norms come before and after attention and MLP, logits are soft-capped, and every other layer has a
-window.
+Unlike in Gemma, there are norms before and after attention and MLP, logits are soft-capped, and
+every other layer has a sliding window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = read_gemma_fields(read, "hidden_activation")
     layers = fields["num_layers"]
     alternate = [layer % 2 == 0 for layer in range(layers)]
@@ -33,12 +33,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def _read_softcap(read: ConfigReader, key: str, default: float) -> float | None:
-    """Return the soft cap: None if the key is null, the default if it is absent."""
+    """Return the value of a soft cap: None if the key is null, and `default` if it is absent."""
     return read(key, None) if key in read.raw else read(key, default)
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     scalar = config.scale**-2
     return common.llama_values(config, act="hidden_activation") | {
         "attention_bias": config.qkv_bias,
@@ -53,7 +53,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     names = {
         "norm1": "input_layernorm",
         "norm1_post": "post_attention_layernorm",

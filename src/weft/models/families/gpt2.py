@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere.
+"""GPT-2 (Radford et al. 2019), with layer norms, learned positions, and biases in all layers.
 
 Checkpoints store matrices as [in, out].
 """
@@ -15,7 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
-    """Return the configuration fields that GPT-2 and StarCoder share."""
+    """Read the configuration fields that GPT-2 and StarCoder have in common."""
     read.refuse("add_cross_attention", "there is no encoder to attend to")
     hidden = read("n_embd", 768)
     heads = read("n_head", 12)
@@ -49,7 +49,7 @@ def read_gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 
 def write_gpt2_values(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that GPT-2 and StarCoder share."""
+    """Return the config.json values that GPT-2 and StarCoder have in common."""
     return {
         "vocab_size": config.vocab_size,
         "n_embd": config.hidden_size,
@@ -68,7 +68,7 @@ def write_gpt2_values(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_gpt2_end_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of embeddings, last norm and output layer."""
+    """Return the checkpoint locations of the embeddings, the last norm and the output layer."""
     keys = (
         common.tensor("embed.weight", "transformer.wte.weight", "embedding"),
         common.tensor("positions.weight", "transformer.wpe.weight", "embedding"),
@@ -80,14 +80,14 @@ def build_gpt2_end_keys(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = read_gpt2_fields(read, "gelu_new")
     by_layer = read("scale_attn_by_inverse_layer_idx", False)
     return TransformerConfig(**fields, layer_scaled_attention=by_layer, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return write_gpt2_values(config) | {
         "scale_attn_by_inverse_layer_idx": config.layer_scaled_attention,
         "activation_function": to_hf_activation(config, tanh="gelu_new"),
@@ -95,7 +95,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     block = common.BLOCK
     theirs = "transformer.h.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")

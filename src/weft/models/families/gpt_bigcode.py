@@ -1,4 +1,4 @@
-"""GPT-BigCode (SantaCoder and StarCoder; Li et al. 2023): like GPT-2, with a single kv head."""
+"""GPT-BigCode (SantaCoder and StarCoder; Li et al. 2023), like GPT-2 with one key-value head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = read_gpt2_fields(read, "gelu_pytorch_tanh")
     if read("multi_query", True):
         fields["num_kv_heads"] = 1
@@ -21,7 +21,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return write_gpt2_values(config) | {
         "multi_query": config.num_kv_heads == 1,
         "activation_function": to_hf_activation(config),
@@ -29,10 +29,10 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return all keys.
+    """Return the checkpoint location of every parameter.
 
-    With one kv head, q, k and v are stored one after the other; with as many kv heads as query
-    heads, they alternate head by head.
+    With one key-value head, the rows of q, k and v are stored one after the other. With as many
+    key-value heads as query heads, the rows of q, k and v alternate head by head.
     """
     block = common.BLOCK
     theirs = "transformer.h.{i}"

@@ -1,6 +1,6 @@
-"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): parallel residual.
+"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023), with a parallel residual.
 
-Rotary positions apply to a part of each head.
+Rotary positions are applied to only some dimensions of each head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)
@@ -54,7 +54,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     rope = config.rope
     assert rope is not None
     scaling = common.rope_values(config)["rope_scaling"]
@@ -80,7 +80,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     block = common.BLOCK
     theirs = "gpt_neox.layers.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")

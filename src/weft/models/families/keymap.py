@@ -1,9 +1,9 @@
-"""Map of parameters to the tensors of a checkpoint: name templates, transpose, fusion, stacking.
+"""Map from parameters to the tensors of a checkpoint, which can be transposed, fused or stacked.
 
 A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles`
-converts it to rectangles, for the whole parameter or any `Slice` of it. Reading copies them from
-the checkpoint and writing copies them to it, so a map that is right in one direction is right in
-the other.
+converts it to rectangles, for the whole parameter or any `Slice` of it. Reading copies the
+rectangles from the checkpoint, and writing copies them to it, so a map that is right in one
+direction is right in the other.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """One tensor of a checkpoint that contains several parameters along its output dimension.
+    """Layout of a checkpoint tensor that contains several parameters along its output dimension.
 
-    It consists of `blocks` blocks, each a sequence of runs with `sizes` rows. For example, phi3's
-    qkv is one block (q, k, v); gpt_neox has one block (head_dim, head_dim, head_dim) per head.
+    The tensor consists of `blocks` blocks. Each block has one run of rows per parameter, with the
+    lengths `sizes`. For example, the qkv tensor of phi3 is one block (q, k, v), and that of
+    gpt_neox has one block (head_dim, head_dim, head_dim) per head.
     """
 
     blocks: int
@@ -32,11 +33,14 @@ class FusedLayout:
 
     @property
     def start(self) -> int:
-        """First row of the parameter in a block."""
+        """Index of the parameter's first row within each block."""
         return sum(self.sizes[: self.index])
 
     def split_runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
-        """Iterate over (rows of the fused tensor, rows of the parameter), as long runs as possible."""
+        """Split the parameter's rows `where` into runs that are consecutive in the fused tensor.
+
+        Yields (rows of the fused tensor, rows of the parameter) for each run.
+        """
         size = self.sizes[self.index]
         stride = sum(self.sizes)
         for block in range(where.start // size, -(-where.stop // size)):
@@ -50,9 +54,10 @@ class FusedLayout:
 class Key:
     """Location of one parameter in a checkpoint.
 
-    `name` is weft's name and `hf` that of the checkpoint. Both can contain `{i}` (layer), and `hf`
-    also `{e}` (expert, if `experts` > 0). With `transpose`, the checkpoint stores a matrix as [in,
-    out]. `KeyMap.list_names` selects by `part`.
+    `name` is the parameter's canonical name in weft, and `hf` is the name of the checkpoint's
+    tensor. Both can contain `{i}` for the layer, and `hf` can contain `{e}` for the expert if
+    `experts` > 0. With `transpose`, the checkpoint stores a matrix as [in, out]. `part` is the part
+    of the network by which `KeyMap.list_names` selects.
     """
 
     name: str
@@ -64,18 +69,18 @@ class Key:
     layer: int | None = None
 
     def bind_layer(self, layer: int) -> Key:
-        """Return this key for one layer."""
+        """Return a copy for one layer, with the index of the layer in the names."""
         hf = self.hf.replace("{i}", str(layer))
         return replace(self, name=self.name.replace("{i}", str(layer)), hf=hf, layer=layer)
 
     def list_hf_names(self) -> list[str]:
-        """Return the names of all tensors of the checkpoint that the parameter needs."""
+        """Return the names of all checkpoint tensors that contain the parameter."""
         if self.experts:
             return [self.hf.format(e=e) for e in range(self.experts)]
         return [self.hf]
 
     def compute_hf_shape(self, shape: Shape) -> Shape:
-        """Return the shape of each of those tensors, for a parameter of `shape`."""
+        """Return the shape of the checkpoint tensors that contain a parameter with this `shape`."""
         shape = shape[1:] if self.experts else shape
         if self.fused:
             shape = (self.fused.blocks * sum(self.fused.sizes), *shape[1:])
@@ -84,10 +89,11 @@ class Key:
 
 @dataclass(frozen=True)
 class CheckpointRectangle:
-    """Rectangle in both a checkpoint's tensor and a parameter.
+    """Rectangle of a parameter, and the rectangle of a checkpoint tensor with the same values.
 
-    `hf[source]`, transposed if the key says so, is `parameter[target]`. If `expert` is set,
-    `target` starts with that expert, and `source` lacks this dimension.
+    `parameter[target]` equals `hf[source]`, transposed if the parameter's `Key` has `transpose`. If
+    `expert` is set, the first dimension of `target` selects that expert, and `source` lacks this
+    dimension.
     """
 
     hf: str
@@ -99,7 +105,10 @@ class CheckpointRectangle:
 def list_rectangles(
     key: Key, shape: Shape, where: Slice | None = None
 ) -> list[CheckpointRectangle]:
-    """Return disjoint rectangles that make up `parameter[where]`, by default the whole parameter."""
+    """Return disjoint rectangles that together cover `parameter[where]`.
+
+    `shape` is the shape of the parameter. By default, the rectangles cover the whole parameter.
+    """
     where = where or build_whole_slice(shape)
     if key.experts:
         inner = where[1:]
@@ -124,13 +133,13 @@ def list_rectangles(
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Location of every parameter of one network. `keys` are by canonical name."""
+    """Checkpoint locations of all parameters of one network, by canonical name."""
 
     keys: Mapping[str, Key]
 
     @classmethod
     def from_templates(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
-        """Create the map from templates; those with `{i}` are repeated for every layer, in order."""
+        """Create the map from templates, repeating those that contain `{i}` for every layer."""
         keys_by_name: dict[str, Key] = {}
         for key in templates:
             for bound in (
@@ -141,11 +150,14 @@ class KeyMap:
         return cls(keys_by_name)
 
     def select(self, names: Iterable[str]) -> KeyMap:
-        """Return the map of only these parameters; raises `KeyError` for an unknown one."""
+        """Return a map of only these parameters; raises `KeyError` for an unknown name."""
         return KeyMap({name: self.keys[name] for name in names})
 
     def list_names(self, part: NetworkPart | None = None, layer: int | None = None) -> list[str]:
-        """Return the parameters of a part (`embedding`, `block`, `head`), of one layer, or all."""
+        """Return the names of the parameters in one part of the network or in one layer.
+
+        By default, all names are returned.
+        """
         names: list[str] = []
         for n, k in self.keys.items():
             if part in (None, k.part) and layer in (None, k.layer):
@@ -153,7 +165,7 @@ class KeyMap:
         return names
 
     def group_by_hf_name(self) -> dict[str, list[Key]]:
-        """Return the parameters in each tensor of the checkpoint, in order."""
+        """Return, for the name of each checkpoint tensor, the parameters that it contains."""
         groups: dict[str, list[Key]] = {}
         for key in self.keys.values():
             for name in key.list_hf_names():

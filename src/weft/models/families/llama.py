@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3, 3.1, 3.2 and CodeLlama and models like them.
+"""Llama 1, 2, 3, 3.1 and 3.2, CodeLlama, and models like them.
 
 Touvron et al. 2023; Grattafiori et al. 2024.
 """
@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
     fields |= {"qkv_bias": bias, "o_bias": bias, "mlp_bias": read("mlp_bias", False)}
@@ -22,7 +22,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return common.llama_values(config) | {
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,

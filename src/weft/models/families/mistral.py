@@ -1,4 +1,4 @@
-"""Mistral 7B (Jiang et al. 2023): like Llama.
+"""Mistral 7B (Jiang et al. 2023), which is similar to Llama.
 
 In early versions, every layer has a sliding window.
 """
@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = common.llama_fields(read)
     layers = fields["num_layers"]
     read.refuse("layer_types", "a mistral model has one kind of layer")
@@ -25,7 +25,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return common.llama_values(config) | {"sliding_window": common.one_window(config)}
 
 

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B (Jiang et al. 2024): like Mistral, with a mixture of experts."""
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2024), which are like Mistral with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = common.llama_fields(read, theta=1e6) | {"norm_eps": read("rms_norm_eps", 1e-5)}
     read.refuse("router_jitter_noise", "the router here adds no noise", unless=0.0)
     layers = fields["num_layers"]
@@ -26,7 +26,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     assert config.experts is not None
     return common.llama_values(config) | {
         "sliding_window": common.one_window(config),
@@ -36,7 +36,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     assert config.experts is not None
     ours = f"{common.BLOCK}.mlp"
     theirs = f"{common.HF_BLOCK}.block_sparse_moe"

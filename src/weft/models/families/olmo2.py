@@ -1,6 +1,6 @@
-"""OLMo 2 (OLMo team 2025): like Llama.
+"""OLMo 2 (OLMo team 2025), which is similar to Llama.
 
-Norms come after attention and MLP, and on the whole query and key.
+Unlike in Llama, norms are applied after attention and MLP, and to the whole query and key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = common.llama_fields(read) | {"norm_eps": read("rms_norm_eps", 1e-5)}
     bias = read("attention_bias", False)
     fields |= {"qkv_bias": bias, "o_bias": bias, "placement": "post", "qk_norm": "full"}
@@ -23,12 +23,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return common.llama_values(config) | {"attention_bias": config.qkv_bias}
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     names = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
     norms = (
         common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight")

@@ -1,6 +1,7 @@
-"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions.
+"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022), with learned positions.
 
-Positions begin at row 2 of the table. OPT-350m has embeddings narrower than its hidden size.
+Position 0 is row 2 of the position table. OPT-350m has embeddings that are narrower than its hidden
+states.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OFFSET = 2  # rows of the position table before position 0
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)
@@ -59,7 +60,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     before = config.placement == "pre"
     return {
         "vocab_size": config.vocab_size,
@@ -83,7 +84,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     block = common.BLOCK
     theirs = "model.decoder.layers.{i}"
     bias = config.qkv_bias

@@ -1,6 +1,6 @@
-"""Phi-3 and Phi-4-mini (Abdin et al. 2024): like Llama, with LongRoPE.
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024), which are like Llama with LongRoPE.
 
-Checkpoints store q, k and v as one tensor, and gate and up as one.
+Checkpoints store q, k and v as one tensor, and gate and up as another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     scaling = read("rope_scaling", None) or read("rope_parameters", None)
     # Older names of longrope.
     if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
@@ -38,7 +38,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     rope = config.rope
     assert rope is not None
     return common.llama_values(config) | {
@@ -50,7 +50,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     block = common.BLOCK
     theirs = common.HF_BLOCK
     inner = config.num_heads * config.head_dim

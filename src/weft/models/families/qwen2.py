@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (Yang et al. 2024): like Llama, with biases on q, k and v.
+"""Qwen 2 and 2.5 (Yang et al. 2024), which are like Llama with biases on q, k and v.
 
 Upper layers can have a sliding window.
 """
@@ -14,9 +14,9 @@ from weft.registry import register_hf_family
 
 
 def read_upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer.
+    """Return the attention window of each layer.
 
-    Layers from `max_window_layers` on have one if `use_sliding_window` is set.
+    If `use_sliding_window` is set, the layers from index `max_window_layers` on have a window.
     """
     if read("use_sliding_window", False):
         window = read("sliding_window", 4096)
@@ -40,14 +40,14 @@ def write_window_values(config: TransformerConfig) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = common.llama_fields(read)
     fields["windows"] = read_upper_windows(read, fields["num_layers"])
     return TransformerConfig(**fields, qkv_bias=True, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return common.llama_values(config) | write_window_values(config)
 
 

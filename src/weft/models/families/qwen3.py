@@ -1,6 +1,6 @@
-"""Qwen 3 dense models (Yang et al. 2025): like Llama.
+"""Qwen 3 dense models (Yang et al. 2025), which are similar to Llama.
 
-Each head's query and key have an RMS norm.
+Unlike in Llama, an RMS norm is applied to the query and key of each head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     read("head_dim", 128)
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
@@ -28,7 +28,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     return (
         common.llama_values(config)
         | write_window_values(config)

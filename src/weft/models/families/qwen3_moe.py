@@ -1,6 +1,6 @@
 """Qwen 3 mixtures of experts (Yang et al. 2025), such as Qwen3-30B-A3B.
 
-Like Qwen 3, with experts in some or all layers.
+They are like the dense models, but have experts in some or all layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Read the configuration from config.json."""
+    """Return the configuration that config.json describes."""
     fields = common.llama_fields(read)
     layers = fields["num_layers"]
     bias = read("attention_bias", False)
@@ -43,7 +43,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values of a configuration."""
+    """Return the config.json values that describe the configuration."""
     experts = config.experts
     assert experts is not None
     return common.llama_values(config) | {
@@ -62,7 +62,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """Return the keys of all parameters."""
+    """Return the checkpoint location of every parameter."""
     experts = config.experts
     assert experts is not None
     ours = f"{common.BLOCK}.mlp"

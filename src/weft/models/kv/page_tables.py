@@ -1,8 +1,8 @@
-"""Page tables: the pages that contain each row's tokens. Pure accounting: numpy, no torch.
+"""Page tables, which list the pages that contain each row's tokens; numpy only, no torch.
 
-A page has room for `page_size` tokens, and a row's pages, in order, contain its tokens. Each page
-counts the rows that use it, so rows with the same beginning share pages. Before a row writes to a
-page that other rows use too, it gets a copy of the page.
+A page has room for `page_size` tokens, and the pages of a row contain the row's tokens in order.
+The rows that use each page are counted, so rows with the same beginning can share pages. Before a
+row writes to a page that other rows use too, the row gets a copy of the page.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Ids = npt.NDArray[np.int32]
 
 
 class PageAllocator:
-    """Free pages of one device, and the number of rows that use each of the others.
+    """Allocator of the pages of one device, which counts the rows that use each page.
 
-    `reserve` makes room for a number of pages. If more are needed later, the number of pages
-    doubles, up to `max_pages`.
+    If there are too few free pages, the number of pages doubles, up to `max_pages`. `reserve` makes
+    room for a number of pages in advance.
     """
 
     def __init__(self, page: int, count: int = FIRST_PAGES, most: int | None = None) -> None:
@@ -42,7 +42,7 @@ class PageAllocator:
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` pages of rows, or for as many as `max_pages` allows."""
+        """Grow to `count` pages that rows can use, or as far as `max_pages` allows."""
         old = len(self)
         new = count + 1 if self.max_pages is None else min(count + 1, self.max_pages)
         if new > old:
@@ -50,7 +50,7 @@ class PageAllocator:
             self._free = [*range(new - 1, old - 1, -1), *self._free]
 
     def allocate(self, count: int) -> Ids:
-        """Return `count` free pages, each of which now has one user."""
+        """Take `count` free pages and return them; each then has one user."""
         if count > len(self._free):
             self.reserve(max(2 * len(self) - 1, self.num_used + count))
         assert count <= len(self._free), (
@@ -65,7 +65,10 @@ class PageAllocator:
         self.users[pages] += 1
 
     def remove_users(self, pages: Ids) -> None:
-        """Remove one user of each of these distinct pages; pages without users become free."""
+        """Remove one user from each of these pages, which must be distinct.
+
+        Pages that then have no users are free.
+        """
         self.users[pages] -= 1
         left = pages[self.users[pages] == 0]
         self._free.extend(left[::-1].tolist())
@@ -73,21 +76,24 @@ class PageAllocator:
 
 @dataclass(frozen=True)
 class PageCopies:
-    """Pages to copy before anything is written to them; int32 [n] each."""
+    """Page copies that must be made before the rows are written.
+
+    Page `source[i]` is copied to page `target[i]`; both arrays are int32 [n].
+    """
 
     source: Ids
     target: Ids
 
     @classmethod
     def build_empty(cls) -> PageCopies:
-        """Return an empty set of copies."""
+        """Return an object without any copies."""
         return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class PageTables:
-    """Page tables of rows: `table[row, : page_counts[row]]` are the row's pages, followed by SCRATCH.
+    """Page tables of the rows of one `PagedCache`.
 
-    The rows are those of one `PagedCache`.
+    The pages of a row are `table[row, : page_counts[row]]`; the rest of the table is `SCRATCH`.
     """
 
     def __init__(
@@ -113,11 +119,11 @@ class PageTables:
             )
 
     def copy_pages(self, row: int) -> Ids:
-        """Return a copy of a row's pages."""
+        """Return a copy of the row's page indices."""
         return self.table[row, : self.page_counts[row]].copy()
 
     def assign_pages(self, row: int, pages: Ids) -> None:
-        """Assign pages to an empty row, which shares them with their other users."""
+        """Assign pages to an empty row, which then shares them with their other users."""
         assert not self.page_counts[row]
         self.ensure_size(row + 1, len(pages))
         self.pages.add_users(pages)
@@ -133,7 +139,7 @@ class PageTables:
             self.page_counts[row] = keep
 
     def move(self, source: int, target: int) -> None:
-        """Move the pages of row `source` to the empty row `target`; `source` is empty afterwards."""
+        """Move the pages of row `source` to the empty row `target`; `source` is then empty."""
         assert not self.page_counts[target]
         self.table[target], self.page_counts[target] = self.table[source], self.page_counts[source]
         self.table[source], self.page_counts[source] = SCRATCH, 0
@@ -144,10 +150,11 @@ class PageTables:
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
     ) -> PageCopies:
-        """Make room for `after` tokens in distinct `rows` that contain `before` tokens.
+        """Make room for `after` tokens in each of `rows`, which contain `before` tokens.
 
-        A partly filled last page that a row shares is replaced by a new page of the row alone.
-        Returns the page copies that must be done before the rows are written.
+        The rows must be distinct. If the last page of a row is partly filled and shared, the row
+        gets a new page in its place. Returns the page copies that must be made before the rows are
+        written.
         """
         page = self.pages.page_size
         wanted = -(-after // page)
@@ -178,9 +185,9 @@ class PageTables:
     def compute_token_indices(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the storage index of the token at each position of each row.
+        """Return the storage index of the token at `positions[i]` of row `rows[i]`, for each i.
 
-        Indices count tokens from the beginning of the first page.
+        The storage index counts tokens from the beginning of the first page.
         """
         page = self.pages.page_size
         return self.table[rows, positions // page].astype(np.int64) * page + positions % page
@@ -188,7 +195,7 @@ class PageTables:
     def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the indices of `rows` whose next token goes to a partly filled, shared page."""
+        """Return the indices into `rows` of rows whose last page is partly filled and shared."""
         page = self.pages.page_size
         partial = np.flatnonzero(before % page)
         last = self.table[rows[partial], before[partial] // page]
@@ -196,5 +203,5 @@ class PageTables:
 
 
 def build_ranges(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return 0, ..., n - 1 for each n of `counts`, concatenated."""
+    """Return the concatenation of the ranges 0, ..., n - 1, one for each n in `counts`."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

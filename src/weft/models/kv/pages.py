@@ -1,11 +1,12 @@
 """Key-value cache in pages, for generation on GPUs.
 
-`PagedCache` has the methods of `weft.models.kv.slots.KVCache`, with the same meaning. All caches of
-a generator take their pages from one `PagePool`. Forking a row, continuing a prefix and taking over
-a prompt share pages; only a partly filled page is copied, when a row writes to it.
+`PagedCache` has the same methods as `weft.models.kv.slots.KVCache`, with the same meaning. All
+caches of a generator allocate their pages in one `PagePool`. A row shares pages with the row or
+prompt from which it was copied, and with its prefix. Only a partly filled page is copied, when a
+row writes to it.
 
 A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.build_packed` computes
-the network's input on the device, so a captured graph needs only one copy from the host.
+the network's input on the device. A captured graph therefore needs only one copy from the host.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TABLE = 3  # first column of the table in a step's matrix
 
 @dataclass(frozen=True)
 class PagedHistory:
-    """All tokens of the rows of a pass, new ones included, row after row."""
+    """All tokens of the rows of a pass, including the new tokens, concatenated row by row."""
 
     places: Tensor  # int64 [U]: storage index of each token
     cu_seqlens: Tensor  # int32 [R + 1]
@@ -51,9 +52,9 @@ class PagedHistory:
 
 @dataclass(frozen=True)
 class Paged:
-    """Attention context of new tokens of sequences in pages; made by `PagedCache`.
+    """Attention context of new tokens of sequences that are stored in pages; made by `PagedCache`.
 
-    The network writes the keys and values of the new tokens to `places`.
+    The network writes the keys and values of the new tokens to the storage indices `places`.
     """
 
     pool: PagePool
@@ -72,29 +73,32 @@ class Paged:
 
     @property
     def is_decode_step(self) -> bool:
-        """True if each row has exactly one new token and stored ones: a decode step."""
+        """True in a decode step: each row has exactly one new token, and stored tokens."""
         return self.history is None and not self.is_first_prefill
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """Masks of FlexAttention by window size; layers add the ones they need."""
+        """FlexAttention masks by window size, built by the first layer that needs each of them."""
         return {}
 
     @property
     def last_tokens(self) -> Tensor:
-        """int64 [R]: index of each row's last new token."""
+        """Index of each row's last new token, int64 [R]."""
         return self.dense.last_tokens
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: number of tokens of the sequence that each new token belongs to."""
+        """Length of each new token's sequence after this pass, int64 [T]."""
         if self.max_len == 1:
             return self.used.long()
         return self.used.long().repeat_interleave(self.dense.lengths, output_size=len(self.places))
 
 
 class PagePool:
-    """Memory of the pages: `keys[layer]` and `values[layer]`, [pages, page, kv_heads, head_dim]."""
+    """Memory of the pages of key-value caches.
+
+    `keys[layer]` and `values[layer]` are [pages, page, kv_heads, head_dim].
+    """
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class PagePool:
         first_layer: int = 0,
         most: int | None = None,
     ) -> None:
-        """Create a pool of at most `most` pages, including the page that no row owns."""
+        """Create a pool of at most `most` pages, including the scratch page, which no row owns."""
         self.first_layer = first_layer
         self.device = torch.device(device)
         self.dtype = dtype
@@ -128,9 +132,9 @@ class PagePool:
         self.values = tensors[config.num_layers :]
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` pages, or for as many as the pool may have.
+        """Make room for `count` pages, or for the largest number of pages that the pool may have.
 
-        The number is rounded up to a power of two, so that only few sizes occur.
+        The number is rounded up to a power of two, so that few different sizes occur.
         """
         if count < len(self.pages):
             return
@@ -148,7 +152,7 @@ class PagePool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def fit(self, copies: PageCopies) -> None:
-        """Make room for all pages that exist, and carry out `copies`."""
+        """Grow the memory to the number of pages in the allocator, and copy the pages in `copies`."""
         if len(self.keys[0]) < len(self.pages):
             for stored in (self.keys, self.values):
                 for layer, old in enumerate(stored):
@@ -162,7 +166,7 @@ class PagePool:
     def build_packed(self, step: Tensor) -> Packed:
         """Return the network's input for a decode step, computed on the device from `step`.
 
-        `step` is the matrix of `PagedCache.step`.
+        `step` is the matrix that `PagedCache.step` returns.
         """
         tokens = step[:, TOKEN].long()
         positions = step[:, POSITION].long()
@@ -190,20 +194,21 @@ class PagePool:
         self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
 
     def read(self, layer: int, history: PagedHistory) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the tokens of `history`, each [U, kv_heads, head_dim]."""
+        """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
         return keys.index_select(0, history.places), values.index_select(0, history.places)
 
 
 class PagedCache:
-    """Cache whose rows are stored in the pages of a pool.
+    """Key-value cache whose rows are stored in the pages of a pool.
 
-    Row r contains `before[r] + used[r]` tokens, of which the first `before[r]` are its prefix.
+    Row r contains `before[r] + used[r]` tokens, of which the first `before[r]` are the row's
+    prefix.
     """
 
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
-        """Create an empty cache, with room for `width` pages per row at first."""
+        """Create an empty cache whose page table has `width` columns at first."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
         self.tables = PageTables(pool.pages, width=width)
         self.used = np.zeros(len(self.tables.page_counts), np.int64)
@@ -211,9 +216,9 @@ class PagedCache:
         self.num_active = 0
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Return new empty rows, numbered after the active ones.
+        """Return the indices of `count` new empty rows, which follow the active ones.
 
-        Active rows are always 0 .. num_active - 1.
+        Active rows always have the indices 0 to num_active - 1.
         """
         first = self.num_active
         self.num_active = self.num_active + count
@@ -225,24 +230,23 @@ class PagedCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
-        """Set row 0 of `prefix` as the prefix of these empty rows; None for no prefix."""
+        """Set row 0 of `prefix` as the prefix of these empty rows; None means no prefix."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
             self.tables.assign_pages(slot, prefix.tables.copy_pages(0))
             self.before[slot] = prefix.before[0] + prefix.used[0]
 
     def take(self, other: PagedCache) -> int:
-        """Return a new row with the contents of row 0 of `other`, whose pages it shares."""
+        """Return a new row with the contents of row 0 of `other`; both rows share their pages."""
         (slot,) = self.allocate()
         self.tables.assign_pages(slot, other.tables.copy_pages(0))
         self.used[slot], self.before[slot] = other.used[0], other.before[0]
         return slot
 
     def release(self, slot: int) -> int:
-        """Release a row.
+        """Release a row and give its index to the last active row.
 
-        The last active row takes its number; returns the number that this row had before (or
-        `slot`).
+        Returns the previous index of that last row, which is `slot` if `slot` was the last.
         """
         assert 0 <= slot < self.num_active, f"row {slot} is not active"
         self.num_active -= 1
@@ -276,11 +280,11 @@ class PagedCache:
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """Append `tokens` to the rows `slots` and return the network's input for them.
+        """Append `tokens` to the rows `slots` and return the network's input for these tokens.
 
-        `tokens` is int64 [R], one token per row, or R tensors, each int64 [n >= 1]. The `rows` of
-        the result are the last new token of each row and its `labels` are those tokens:
-        `hidden[rows]` predicts the next token.
+        `tokens` is int64 [R], with one token per row, or a sequence of R tensors, each int64 [n >=
+        1]. In the result, `rows` are the indices of the last new token of each row, and `labels`
+        are these tokens. The hidden states at `rows` predict the next tokens.
         """
         if isinstance(tokens, Tensor):
             return self.pool.build_packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
@@ -324,8 +328,9 @@ class PagedCache:
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
         """Make room for one token per row and return the decode step as an int32 matrix [R, 3 + W].
 
-        The columns are the token, its position, its storage index and the row's pages. A row of
-        zeros can pad the matrix: it is the first token of a sequence in the page that no row owns.
+        The columns are the token, the token's position and storage index, and the W pages of the
+        row. Rows of zeros can be appended as padding: they denote the first token of a sequence in
+        the scratch page, which belongs to no row.
         """
         rows = np.asarray(slots, np.int64)
         start = self._extend_rows(rows, np.ones(len(rows), np.int64))
@@ -335,9 +340,9 @@ class PagedCache:
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _extend_rows(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Count `counts` more tokens of `rows` as used, make room for them, and return their start.
+        """Make room for `counts` more tokens in `rows` and count these tokens as used.
 
-        The result [R] is the position of each row's first new token.
+        Returns the position of each row's first new token, [R].
         """
         start = self.before[rows] + self.used[rows]
         self.pool.fit(self.tables.extend(rows, start, start + counts))

@@ -2,19 +2,19 @@
 
     cache = KVCache(network.config, device=..., dtype=...)
     slot = cache.allocate()
-    packed = cache.extend([slot], [prompt_ids])          # Packed with a Cached context: a prefill, whole or a chunk
-    hidden = network.hidden(packed)                       # writes keys and values
-    packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
+    packed = cache.extend([slot], [prompt_ids])    # prefill of a prompt, or of a chunk of it
+    hidden = network.compute_hidden(packed)        # writes keys and values
+    packed = cache.extend(slots, next_tokens)      # decode step: int64 [R], one token per slot
     cache.release(slot)
 
-A prefix that many sequences share is a separate cache with one slot and is stored once:
-`cache.link(slots, prefix)` makes it precede the contents of these slots. `cache.take(prompt)`
-instead copies the contents of such a cache to a new slot.
+A prefix that many sequences share is stored only once, in a separate cache with one slot.
+`cache.link(slots, prefix)` makes the prefix precede the contents of these slots.
+`cache.take(prompt)` instead copies the contents of such a cache to a new slot.
 
-`extend` makes room and counts the new tokens as used; the network's pass then writes them. All of
-this happens under `torch.no_grad()`. Consecutive slots are read without a copy, so generators keep
-active slots consecutive: `release` returns the slot that took the number of the released one.
-`cache.moves` counts how often the memory was replaced.
+`extend` makes room for the new tokens and counts them as used; the network's pass then writes their
+keys and values. All of this happens under `torch.no_grad()`. Consecutive slots are read without a
+copy, so active slots are kept consecutive: `release` gives the index of the released slot to the
+last active slot. `cache.num_moves` counts how often the memory was replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Counts = npt.NDArray[Any]  # integers
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """The rows of a decode step whose sequences begin with one prefix."""
+    """Rows of a decode step whose sequences all begin with the same prefix."""
 
     prefix: KVCache
     rows: Tensor  # int64 [S]
@@ -51,7 +51,7 @@ class PrefixGroup:
 
     @classmethod
     def from_rows(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
-        """Create the group of these rows, which continue one prefix."""
+        """Create the group of the rows with indices `rows`, whose sequences begin with `prefix`."""
         filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
         return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
 
@@ -60,10 +60,11 @@ class PrefixGroup:
 class Cached:
     """Attention context of new tokens of cached sequences; made by `KVCache.extend`.
 
-    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` (excluded) of the pack, at
-    positions from `before[r] + used[r]`. They see the `before[r]` tokens of the row's prefix, the
-    `used[r]` tokens in slot `slots[r]`, and themselves causally. The network writes their keys and
-    values to the slot, where `KVCache.extend` has made room for them.
+    Row r has the new tokens `cu_seqlens[r]` to `cu_seqlens[r + 1]` (excluded) of the pack, at
+    positions from `before[r] + used[r]`. Each of them attends to the `before[r]` tokens of the
+    row's prefix, to the `used[r]` tokens in slot `slots[r]`, and to the new tokens of the row up to
+    itself. The network writes the keys and values of the new tokens to the slot, where
+    `KVCache.extend` has made room for them.
     """
 
     cache: KVCache
@@ -79,7 +80,7 @@ class Cached:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32 [R + 1]"""
+        """Offsets of the rows' new tokens in the pack and the number of tokens, int32 [R + 1]."""
         return self._put(np.concatenate([[0], self.new.cumsum()]).astype(np.int32))
 
     @cached_property
@@ -89,25 +90,26 @@ class Cached:
 
     @property
     def last_tokens(self) -> Tensor:
-        """int64 [R]: index of each row's last new token."""
+        """Index of each row's last new token, int64 [R]."""
         return self.dense.last_tokens
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: number of tokens of each new token's sequence, all new ones included."""
+        """Length of each new token's sequence after this pass, including its prefix, int64 [T]."""
         return self._put((self.before + self.used + self.new).repeat(self.new))
 
     @cached_property
     def is_first_prefill(self) -> bool:
-        """True if nothing was cached before this pass: the first prefill of all rows."""
+        """True if no row had cached tokens or a prefix before this pass."""
         return not (self.used.any() or any(self.prefixes) or self.groups)
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [R, 4], on the host: (first row, rows, first key, keys) of each cached sequence.
+        """Keys of each row in its slot, int64 [R, 4] on the host.
 
-        The rows are the new tokens, the keys are those of the slot, new ones included. Keys are
-        numbered by rows of `head_dim` floats in the cache.
+        The columns are the row's first new token, the number of new tokens, the index of the first
+        key, and the number of keys including the new ones. The index of a key counts the rows of
+        `head_dim` floats from the start of the cache.
         """
         segments = np.empty((len(self.new), 4), np.int64)
         segments[:, 0] = self.new.cumsum() - self.new
@@ -118,7 +120,7 @@ class Cached:
 
     @cached_property
     def places(self) -> Tensor:
-        """int64 [T], on the host: number of each new token's key, counted as in `segments`."""
+        """Index of each new token's key, as defined in `segments`, int64 [T] on the host."""
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
             return torch.from_numpy(key + keys - 1)
@@ -126,7 +128,7 @@ class Cached:
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
-        """Each prefix with the new tokens, int64 [n], of the sequences that begin with it."""
+        """Each prefix with the indices of the new tokens whose sequences begin with it, int64 [n]."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
         tokens: dict[int, tuple[KVCache, list[int]]] = {}
@@ -138,8 +140,8 @@ class Cached:
     def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
 
-        It is 0 for keys of the slot that the row's token sees, and minus infinity for the others.
-        All layers with one window share it.
+        It is 0 for the keys in the slot to which the row's token attends, and minus infinity for
+        the others. All layers with the same window share the mask.
         """
         if window not in self._decode_masks:
             places = torch.arange(length, device=self.cache.device)
@@ -159,7 +161,10 @@ class Cached:
 
     @cached_property
     def span(self) -> slice | None:
-        """The slots as a slice if they are consecutive (their keys are then read without a copy)."""
+        """The slots as a slice if they are consecutive, else None.
+
+        The keys of consecutive slots are read without a copy.
+        """
         first = int(self.slots[0])
         count = len(self.slots)
         if (self.slots == np.arange(first, first + count)).all():
@@ -171,11 +176,11 @@ class Cached:
 
 
 class KVCache:
-    """Keys and values of sequences, with one contiguous slot per sequence.
+    """Cache of keys and values, with one contiguous slot per sequence.
 
     `keys[row_of[layer]]` and `values[row_of[layer]]` are [num_slots, kv_heads, capacity, head_dim].
     Slot s contains `used[s]` tokens and is stored at index `places[s]` of the first dimension.
-    `layers` are the numbers of the cached layers, by default all.
+    `layers` are the indices of the cached layers, by default all.
     """
 
     def __init__(
@@ -191,10 +196,10 @@ class KVCache:
     ) -> None:
         """Allocate the slots.
 
-        With `rectangle`, active slots are stored in order and unwritten places are zeros. Otherwise
-        a slot can be stored anywhere, and unwritten places have arbitrary contents (NaN too) and
-        use no memory yet. This is for networks whose attention reads each row's keys where they are
-        stored, and no others.
+        With `rectangle`, active slots are stored in order, and unwritten memory is zero. Otherwise
+        slots can be stored in any order, and unwritten memory has arbitrary contents (also NaN) and
+        uses no physical memory yet. The second layout is only for networks whose attention reads
+        each row's keys where they are stored, and no other keys.
         """
         self.device = torch.device(device)
         self.dtype = dtype
@@ -223,7 +228,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that a slot has room for now."""
+        """Number of tokens for which each slot currently has room."""
         return self.keys[0].shape[2]
 
     @property
@@ -231,7 +236,7 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def resize(self, slots: int, room: int) -> None:
-        """Change the number of slots to `slots` and the room of each to at least `room` tokens.
+        """Change the number of slots to `slots`, with room for at least `room` tokens in each.
 
         `slots` must not be smaller than the number of active slots. The room never shrinks.
         """
@@ -241,9 +246,9 @@ class KVCache:
             self._reshape(slots, room)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Return new empty slots, numbered after the active ones.
+        """Return the indices of `count` new empty slots, which follow the active ones.
 
-        Active slots are always 0 .. num_active - 1.
+        Active slots always have the indices 0 to num_active - 1.
         """
         first = self.num_active
         self.num_active = self.num_active + count
@@ -254,9 +259,9 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
-        """Set the prefix that precedes the contents of these empty slots; None for no prefix.
+        """Set the prefix of these empty slots: a cache with one slot, or None for no prefix.
 
-        `prefix` is a cache with one slot.
+        The prefix precedes the contents of the slots.
         """
         assert prefix is None or prefix.places[0] == 0, (
             "a prefix is read from the beginning of its memory"
@@ -268,7 +273,7 @@ class KVCache:
                 self._groups = (b"", ())
 
     def take(self, other: KVCache) -> int:
-        """Return a new slot with a copy of slot 0 of `other`, after the same prefix."""
+        """Return a new slot with a copy of slot 0 of `other`, and with the same prefix."""
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
             self._reshape(
@@ -285,10 +290,9 @@ class KVCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Release a slot.
+        """Release a slot and give its index to the last active slot.
 
-        The last active slot takes its number; returns the number that this slot had before (or
-        `slot`).
+        Returns the previous index of that last slot, which is `slot` if `slot` was the last.
         """
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
@@ -317,7 +321,7 @@ class KVCache:
         self.used[slot] = length
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """Return `count` new slots with the contents of `slot`: several samples of one prompt."""
+        """Return `count` new slots with the contents of `slot`, for several samples of one prompt."""
         new = self.allocate(count)
         filled = int(self.used[slot])
         place = self.places[slot]
@@ -329,11 +333,11 @@ class KVCache:
         return new
 
     def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """Append `tokens` to `slots` and return the network's input for them.
+        """Append `tokens` to the slots `slots` and return the network's input for these tokens.
 
-        `tokens` is int64 [R], one token per slot, or R tensors, each int64 [n >= 1]. The `rows` of
-        the result are the last new token of each slot and its `labels` are those tokens:
-        `build_decode_mask[rows]` predicts the next token.
+        `tokens` is int64 [R], with one token per slot, or a sequence of R tensors, each int64 [n >=
+        1]. In the result, `rows` are the indices of the last new token of each slot, and `labels`
+        are these tokens. The hidden states at `rows` predict the next tokens.
         """
         # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
@@ -374,9 +378,9 @@ class KVCache:
         return Packed(flat, self._put(positions), context, rows, flat[rows])
 
     def _group_by_prefix(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
-        """Return each prefix of the slots of a decode step once, with its rows.
+        """Return one group per prefix, with the rows of a decode step that begin with the prefix.
 
-        The result is cached until the slots change.
+        The result is kept until the slots change.
         """
         if not self.before.any():
             return ()
@@ -433,10 +437,10 @@ class KVCache:
             values[slot, :, used:stop] = v[new].transpose(0, 1)
 
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the rows, each [R, kv_heads, n, head_dim].
+        """Return the keys and values of the rows in the slots, each [R, kv_heads, n, head_dim].
 
-        n is `max_used` rounded up to whole vectors; entries past a row's length are finite and
-        meaningless. For attention by torch: weft's kernels read the slots where they are stored.
+        n is `max_used` rounded up to whole vectors. Values after the end of a row are finite but
+        meaningless. This is for attention by torch: weft's kernels read the slots directly.
         """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
@@ -466,9 +470,9 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return (slot numbers, storage indices) as slices.
+    """Return pairs of slices: the indices of slots, and their indices in memory.
 
-    One pair if the slots are stored consecutively, else one pair per slot.
+    There is one pair if the slots are stored consecutively, else one pair per slot.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

@@ -17,19 +17,18 @@ DEFAULT_AUX_LOSS_WEIGHT = (
 
 
 class MoEAuxLoss:
-    """Load-balancing loss of one pass; each layer adds one value per sequence:
+    """Load-balancing loss of one pass.
 
-        E * sum_e f_e P_e
+    Each layer with experts adds one value per sequence, E * sum_e f_e P_e. Here f_e is the share of
+    the sequence's tokens that are sent to expert e, and P_e is the mean of the router's probability
+    for e over these tokens. This is the loss of Switch Transformers (Fedus et al. 2021, eq. 4-6),
+    computed over one sequence instead of a batch (DeepSeek-V3 2024, eq. 17), so that it does not
+    depend on the other sequences of the batch. If all experts are used equally, the value is top_k.
+    `transformers` computes f and P over all layers and over a whole batch without padding; the two
+    losses agree for one sequence and one layer.
 
-    f_e is the share of the sequence's tokens that go to expert e, and P_e the mean of their router
-    probability for e. This is the loss of Switch Transformers (Fedus et al. 2021, eq. 4-6), over
-    one sequence instead of a batch (DeepSeek-V3 2024, eq. 17), so it does not depend on the other
-    sequences of the batch. Its value is top_k if all experts are used equally. `transformers`
-    computes f and P over all layers and a whole batch without padding; for one sequence and one
-    layer the two agree.
-
-    This is not a dataclass: FSDP2 copies the dataclasses among a module's arguments, and each layer
-    would then add to its own copy.
+    This is not a dataclass: FSDP2 copies the dataclasses among a module's arguments, so each layer
+    would add to a separate copy.
     """
 
     def __init__(
@@ -43,10 +42,10 @@ class MoEAuxLoss:
     ) -> None:
         """Create an empty loss for the sequences of a pack.
 
-        `lengths` int64 [S] are the sequences' lengths. `num_layers` is the number of layers with
-        experts in the whole network, if the pass goes through only some of them. If ranks share the
-        sequences, `lengths` counts this rank's tokens, `whole` all tokens, and `reduce` sums a
-        tensor over the ranks.
+        `lengths`, int64 [S], are the lengths of the sequences. `num_layers` is the number of layers
+        with experts in the whole network; it is needed only if the pass computes some of them. If
+        the sequences are split over ranks, `lengths` counts this rank's tokens, `whole` counts all
+        tokens, and `reduce` sums a tensor over the ranks.
         """
         self.lengths = lengths
         self.num_layers = num_layers
@@ -57,7 +56,8 @@ class MoEAuxLoss:
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
         """Add the loss of one layer's router.
 
-        `probabilities` is float [T, E]; `chosen` int64 [T, top_k] are the experts of each token.
+        `probabilities` is float [T, E], and `chosen`, int64 [T, top_k], are the experts to which
+        each token is sent.
         """
         used = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
         shares = self._average_over_tokens(used)
@@ -65,14 +65,15 @@ class MoEAuxLoss:
         self.layers.append(probabilities.shape[1] * (shares * means).sum(-1))
 
     def compute_by_sequence(self) -> Tensor:
-        """Return the mean over layers, [S].
+        """Return each sequence's loss, averaged over the layers, [S].
 
-        If a pass goes through only some of the layers, return their share of the mean.
+        If the pass computed only some of the layers, the result is their contribution to the
+        average.
         """
         return torch.stack(self.layers).sum(0) / (self.num_layers or len(self.layers))
 
     def _average_over_tokens(self, values: Tensor) -> Tensor:
-        """Return the means over the tokens of each sequence: [T, E] -> [S, E]."""
+        """Return the mean over the tokens of each sequence: [T, E] -> [S, E]."""
         sums = torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
         sums = sums if self.reduce is None else self.reduce(sums)
         return sums / (self.lengths if self.whole is None else self.whole)[:, None]
@@ -81,9 +82,10 @@ class MoEAuxLoss:
 def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:
     """Return the weight of the auxiliary loss in training.
 
-    This is the option if it is set, else `router_aux_loss_coef` of config.json if that sets
-    `output_router_logits`, as in `transformers`. Raises `ConfigError` if the option is set and the
-    network has no experts.
+    `coefficient` is the user's option, which is returned if it is set. Otherwise the weight is
+    `router_aux_loss_coef` of config.json if `output_router_logits` is set there, as in
+    `transformers`, else 0. Raises `ConfigError` if the option is set and the network has no
+    experts.
     """
     if config.experts is None:
         if coefficient:

@@ -1,4 +1,4 @@
-"""Block of the decoder: attention and an MLP or experts, with norms before, after or around them."""
+"""Block of the decoder: attention, an MLP or experts, and norms before, after or around these."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from weft.models.network.shared_rows import RowShare, SharedRows, gather_inputs
 class BlockContext:
     """Inputs that all blocks of a pass share.
 
-    They are the attention context, the rotation and dropout of each token, and the collector of
-    expert statistics. `rows`, int64 [N], limits the output of the last block to some tokens. If
-    ranks share the rows of the residual stream, `shared` describes how; inside attention and MLP
-    every rank has all rows.
+    They are the attention context, the rotation and dropout of each token, and the auxiliary loss
+    of the experts. `rows`, int64 [N], are the tokens to which the last block limits its output.
+    `shared` is set if the ranks divide the rows of the residual stream; attention and MLP still
+    process all rows on every rank.
     """
 
     attention: AttentionContext
@@ -46,13 +46,13 @@ class BlockContext:
     prefix: InsertedPrefix | OverwrittenPrefix | None = None
 
     def select_wanted(self, x: Tensor) -> Tensor:
-        """Return x [T, ...] at the tokens whose states are wanted."""
+        """Return the rows of x [T, ...] for the tokens in `rows`, by default all."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def select_residual(self, x: Tensor) -> Tensor:
-        """Return rows of the residual stream whose states are wanted.
+        """Return the rows of the residual stream x for the tokens in `rows`, by default all.
 
-        If ranks share the rows of the residual stream, x has this rank's rows only.
+        If the ranks divide the residual stream, x and the result contain only this rank's rows.
         """
         if self.shared is None or self.rows is None:
             return self.select_wanted(x)
@@ -60,31 +60,31 @@ class BlockContext:
 
     @property
     def input_share(self) -> RowShare | None:
-        """Share of this rank in the rows that enter the block."""
+        """This rank's share of the rows at the block's input; None if every rank has all rows."""
         return None if self.shared is None else self.shared.token_share
 
     @property
     def output_share(self) -> RowShare | None:
-        """Share of this rank in the rows that leave the last block."""
+        """This rank's share of the rows at the block's output; None if every rank has all rows."""
         if self.shared is None or self.rows is None:
             return self.input_share
         return self.shared.wanted_share
 
     @property
     def is_cached(self) -> bool:
-        """True if a cache contains keys and values of earlier tokens."""
+        """True if the keys and values of this pass are stored in a cache."""
         return isinstance(self.attention, Cached | Paged)
 
     @cached_property
     def output_dropout(self) -> TokenDropout | None:
-        """Dropout of the tokens whose states are wanted."""
+        """Dropout for the tokens in the block's output: those in `rows`, by default all."""
         if self.dropout is None or self.rows is None:
             return self.dropout
         return self.dropout.select(self.rows)
 
     @cached_property
     def residual_dropout(self) -> TokenDropout | None:
-        """Dropout of the rows of the residual stream that this rank has."""
+        """Dropout for this rank's rows of the block's output."""
         late = self.output_dropout
         share = self.output_share
         return late if late is None or share is None else late.select(share.own_rows)
@@ -92,7 +92,10 @@ class BlockContext:
 
 @dataclass(frozen=True)
 class CompiledParts:
-    """Compiled versions of `Block.compute_heads` and `Block.compute_output`, with the same arguments."""
+    """Compiled versions of `Block.compute_heads` and `Block.compute_output`.
+
+    They have the same arguments as the originals.
+    """
 
     compute_heads: Callable[..., Tensor]
     compute_output: Callable[..., Tensor]
@@ -118,7 +121,7 @@ class Norm(nn.Module):
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def split_over_ranks(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Make this an RMS norm over `whole` entries, of which this rank has some.
+        """Turn this into an RMS norm over `whole` elements that are split over the ranks.
 
         `reduce` sums a tensor over the ranks.
         """
@@ -145,8 +148,8 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Self-attention of one layer.
 
-    `layer` is the layer's number in the whole network, from 0; `first_head` is the number of query
-    heads in all earlier layers, plus those of earlier tensor ranks.
+    `layer` is the index of the layer in the whole network. `first_head` is the index of the first
+    local query head, in a count over the query heads of all layers and tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -194,7 +197,10 @@ class Attention(nn.Module):
         return heads
 
     def attend(self, heads: Tensor, at: BlockContext) -> Tensor:
-        """Return the input of `o` [T, heads x head_dim], computed from the output of `project_heads`."""
+        """Return the attention output [T, heads x head_dim], before the output projection `o`.
+
+        `heads` is the result of `project_heads`.
+        """
         if at.dropout is None:
             dropout = None
         else:
@@ -213,7 +219,7 @@ class Attention(nn.Module):
         return prefix.remove_from(mixed).flatten(1)
 
     def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
-        """Normalize heads [T, n, head_dim], each separately or all together."""
+        """Normalize heads [T, n, head_dim], each head separately or all heads of a token together."""
         if self.qk_norm == "head":
             y: Tensor = norm(heads)
         else:
@@ -224,7 +230,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Feed-forward layer: down(activation(up(x))).
 
-    With a gate, down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
+    With a gate, it is down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -251,11 +257,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP (or experts) of one layer, with their norms and residual connections.
+    """Attention and MLP (or experts) of one layer, with norms and residual connections.
 
-    `layer` is the layer's number in the whole network, from 0. If ranks split attention and MLP,
-    `enter` sums over the ranks the gradients of the inputs; if they also share the rows of a pass,
-    the pass's `RowShare` does this instead.
+    `layer` is the index of the layer in the whole network. If attention and MLP are split over
+    ranks, `enter` sums the gradients of their inputs over the ranks. If the ranks also divide the
+    rows of a pass, the `RowShare` of the pass sums these gradients instead.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -277,9 +283,9 @@ class Block(nn.Module):
             self.norm2_post = Norm(config)
 
     def forward(self, x: Tensor, at: BlockContext) -> Tensor:
-        """Return the block's output [T, hidden], or [N, hidden] if the pass wants only some rows.
+        """Return the block's output [T, hidden], or [N, hidden] if the pass needs only some rows.
 
-        All rows of x [T, hidden] have keys and values.
+        Attention always covers the keys and values of all rows of x [T, hidden].
         """
         into = Block.compute_heads
         out = Block.compute_output
@@ -297,7 +303,7 @@ class Block(nn.Module):
     def compute_heads(
         self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None
     ) -> Tensor:
-        """Return queries, keys and values of x [T, hidden], in the form of `Attention.project_heads`."""
+        """Return queries, keys and values of x [T, hidden], as `Attention.project_heads` does."""
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)
         else:
@@ -315,9 +321,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the block's output [N, hidden].
 
-        x [N, hidden] is the block's input and `mixed` the result of `Attention.attend` for the same
-        rows. `late` is the dropout inside the MLP, `stream` that of the results that are added to
-        x.
+        x [N, hidden] is the block's input, and `mixed` is the result of `Attention.attend` for the
+        same rows. `late` is the dropout inside attention and MLP, and `stream` is the dropout of
+        their results before these are added to x.
         """
         attended = _drop(
             self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT
@@ -352,7 +358,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class FeedForwardArguments:
-    """Arguments of an MLP or of experts in addition to the states: see `Block.compute_output`."""
+    """Arguments of an MLP or of experts besides the hidden states, as in `Block.compute_output`."""
 
     late: TokenDropout | None
     stream: TokenDropout | None

@@ -1,4 +1,4 @@
-"""Compilation by torch of a network's blocks: the parts before and after attention."""
+"""Compilation of a network's blocks by torch, without their attention."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def compile_blocks(
 ) -> None:
     """Compile the parts of each block before and after attention.
 
-    They are used in passes without cached keys, and compiled at their first use, once for all
-    blocks of one form and any number of tokens. Attention and experts keep their own kernels, so
-    only the part before attention is compiled in a block with experts. Gradients of compiled
-    matrices come from autograd.
+    The compiled parts are used in passes without cached keys. They are compiled at the first use,
+    once for all blocks of the same form and for any number of tokens. Attention and experts keep
+    their own kernels, so only the part before attention is compiled in a block with experts. The
+    gradients of compiled matrices are computed by autograd.
 
-    If ranks split the layers (`enter`), they wait for each other between the compiled parts. With
-    `fp8`, compiled products use fp8 if the sizes of the matrix allow it.
+    If layers are split over ranks, the ranks communicate between the compiled parts, not in them.
+    With `fp8`, compiled products use fp8 if the sizes of the matrix allow it.
     """
     for block in network.blocks:
         assert isinstance(block, Block)

@@ -18,11 +18,10 @@ Placement = Literal["pre", "post", "both", "after"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021, "RoFormer"): dimension i is rotated with i + dim / 2.
+    """Rotary positions (Su et al. 2021, "RoFormer"), which rotate dimension i with i + dim / 2.
 
-    `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`; `values` are the
-    numbers that this scheme needs. The first `dim` dimensions of a head are rotated, the others are
-    not.
+    Only the first `dim` dimensions of each head are rotated. `scaling` is `none`, `linear`,
+    `dynamic`, `yarn`, `longrope` or `llama3`, and `values` are the parameters of this scheme.
     """
 
     theta: float
@@ -33,10 +32,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts in place of the MLP: each token goes to `top_k` of `num` experts.
+    """Mixture of experts in place of the MLP, which sends each token to `top_k` of `num` experts.
 
-    No token is dropped. With `normalize`, the probabilities of the chosen experts are scaled to sum
-    to 1.
+    No token is dropped. With `normalize`, the probabilities of the chosen experts are scaled so
+    that their sum is 1.
     """
 
     num: int
@@ -50,7 +49,8 @@ class Experts:
 class TransformerConfig:
     """Configuration of a decoder.
 
-    Shapes: hidden [T, hidden_size]; q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim].
+    Hidden states are [T, hidden_size], q is [T, num_heads, head_dim], and k and v are [T,
+    num_kv_heads, head_dim].
     """
 
     family: str
@@ -114,7 +114,7 @@ class TransformerConfig:
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
-        """Return the number of keys that a position of this layer sees; None for all."""
+        """Return the number of keys that each token of the layer sees; None means no limit."""
         return self.windows[layer] if self.windows else None
 
     def has_experts(self, layer: int) -> bool:
@@ -122,9 +122,9 @@ class TransformerConfig:
 
     @property
     def head_layers(self) -> float:
-        """Cost of the output matrix for a token, in layers.
+        """Cost of the output matrix per token, as a multiple of the cost of a layer.
 
-        The last stage of a pipeline has this many layers fewer than the others.
+        The last stage of a pipeline has this many fewer layers than the others.
         """
         inner = self.intermediate_size
         active = 1
@@ -141,7 +141,7 @@ class TransformerConfig:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights in all matrices, without biases and norms."""
+        """Number of elements of all matrices, without biases and norms."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
         matrices = (3 if self.gated else 2) * self.hidden_size
         mlp = matrices * self.intermediate_size * self.num_layers
@@ -161,10 +161,10 @@ class TransformerConfig:
         )
 
     def narrow_to_rank(self, t: int, rank: int) -> TransformerConfig:
-        """Return the configuration of tensor rank `rank` of `t`.
+        """Return the configuration of the part of the network on tensor rank `rank` of `t` ranks.
 
-        It has a part of the heads, of the MLP's width and of the vocabulary. Raises `ConfigError`
-        if these cannot be split into `t` parts.
+        It has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if the
+        network cannot be split into `t` parts.
         """
         width = self.intermediate_size
         experts = self.experts
@@ -188,7 +188,7 @@ class TransformerConfig:
         )
 
     def with_dropout(self, rate: float) -> TransformerConfig:
-        """Return a copy with one dropout rate at every place that has dropout."""
+        """Return a copy with `rate` as the dropout of embeddings, hidden states and attention."""
         return replace(self, embed_dropout=rate, hidden_dropout=rate, attention_dropout=rate)
 
 

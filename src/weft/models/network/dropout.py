@@ -1,13 +1,15 @@
 """Dropout with masks that do not depend on the batch, its packing, or restarts.
 
-    packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) per sequence
+    keys = DropoutKeys.from_sequences(seed, step, [(id, k), ...])    # one (id, k) per sequence
+    packed = replace(packed, dropout=keys)
 
-A mask depends only on the seed and on the place of the value: step, sequence, position, layer and
-channel. A pack without keys has no dropout. Masks come from threefry-2x32, the hash of
-`weft.randomness`: the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter is
-(position, site << 20 | pair of channels), and each of the two output words decides one channel.
-Attention weights first derive a key for each layer and head. `step` must count every optimizer
-step, so that no two share their masks.
+A mask depends only on the seed and on what is dropped: the step, sequence, position, layer and
+channel. A pack without keys has no dropout. Masks are computed by threefry-2x32, the hash function
+of `weft.randomness`. The key of the hash is `derive_key(seed, "dropout", step, id, k)` of the
+sequence, and the counter is (position, site << 20 | pair of channels). Each of the two output words
+decides whether one channel is dropped. For attention weights, a separate key is first derived for
+each layer and head. `step` must be different at every optimizer step, so that no two steps have the
+same masks.
 """
 
 from __future__ import annotations
@@ -32,13 +34,20 @@ ADAPTERS = 2
 
 
 def compute_site(layer: int | Tensor, place: int) -> int | Tensor:
-    """Return the number of a place with dropout, given its number in the layer; 0 is the embedding."""
+    """Return the index of a dropout site in the whole network, from 1; site 0 is the embedding.
+
+    `place` is the index of the site within the layer.
+    """
     return 1 + layer * SITES_A_LAYER + place
 
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """Dropout keys of sequences: `keys` int32 [S, 2], the bits of the two unsigned words of each."""
+    """Random keys for dropout, one per sequence.
+
+    `keys` is int32 [S, 2]: the two unsigned 32-bit words of each key, reinterpreted as signed
+    integers.
+    """
 
     keys: Tensor
 
@@ -50,7 +59,10 @@ class DropoutKeys:
         sequences: Iterable[tuple[str, int]],
         device: torch.device | str = "cpu",
     ) -> DropoutKeys:
-        """Return the keys of sequences (id, index of the completion) at an optimizer step."""
+        """Return the keys of the sequences at optimizer step `step`.
+
+        Each sequence is identified by (id, index of the completion).
+        """
         words = np.array(
             [randomness.derive_key(seed, PURPOSE, step, id, k) for id, k in sequences],
             dtype=np.uint32,
@@ -60,11 +72,11 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """Arguments of dropout at a place in the network.
+    """Dropout of the tokens of a pass: each token's key, int32 [T, 2], and position, int32 [T].
 
-    The key int32 [T, 2] and position int32 [T] of each token. `layer` is the layer whose values are
-    dropped, a number or an integer tensor [] that a compiler takes as an input; `first_head` is the
-    number of heads in all layers before the first layer whose attention weights are dropped.
+    `layer` is the index of the layer to which dropout is applied: an int, or a scalar integer
+    tensor that compiled code takes as an input. `first_head` is the index of the layer's first
+    local query head, in a count over the heads of all layers.
     """
 
     keys: Tensor
@@ -74,22 +86,26 @@ class TokenDropout:
 
     @classmethod
     def from_lengths(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
-        """Repeat each sequence's key for its tokens; `lengths` are the sequences' lengths."""
+        """Return the dropout of all tokens of the sequences, which have these `lengths`, int64 [S].
+
+        Every token has the key of its sequence.
+        """
         keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
         return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
-        """Return the dropout of some tokens, `tokens` int64 [n]."""
+        """Return the dropout restricted to the tokens with the indices `tokens`, int64 [n]."""
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
-        """Drop values as `drop` does, at a place of the layer."""
+        """Apply `drop` at the site with index `place` within the layer."""
         return self.drop(x, rate, compute_site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
-        """Set entries of x [T, C] to 0 with probability `rate` and divide the others by 1 - rate.
+        """Set elements of x [T, C] to 0 with probability `rate` and divide the others by 1 - rate.
 
-        `channel` is the number of x's first channel among all channels of the site.
+        `channel` is the offset of x's first channel among all channels of the site; it is above 0
+        if the channels are split over ranks.
         """
         if rate == 0.0:
             return x
@@ -107,8 +123,8 @@ class TokenDropout:
     ) -> Tensor:
         """Apply dropout to attention weights [n, heads, rows, L], as `drop` does.
 
-        Weights i of the n belong to the sequence of token `tokens[i, 0]` (int64), and its rows
-        begin at `position`.
+        `weights[i]` belongs to the sequence that contains token `tokens[i, 0]` (int64). The first
+        row of `weights[i]` has position `position` in that sequence.
         """
         heads, rows, length = weights.shape[1:]
         place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
@@ -123,20 +139,23 @@ class TokenDropout:
 
 
 def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """Return the dropout for the places of a layer."""
+    """Return a copy of the dropout for another layer; None if there is no dropout."""
     return None if how is None else replace(how, layer=layer)
 
 
 def _is_kept(words: Tensor, rate: float) -> Tensor:
-    """Return whether the number in [0, 1) that each word encodes is at least `rate`.
+    """Return a mask of the elements to keep, which is True with probability 1 - rate.
 
-    The number is the word's top 24 bits / 2^24.
+    An element is kept if the top 24 bits of its random word, divided by 2^24, are at least `rate`.
     """
     return ((words >> 8) & 0xFFFFFF) >= round(rate * 2**24)
 
 
 def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return threefry-2x32-20 of int32 tensors (broadcast), bit for bit `weft.randomness.compute_threefry`."""
+    """Return the two output words of threefry-2x32-20 for int32 tensors, which are broadcast.
+
+    The results are bit-identical to those of `weft.randomness.compute_threefry`.
+    """
     schedule = (key0, key1, key0 ^ key1 ^ randomness.PARITY)
     x = x + key0
     y = y + key1

@@ -1,11 +1,12 @@
 """Outputs of a network with an lm head: for one label per row, or for several ids per row.
 
-`token_outputs` computes the former. For the latter, K ids and "any other id" are K + 1 events.
-Whole distributions are compared by the events' log-probs alone: a teacher sends its K most likely
-ids and the log-probs of the events, and its student is trained with its own log-probs of the same
-events. The probability of "any other id" is the sum over all other ids, not 1 minus the sum over
-the K ids, which would lose all digits if the K ids have nearly all of the probability. Its log-prob
-is minus infinity if K is the whole vocabulary.
+`token_outputs` computes the outputs for one label. For several ids, there are K + 1 events: one
+for each of K ids, and one for "any other id". Two networks are compared by the log-probs of these
+events alone: a teacher sends its K most likely ids and the log-probs of the events, and the student
+is trained with its own log-probs of the same events. The probability of "any other id" is the sum
+over all other ids. Computing it as 1 minus the sum over the K ids would lose all digits if the K
+ids have nearly all of the probability. If K is the size of the vocabulary, the log-prob of "any
+other id" is minus infinity.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def compute_outputs(
     temperature: float,
     support: SamplingSupport | None,
 ) -> dict[Output, Tensor]:
-    """Return the outputs `want` for the rows of `x`, given their states `hidden` [N, H].
+    """Return the outputs `want` for the rows of `x`, given their hidden states `hidden` [N, H].
 
-    Outputs for several ids per row are over the whole vocabulary, also if there is a `support`.
+    Outputs for several ids per row are over the whole vocabulary, even if there is a `support`.
     """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
@@ -85,11 +86,12 @@ def compute_top_outputs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> dict[Output, Tensor]:
-    """Return the ids and log-probs of the most likely ids of each row.
+    """Return the most likely ids of each row and their log-probs, as `top_ids` and `top_logprobs`.
 
-    `top_ids` is int32 [N, K], the most likely id first. `top_logprobs` [N, K + 1] are their
-    log-probs and last that of all other ids. `hidden` is [N, H]; log-probs are of softmax(logits /
-    temperature), in float32 (float64 for float64 networks), without a gradient.
+    `top_ids` is int32 [N, K], with the most likely id first. `top_logprobs` is [N, K + 1]: the
+    log-probs of these ids, followed by the log-prob of all other ids together. `hidden` is [N, H].
+    The log-probs are those of softmax(logits / temperature), in float32 (float64 for float64
+    networks), without a gradient.
     """
     size = projection.vocab_size
     count = min(top.count, size if top.below is None else min(size, top.below))
@@ -108,9 +110,10 @@ def compute_top_outputs(
 def _find_likeliest(
     logits: Tensor, count: int, below: int | None, split: VocabularySplit | None
 ) -> Tensor:
-    """Return the most likely ids below `below`, int64 [R, count], of the whole vocabulary.
+    """Return the ids with the largest logits in the whole vocabulary, int64 [R, count].
 
-    The logits [R, V] can be those of one part of the vocabulary.
+    Only ids less than `below` are considered. If the vocabulary is split over ranks, the logits [R,
+    V] are those of this rank's ids.
     """
     if split is None:
         return logits[:, :below].topk(count, dim=1).indices
@@ -136,13 +139,14 @@ def compute_given_outputs(
     chunk: int | None = None,
     gradient: RowGradient | None = None,
 ) -> dict[Output, Tensor]:
-    """Return the log-probs of given ids, and of all other ids together.
+    """Return the log-probs of the given `ids`, and of all other ids together.
 
-    `given_logprobs` [N, K + 1] are the log-probs of `ids` int [N, K], distinct within a row, and
-    last that of all other ids. With `labelled`, `logprobs` [N] of `labels` are returned too. Both
-    are differentiable in `hidden` [N, H] and in the projection.
+    `ids` is int [N, K], and the ids of a row are distinct. `given_logprobs` [N, K + 1] are the
+    log-probs of the ids, followed by the log-prob of all other ids together. With `labelled`, the
+    result also has `logprobs` [N], the log-probs of `labels`. Both outputs are differentiable in
+    `hidden` [N, H] and in the projection.
 
-    Dtypes, `temperature`, `chunk` and `gradient` are those of
+    The dtypes and the arguments `temperature`, `chunk` and `gradient` are the same as in
     `weft.models.network.token_outputs.compute_token_outputs`.
     """
     known = gradient if torch.is_grad_enabled() else None
@@ -162,7 +166,7 @@ def compute_given_outputs(
 
 @dataclass(frozen=True)
 class _EventSettings:
-    """Arguments of `_GivenLogprobs` other than tensors with gradients."""
+    """Arguments of `_GivenLogprobs` that are not differentiable."""
 
     labels: Tensor
     softcap: float | None
@@ -180,10 +184,10 @@ class _EventSettings:
 def _compute_logits(
     hidden: Tensor, projection: OutputProjection, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return logits over the temperature [R, V], and logits before it, of this rank's vocabulary.
+    """Return logits divided by the temperature, and logits before the division, both [R, V].
 
-    The first can be written to. Both are the same tensor if there is no soft cap, since the second
-    is then never read after the first is overwritten.
+    V is the size of this rank's part of the vocabulary. The caller may overwrite the first tensor.
+    Without a soft cap, both are the same tensor, because the second is then not needed.
     """
     capped = projection.compute_local_logits(hidden)
     if projection.softcap is not None:
@@ -193,7 +197,7 @@ def _compute_logits(
 
 @dataclass(frozen=True)
 class _EventLogprobs:
-    """Log-probs of the events of some rows: one per given id, and one for all other ids."""
+    """Log-probs of the events in each row: one event per given id, and one for all other ids."""
 
     logprobs: Tensor  # [R, K + 1]
     lse: Tensor  # [R]: log-sum-exp of all logits
@@ -203,10 +207,10 @@ class _EventLogprobs:
     def from_logits(
         cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None
     ) -> _EventLogprobs:
-        """Return the events of `ids` int64 [R, K]; overwrites `logits` [R, V] at the ids.
+        """Return the log-probs of the events for `ids` int64 [R, K]; overwrites `logits` [R, V].
 
-        Ids are numbers of columns, and below 0 if they are in another rank's part of the
-        vocabulary. `logits` becomes minus infinity there.
+        `ids` are column indices of `logits`, and are negative for ids in another rank's part of the
+        vocabulary. The logits at the ids are set to minus infinity.
         """
         own = _gather_logits(logits, ids, split)
         _scatter_values(logits, ids, torch.full_like(own, float("-inf")), split)
@@ -230,13 +234,16 @@ class _EventLogprobs:
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
-        `logits` must be as `from_logits` left them. The given gradients are those with respect to
-        the events' log-probs [R, K + 1] and to the label's [R]:
+        `logits` must be as `from_logits` left them. `grad_event` [R, K + 1] is the gradient with
+        respect to the log-probs of the events, and `grad_label` [R] that with respect to the
+        log-prob of the label. The result is
 
-            by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere
+            grad_k - p_k g  for the k-th given id,
+            q_j (grad_rest - p_rest g)  for any other id j,
 
-        g is the sum of all given gradients, and q_j = p_j / p_rest is the softmax over only the
-        other ids: no digits cancel here, however small p_rest is.
+        and `grad_label` is added for the label. g is the sum of all given gradients of the row, and
+        q_j = p_j / p_rest is the softmax over only the other ids. No digits cancel, however small
+        p_rest is.
         """
         if grad_label is None:
             total = grad_event.sum(dim=1)
@@ -253,7 +260,7 @@ class _EventLogprobs:
 
 
 def _gather_logits(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
-    """Return the logits of ids, [R, K], on every rank."""
+    """Return the logits of `ids`, [R, K], which are collected from all ranks."""
     if split is None:
         return logits.gather(1, ids)
     own = logits.gather(1, ids.clamp_min(0))
@@ -293,9 +300,9 @@ class _EventChunk:
         self._logits = logits
 
     def add(self, total: ProjectionGradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
-        """Add the gradients of these rows to `total`; can be called once.
+        """Add the gradients of these rows to `total`; can be called only once.
 
-        `given` are the gradients with respect to the outputs, for all rows.
+        `given` has the gradients with respect to the outputs, for all rows of the pass.
         """
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:
@@ -312,7 +319,7 @@ class _EventChunk:
 
 
 class _GivenLogprobs(torch.autograd.Function):
-    """Autograd function of `compute_given_outputs`."""
+    """Autograd function behind `compute_given_outputs`."""
 
     @staticmethod
     def forward(

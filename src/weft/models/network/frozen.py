@@ -1,6 +1,6 @@
-"""Partial training of a network: freezing of first layers, training of embeddings with adapters.
+"""Freezing of the first layers, training of embeddings with adapters, and residual dropout.
 
-Also dropout of the layers' outputs that increases with depth.
+The dropout of the outputs of attention and MLP can increase with depth.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first bloc
 
 
 def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
-    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network.
+    """Freeze the embeddings and the first `first` blocks of the whole network.
 
-    They are converted to `dtype`, since they have no master weights. A tied output matrix is the
-    embedding, so it is frozen too.
+    They are converted to `dtype` if it is set, since frozen weights have no master weights. A tied
+    output matrix is frozen together with the embedding.
     """
     blocks = []
     for block in network.blocks:
@@ -33,7 +33,10 @@ def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -
 
 
 def train_embeddings(network: Transformer) -> None:
-    """Train the whole embedding and output matrix in addition to adapters, for added tokens."""
+    """Make the embedding and output matrices trainable in addition to adapters.
+
+    This is needed for newly added tokens.
+    """
     for name in ("embed", "head"):
         module = getattr(network, name, None)
         if isinstance(module, nn.Module):
@@ -41,9 +44,9 @@ def train_embeddings(network: Transformer) -> None:
 
 
 def count_frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
-    """Return the number of first blocks that are frozen: `first`, or all but `last`; None for none.
+    """Return how many of the first layers are frozen: `first`, or all but the last `last` layers.
 
-    Raises `ConfigError` if the network has fewer layers.
+    Returns None if neither is set. Raises `ConfigError` if the network has fewer layers.
     """
     if first is not None and first > num_layers:
         raise ConfigError(
@@ -58,10 +61,10 @@ def count_frozen_layers(first: int | None, last: int | None, num_layers: int) ->
 
 
 def set_residual_dropout(network: Transformer, rate: float, *, ramp: bool) -> None:
-    """Set the dropout of the outputs of attention and MLP to `rate` in every layer.
+    """Set the dropout rate of the outputs of attention and MLP to `rate` in every layer.
 
-    With `ramp`, layer i of L has i / (L - 1) * rate (Zhou et al. 2023, "LIMA", section 3): 0 in the
-    first layer, `rate` in the last.
+    With `ramp`, the rate of layer i of L is i / (L - 1) * rate: it increases from 0 in the first
+    layer to `rate` in the last (Zhou et al. 2023, "LIMA", section 3).
     """
     last = network.config.num_layers - 1
     for block in network.blocks:

@@ -1,4 +1,4 @@
-"""Accumulation of the gradients of linear layers directly in those of float32 master weights."""
+"""Accumulation of linear layers' gradients directly in the `grad` of float32 master weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from weft.models.network.transformer import Transformer
 
 
 def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
-    """Make layers add the gradients of their weights to the `masters`, which are float32.
+    """Make layers add the gradients of their weights to the gradients of the float32 `masters`.
 
-    These are linear layers, their adapters and the output layer; `masters` are keyed by the names
-    of the network's parameters. All other gradients, and those that autograd computes for these
-    weights elsewhere, go to the parameters' own `grad`.
+    This applies to linear layers, their adapters and the output layer. `masters` maps the names of
+    the network's parameters to the master weights. All other gradients are added to the `grad` of
+    the parameters themselves, and so are gradients that autograd computes for these weights
+    elsewhere.
 
-    Compiled parts of blocks leave their gradients to autograd. Do not use this if a backward pass
-    goes through a layer twice, as in a pipeline that splits the pass: each would add the gradient.
+    The compiled parts of blocks leave their gradients to autograd. Do not use this if a backward
+    pass visits a layer twice, as in a pipeline that splits the backward pass: each visit would add
+    the gradient.
     """
     sums: dict[Tensor, GradientSum] = {}
     for name, p in network.named_parameters():

@@ -23,7 +23,8 @@ Pooling = Literal["last", "mean"]
 class LMHead(nn.Module):
     """Output layer of a language model.
 
-    `weight` is None if the layer uses the embedding's matrix, which each call then passes.
+    `weight` is None if the layer uses the embedding's matrix, which is then an argument of each
+    call.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -44,7 +45,7 @@ class LMHead(nn.Module):
         )
 
     def build_projection(self, tied: Tensor | None) -> OutputProjection:
-        """Return the layer's parameters; `tied` is the embedding's matrix."""
+        """Return the output projection; `tied` is the embedding's matrix, used if `weight` is None."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None, "a head without a matrix of its own reads the embedding's"
         return OutputProjection(weight, self.bias, self.softcap, self.split, self.gradient_sum)
@@ -58,14 +59,14 @@ class LMHead(nn.Module):
         temperature: float,
         support: SamplingSupport | None,
     ) -> dict[Output, Tensor]:
-        """Return the outputs `want` for the rows of `x`, given their states [N, width]."""
+        """Return the outputs `want` for the rows of `x`, given their hidden states [N, width]."""
         return event_outputs.compute_outputs(
             states, x, self.build_projection(tied), want, temperature, support
         )
 
 
 class ValueHead(nn.Module):
-    """Head with one float32 value per row: [N, width] -> [N]."""
+    """Head that computes one float32 value per row: [N, width] -> [N]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,22 +77,22 @@ class ValueHead(nn.Module):
 
 
 def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return one value per row, computed in float32 at least: [N, H] -> [N]; `weight` is [1, H].
+    """Return one value per row, computed in float32 or wider: [N, H] -> [N].
 
-    In bfloat16, two thousand rewards would have half as many distinct values. The result is a copy,
-    not a view: writing to a view in place would bypass the hooks that FSDP2 puts on a network's
-    outputs, and FSDP2 warns of that.
+    `weight` is [1, H]. In bfloat16, two thousand rewards would have half as many distinct values.
+    The result is a copy and not a view, because writing to a view in place would bypass the hooks
+    that FSDP2 attaches to the outputs of a network, and FSDP2 warns of this.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()
 
 
 def find_score_rows(x: Packed, padding: int | None) -> Tensor:
-    """Return the token at which each sequence's score is read, int64 [S].
+    """Return the index of the token at which each sequence's score is read, int64 [S].
 
-    This is the last token, or with `padding` the last one that is not the padding token, as
-    `transformers` pools: a sequence that ends with one padding token is read one token earlier. A
-    sequence of padding tokens only is read at its end.
+    This is the last token, or, if `padding` is set, the last token other than `padding`.
+    `transformers` pools in the same way: a sequence that ends with one padding token is read one
+    token earlier. A sequence that consists only of padding tokens is read at its last token.
     """
     last = x.attention.last_tokens
     if padding is None:
@@ -105,9 +106,9 @@ def find_score_rows(x: Packed, padding: int | None) -> Tensor:
 
 
 def average_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
-    """Return the mean score of each sequence's tokens: [T] -> float32 [S].
+    """Return the mean score over the tokens of each sequence: [T] -> float32 [S].
 
-    The head is linear, so this is the score of the tokens' mean state.
+    The head is linear, so this is the score of the mean hidden state.
     """
     lengths = context.dense.lengths
     numbers = torch.arange(len(lengths), device=per_token.device)

@@ -1,9 +1,9 @@
-"""Linear layers; those that read the same input are stored as one matrix with named parts.
+"""Linear layers; those with the same input are fused into one matrix with named parts.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
-What others call `attention.q.weight` is rows 0 to 511 of `attention.qkv.weight`;
-`weft.models.network.parameters` translates.
+The parameter with the canonical name `attention.q.weight` is then rows 0 to 511 of
+`attention.qkv.weight`; `weft.models.network.parameters` finds these rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ Sums = tuple[GradientSum | None, GradientSum | None]
 
 
 class Adapter(nn.Module):
-    """Low-rank adapter of a layer or a stack of experts: y += scale B A drop(x).
+    """Low-rank adapter of a linear layer or of a stack of experts: y += scale B A drop(x).
 
     See Hu et al. 2021, "LoRA", section 4.1.
     """
 
     def __init__(self, weight: Tensor, r: int, scale: float, rate: float, place: int) -> None:
-        """Create the adapter of a `weight` [out, in], or [experts, out, in] for a stack of experts.
+        """Create an adapter for `weight` [out, in], or [experts, out, in] for a stack of experts.
 
-        `place` is the number of its dropout in the layer (`weft.models.network.dropout`). The
-        attribute `channel` is the number of its first input in the whole layer.
+        `place` is the index of the adapter's dropout site within the layer
+        (`weft.models.network.dropout`). The attribute `channel` is the offset of this rank's first
+        input channel in the unsplit layer.
         """
         super().__init__()
         self.channel = 0
@@ -49,7 +50,7 @@ class Adapter(nn.Module):
         self.lora_b = nn.Parameter(weight.new_zeros(*lead, outputs, r))
 
     def apply_dropout(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
-        """Return x after the adapter's own dropout; None if there is no dropout."""
+        """Return x after the adapter's dropout, or None if there is no dropout."""
         if dropout is None or self.rate == 0.0:
             return None
         return dropout.drop_at(x, self.rate, self.place, self.channel)
@@ -67,7 +68,7 @@ def apply_adapter(
 ) -> Tensor:
     """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
 
-    If `dropped` is None, y is x. W and bias are frozen.
+    If `dropped` is None, y is x. W and the bias are frozen.
     """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)
@@ -77,13 +78,14 @@ def apply_adapter(
 
 
 class Linear(nn.Module):
-    """Linear layer, or several that read the same input, concatenated: [T, in] -> [T, sum of out].
+    """One linear layer, or several with the same input in one matrix: [T, in] -> [T, sum of out].
 
-    `adapters` are the adapters by part. `narrow` replaces torch's product in compiled passes. If
-    the engine sets `gradient_sum`, the weight's gradient is added there and not to its `grad`.
-    `reduce` sums the results of ranks that have columns of W each; it is called before the bias,
-    which all ranks have, is added. If the ranks share the rows of a pass, `share` sums instead and
-    returns this rank's rows.
+    `parts` maps the name of each fused layer to its output size, and `adapters` contains the
+    adapters of these layers, if any, under the same names. `narrow` replaces torch's product in
+    compiled passes. If `gradient_sum` is set, the weight's gradient is added there and not to its
+    `grad`. If the columns of the matrix are split over ranks, `reduce` sums the results over the
+    ranks before the bias is added. If the ranks also divide the rows of a pass, `share` computes
+    this sum and returns only this rank's rows.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -116,13 +118,13 @@ class Linear(nn.Module):
         return isinstance(self.weight, Quantized)
 
     def find_rows(self, part: str) -> slice:
-        """Return the rows of the matrix that belong to a part."""
+        """Return the rows of the matrix that belong to the fused layer `part`, such as "q"."""
         names = list(self.parts)
         start = sum(self.parts[name] for name in names[: names.index(part)])
         return slice(start, start + self.parts[part])
 
     def find_adapter(self, part: str) -> Adapter | None:
-        """Return the adapter of a part, or None."""
+        """Return the adapter of the fused layer `part`, such as "q"; None if it has no adapter."""
         adapter = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert adapter is None or isinstance(adapter, Adapter)
         return adapter
@@ -136,7 +138,10 @@ class Linear(nn.Module):
     def _apply_adapters(
         self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
     ) -> Tensor:
-        """Compute each part separately, so that its result does not depend on the others' adapters."""
+        """Compute each fused layer separately.
+
+        The result of one layer then does not depend on whether the others have adapters.
+        """
         outputs = []
         for part in self.parts:
             weight = self.weight[self.find_rows(part)]
@@ -159,10 +164,10 @@ class Linear(nn.Module):
 
 
 class DownLinear(Linear):
-    """Last layer of an MLP: `Linear` of activation(gate) * up, or of activation(up) without a gate.
+    """Last layer of an MLP, including the activation.
 
-    The activation is part of the layer: its input is kept for the backward pass, which computes it
-    again.
+    It is a `Linear` layer of activation(gate) * up, or of activation(up) without a gate. The input
+    of the activation is saved for the backward pass, which computes the activation again.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class DownLinear(Linear):
     def forward(
         self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
     ) -> Tensor:
-        """Return the output [T, out] for x [T, in], or for gate and up in one tensor [T, 2 in]."""
+        """Return the output [T, out] for up [T, in], or for gate and up in one tensor [T, 2 in]."""
         if (
             len(self.adapters)
             or self.is_quantized
@@ -192,7 +197,11 @@ class DownLinear(Linear):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """Autograd function of `apply_adapter`; saves x or y [T, in], and A y [T, r]."""
+    """Autograd function behind `apply_adapter`.
+
+    Saves for the backward pass the input of the adapter, [T, in], and the product of this input
+    with the adapter's first matrix, [T, r].
+    """
 
     @staticmethod
     def forward(

@@ -2,14 +2,14 @@
 
 See Hu et al. 2021, "LoRA", section 4.1. Adapters are never merged in training.
 
-    attach(network, r=8, alpha=16, seed=1)     # freezes the base, adds `lora_a` and `lora_b` for each `weight`
-    with adapters_off(network): ...            # the base model: the reference of a LoRA actor
-    merged = merge(parameters, scales(network))   # canonical parameters with B A added, for saving
+    attach(network, r=8, alpha=16, seed=1)     # freezes the base and adds `lora_a` and `lora_b`
+    with disable_adapters(network): ...        # the base model: the reference of a LoRA actor
+    merged = merge(parameters, collect_scales(network))    # parameters with B A added, for saving
 
-A layer with an adapter keeps the canonical names of its weight and bias; the adapter adds
-`{layer}.lora_a` [r, in] and `{layer}.lora_b` [out, r], with the number of experts in front for
-experts. scale = alpha / r. Dropout on the adapter's input comes from the pack's keys
-(`weft.models.network.dropout`), so it repeats after a restart and does not depend on the packing.
+A layer with an adapter keeps the canonical names of its weight and bias. The adapter adds
+`{layer}.lora_a` [r, in] and `{layer}.lora_b` [out, r], which have an additional first dimension for
+experts. The scale is alpha / r. Dropout of the adapter's input is derived from the pack's dropout
+keys (`weft.models.network.dropout`), so it is the same after a restart and for any packing.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def attach(
 ) -> None:
     """Add adapters of rank `r` to the layers `targets` and freeze the rest of the network.
 
-    Without `targets`, all of `TARGETS` get adapters. A value or score head is not frozen. A is
-    uniform in +-1/sqrt(in), drawn from `seed` and the parameter's name only; B is 0, so the
-    network's results do not change. Raises `ConfigError` for a target that the network lacks.
+    By default, all of `TARGETS` get adapters. A value or score head is not frozen. A is uniform in
+    +-1/sqrt(in) and depends only on `seed` and the name of the parameter. B is 0, so the outputs of
+    the network do not change. Raises `ConfigError` for a target that the network lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
     for name, stored in find_canonical_parameters(network).items():
@@ -63,7 +63,7 @@ def attach(
 def add(
     network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()
 ) -> None:
-    """Attach adapters as `attach` does, without initial values."""
+    """Add adapters as `attach` does, but leave `lora_a` uninitialized."""
     there = list(_find_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:
@@ -80,7 +80,10 @@ def add(
 
 
 def draw_initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return the initial values of the adapter parameter `name`, in float32."""
+    """Return the initial values of the adapter parameter `name`, in float32.
+
+    They depend only on the name, the shape and the seed.
+    """
     if name.endswith(B):
         return torch.zeros(shape)
     low, high = randomness.derive_key(seed, "init", id=name)
@@ -93,9 +96,10 @@ def draw_initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def attach_ranks(
     network: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float
 ) -> None:
-    """Add adapters to the named layers, given each layer's (rank, scale).
+    """Add an adapter to each layer named in `ranks` and freeze the rest of the network.
 
-    `lora_a` is left uninitialized.
+    `ranks` maps the canonical name of a layer to the rank and scale of its adapter. `lora_a` is
+    left uninitialized. A value or score head is not frozen.
     """
     network.requires_grad_(False)
     for name, parameter in network.named_parameters():
@@ -115,7 +119,10 @@ def attach_ranks(
 
 
 def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
-    """Return (module, its part) of each layer that can have an adapter, by canonical name."""
+    """Return, by canonical name, each layer that can have an adapter, as (module, part).
+
+    `part` is the layer's name within a fused `Linear` module, and empty for a stack of experts.
+    """
     layers: dict[str, tuple[Linear | ExpertStack, str]] = {}
     for path, module in network.named_modules():
         place = number_block(path, getattr(network, "held_layers", None))
@@ -132,7 +139,7 @@ def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, st
 
 
 def find_adapters(network: nn.Module) -> dict[str, Adapter]:
-    """Return each layer's adapter by the layer's canonical name."""
+    """Return the adapters of the network by the canonical names of their layers."""
     adapters = {}
     for name, (module, part) in _find_layers(network).items():
         if isinstance(module, ExpertStack):
@@ -145,7 +152,7 @@ def find_adapters(network: nn.Module) -> dict[str, Adapter]:
 
 
 def list_adapters(layer: Linear) -> list[Adapter]:
-    """Return the adapters in a layer."""
+    """Return the adapters of all linear layers that are fused in `layer`."""
     adapters: list[Adapter] = []
     for adapter in layer.adapters.values():
         if isinstance(adapter, Adapter):
@@ -155,7 +162,7 @@ def list_adapters(layer: Linear) -> list[Adapter]:
 
 @contextmanager
 def disable_adapters(network: nn.Module) -> Iterator[None]:
-    """Disable all adapters and prefixes in the context: the network computes as its base does."""
+    """Disable all adapters and prefixes in a `with` block, so that the base model is computed."""
     held = []
     for module in network.modules():
         if isinstance(module, Adapter | PrefixKeysValues):
@@ -170,20 +177,20 @@ def disable_adapters(network: nn.Module) -> Iterator[None]:
 
 
 def collect_scales(network: nn.Module) -> dict[str, float]:
-    """Return each adapter's scale by layer name."""
+    """Return the scale of each adapter by the canonical name of its layer."""
     return {name: adapter.scale for name, adapter in find_adapters(network).items()}
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
+    """Return whether the parameter with this name belongs to an adapter."""
     return name.endswith((f".{A}", f".{B}"))
 
 
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the canonical parameters with adapters merged: weight + scale B A.
+    """Return the canonical parameters with the adapters merged: weight + scale B A.
 
-    Sums are in the widest dtype of the three, at least float32, and converted to the weight's
-    dtype.
+    The sums are computed in the widest dtype of the three, at least float32, and converted to the
+    dtype of the weight.
     """
     merged = {}
     for name, value in parameters.items():
@@ -198,9 +205,9 @@ def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
 
 
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return weight + scale B A in the weight's dtype.
+    """Return weight + scale B A in the dtype of the weight.
 
-    The sum is in the widest dtype of the three, at least float32.
+    The sum is computed in the widest dtype of the three, at least float32.
     """
     wide = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
     update = scale * (b.detach().to(wide) @ a.detach().to(wide))

@@ -1,6 +1,6 @@
 """Mixture of experts in place of an MLP.
 
-Each token goes to its `top_k` experts; none is dropped for lack of capacity.
+Each token is sent to `top_k` experts, and no token is dropped for lack of capacity.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ ExpertFunction = Callable[[Tensor, RowGroups, TokenDropout | None], Tensor]
 
 
 class ExpertExchange(Protocol):
-    """Computation of experts that are distributed over several ranks."""
+    """Interface for computing experts that are distributed over several ranks."""
 
     def __call__(
         self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction
     ) -> Tensor:
-        """Return the experts' outputs for x [rows, hidden], sorted by expert, of all experts.
+        """Return the experts' outputs for x [rows, hidden], whose rows are sorted by expert.
 
-        `compute` computes the outputs of the local experts. Every rank must call this.
+        `groups` has the number of rows of each expert, also of those on other ranks. `compute`
+        computes the outputs of the experts on this rank. All ranks must call this.
         """
         ...
 
 
 class ExpertStack(nn.Module):
-    """Stack of one matrix per expert: weight [experts, out, in]."""
+    """One matrix per expert, stacked: `weight` is [experts, out, in]."""
 
     def __init__(self, num: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -44,9 +45,9 @@ class ExpertStack(nn.Module):
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None = None) -> Tensor:
-        """Return each row times its expert's matrix: x [rows, in], sorted by expert -> [rows, out].
+        """Multiply each row by the matrix of its expert: x [rows, in] -> [rows, out].
 
-        `groups` has the number of rows of each expert.
+        The rows are sorted by expert, and `groups` has the number of rows of each expert.
         """
         adapter = self.adapter
         if adapter is None or not adapter.active:
@@ -85,9 +86,10 @@ class ExpertStack(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts: [T, hidden] -> [T, hidden].
 
-    The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4). `reduce` sums
-    the results of ranks that have columns of every expert each; if the ranks share the rows of a
-    pass, `share` does it. `exchange` is set if each rank has some of the experts.
+    The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4). If the
+    columns of every expert are split over ranks, `reduce` sums the results over the ranks. If the
+    ranks also divide the rows of a pass, `share` computes this sum instead. `exchange` is set if
+    the experts are distributed over ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -148,7 +150,7 @@ class MoE(nn.Module):
         return self.reduce(y) if share is None else share.scatter(y)
 
     def _compute_experts(self, x: Tensor, groups: RowGroups, keys: TokenDropout | None) -> Tensor:
-        """Return the local experts' outputs for rows sorted by expert, [rows, hidden]."""
+        """Return the outputs of this rank's experts for rows sorted by expert, [rows, hidden]."""
         gate = self.experts["gate"](x, groups, keys)
         up = self.experts["up"](x, groups, keys)
         y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)

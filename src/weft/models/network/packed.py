@@ -1,7 +1,8 @@
-"""Input of a network: tokens of many sequences in one row, with an attention context.
+"""Input of a network: the concatenated tokens of many sequences, with an attention context.
 
-In `Packed(tokens, positions, attention, rows, labels)`, `rows[n]` is the index of a hidden state in
-the pack and `labels[n]` the token whose log-prob is computed from it. A row may repeat.
+In `Packed(tokens, positions, attention, rows, labels)`, `rows[n]` is the index of a token, and
+`labels[n]` is the token whose log-prob is computed from the hidden state at that index. An index
+may be repeated in `rows`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 @dataclass(frozen=True)
 class TopIds:
-    """Request for the `count` most likely ids of each row, among the ids below `below`.
+    """Request for the `count` most likely ids of each row, considering only ids less than `below`.
 
-    If there are fewer ids, all are returned.
+    If there are fewer such ids, all of them are returned.
     """
 
     count: int
@@ -37,7 +38,10 @@ class TopIds:
 
 @dataclass(frozen=True)
 class Packed:
-    """Input of one forward pass of a network. `positions` count from 0 in each sequence."""
+    """Input of one forward pass of a network.
+
+    `positions` count from 0 within each sequence.
+    """
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -54,7 +58,10 @@ class Packed:
     ids: Tensor | TopIds | None = None
 
     def select_rows(self, rows: Tensor) -> Packed:
-        """Return the same pack with the outputs of only some of its rows, int64 [n]."""
+        """Return the same pack with outputs requested only at the given rows.
+
+        `rows`, int64 [n], are indices into this pack's `rows`.
+        """
         total = len(self.rows)
         gradient = self.row_gradient
 
@@ -75,7 +82,7 @@ class Packed:
 
 
 def scatter_rows(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
-    """Return outputs of `total` rows: `out` at `rows`, and 0 elsewhere."""
+    """Return outputs for `total` rows, with `out` at the indices `rows` and 0 elsewhere."""
     result: dict[Any, Tensor] = {}
     for key, value in out.items():
         result[key] = value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)
@@ -83,9 +90,9 @@ def scatter_rows(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[An
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
-    """Return the pack of whole sequences, each int64 [L >= 1], for next-token prediction.
+    """Pack whole sequences, each int64 [L >= 1], for next-token prediction.
 
-    There is a row for every token except each sequence's last.
+    Outputs are requested at every token except the last of each sequence.
     """
     lengths = torch.tensor([len(s) for s in sequences])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

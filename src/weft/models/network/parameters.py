@@ -1,8 +1,9 @@
 """A network's parameters by canonical name, independent of how they are stored.
 
-Families, checkpoints, engines and reallocation use names like `blocks.3.attention.q.weight`; the
+Families, checkpoints, engines and reallocation use names like `blocks.3.attention.q.weight`. The
 network stores this parameter as rows of `blocks.3.attention.qkv.weight`. Each canonical parameter
-consists of consecutive whole rows of a stored one, so a rectangle of it is a rectangle of that too.
+consists of consecutive whole rows of a stored one, so a rectangle of a canonical parameter is also
+a rectangle of the stored parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Location of a canonical parameter: `rows` of a module's parameter, or all of it if None."""
+    """Location of a canonical parameter: `rows` of a module's `parameter`.
+
+    If `rows` is None, the canonical parameter is the whole stored one.
+    """
 
     name: str  # name of the stored parameter in the network
     parameter: nn.Parameter
@@ -25,12 +29,12 @@ class StoredParameter:
 
     @property
     def data(self) -> Tensor:
-        """The parameter's values, as a view without a gradient."""
+        """Values of the canonical parameter, as a view without a gradient."""
         return self.select_rows(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
-        """The parameter's gradient, as a view."""
+        """Gradient of the canonical parameter, as a view; None if there is no gradient."""
         return None if self.parameter.grad is None else self.select_rows(self.parameter.grad)
 
     @property
@@ -38,14 +42,14 @@ class StoredParameter:
         return self.parameter.requires_grad
 
     def select_rows(self, whole: Tensor) -> Tensor:
-        """Return the same part of another tensor with the stored parameter's shape."""
+        """Return the canonical parameter's rows of a tensor with the stored parameter's shape."""
         return whole if self.rows is None else whole[self.rows]
 
 
 def find_canonical_parameters(network: nn.Module) -> dict[str, StoredParameter]:
-    """Return the location of every parameter by canonical name; a tied tensor has one name.
+    """Return the location of every parameter by canonical name; tied parameters have one name.
 
-    Parameters of modules that are not weft's keep the names they have there.
+    Parameters of modules that are not weft's keep the names that they have in the module.
     """
     parameters: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
@@ -62,7 +66,7 @@ def find_canonical_parameters(network: nn.Module) -> dict[str, StoredParameter]:
 
 
 def find_canonical_values(network: nn.Module) -> dict[str, Tensor]:
-    """Return the values of every parameter by canonical name, as views without a gradient."""
+    """Return the values of every parameter by canonical name, as views without gradients."""
     return {name: stored.data for name, stored in find_canonical_parameters(network).items()}
 
 
@@ -101,9 +105,10 @@ def _iterate_adapter(
 
 
 def number_block(name: str, layers: Sequence[int] | None) -> str:
-    """Return the name with the block's number in the whole network.
+    """Return a name in which the block's local index is replaced by its index in the whole network.
 
-    `layers` are the numbers of the local blocks; None leaves the name unchanged.
+    `layers` are the indices of the local blocks in the whole network; None leaves the name
+    unchanged.
     """
     parts = name.split(".")
     if layers is not None and parts[0] == "blocks" and len(parts) > 1:

@@ -1,14 +1,14 @@
 """Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, no reparametrization).
 
-Every layer has trained keys and values for `TransformerConfig.prefix_tokens` tokens, which every
-token of every sequence sees. They come before a sequence's first token, whose position follows
-theirs.
+Every layer has trained keys and values for `TransformerConfig.prefix_tokens` tokens, to which every
+token of every sequence attends. The prefix has the positions before the first token of each
+sequence.
 
-    with adapters_off(network): ...    # of `weft.models.network.lora`: without the prefix
+    with lora.disable_adapters(network): ...    # without the prefix
 
-In a pack of whole sequences, the prefix is inserted into the heads of each layer for the time of
-the attention (`InsertedPrefix`). If keys and values are cached, a sequence begins with placeholder
-tokens, whose keys and values are replaced by the prefix's (`OverwrittenPrefix`).
+In a pack of whole sequences, the prefix is inserted into the heads of each layer only for attention
+(`InsertedPrefix`). If keys and values are cached, a sequence begins with placeholder tokens, and
+their keys and values are replaced by those of the prefix (`OverwrittenPrefix`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
 
 
 class PrefixKeysValues(nn.Module):
-    """Prefix of one layer: keys `k` and values `v`, each [tokens, kv_heads x head_dim].
+    """Trained prefix of one layer: keys `k` and values `v`, each [tokens, kv_heads x head_dim].
 
-    Keys are used as they are, without rotation.
+    The keys are used without rotation.
     """
 
     def __init__(self, tokens: int, kv_heads: int, head_dim: int) -> None:
@@ -40,9 +40,9 @@ class PrefixKeysValues(nn.Module):
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
     def build_heads(self, heads: Tensor) -> Tensor:
-        """Return the prefix as `Attention.heads` would: [tokens, heads + 2 kv_heads, head_dim].
+        """Return the prefix in the form of `heads`, [tokens, heads + 2 kv_heads, head_dim].
 
-        The queries are zeros, whose results are not used.
+        The queries are zeros, because their attention outputs are not used.
         """
         own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
         return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
@@ -50,7 +50,10 @@ class PrefixKeysValues(nn.Module):
 
 @dataclass(frozen=True)
 class InsertedPrefix:
-    """A pack with the prefix inserted before each of its sequences, for attention."""
+    """Pack of whole sequences in which the prefix is inserted before each sequence.
+
+    Only attention uses this longer pack.
+    """
 
     attention: AttentionContext
     rotation: Rotation | None
@@ -62,25 +65,26 @@ class InsertedPrefix:
     num_copies: int  # number of inserted prefixes
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
-        """Insert the prefix's heads: [T, heads + 2 kv_heads, dim] -> [all, ...]."""
+        """Insert the prefix before each sequence: [T, heads + 2 kv_heads, dim] -> [all, ...]."""
         rows = prefix.build_heads(heads)
         copies = rows.expand(self.num_copies, *rows.shape).flatten(0, 1)
         return torch.cat([heads, copies]).index_select(0, self.order)
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return attention of the pack's own tokens: [all, heads, dim] -> [T, ...]."""
+        """Return the attention outputs without those of the prefix: [all, heads, dim] -> [T, ...]."""
         return mixed.index_select(0, self.pack_places)
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
-        """Return the dropout of every token; tokens of a prefix use that of their sequence."""
+        """Return the dropout of all tokens; tokens of a prefix have the dropout of their sequence."""
         return dropout.select(self.owner)
 
 
 @dataclass(frozen=True)
 class OverwrittenPrefix:
-    """New tokens of cached sequences, some of which are placeholders for the prefix's tokens.
+    """New tokens of cached sequences, of which some are placeholders for tokens of the prefix.
 
-    The new tokens `tokens`, int64 [n], are placeholders for the prefix's tokens `places`.
+    The placeholders have the indices `tokens` among the new tokens, int64 [n], and `places` are the
+    indices of the prefix tokens that replace them.
     """
 
     attention: AttentionContext
@@ -89,11 +93,14 @@ class OverwrittenPrefix:
     places: Tensor
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
-        """Replace the heads of placeholders: [T, heads + 2 kv_heads, dim]."""
+        """Replace the heads of the placeholders by those of the prefix.
+
+        `heads` is [T, heads + 2 kv_heads, dim], in the order queries, keys, values.
+        """
         return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return attention of the pack's own tokens, which are all tokens here."""
+        """Return the attention outputs unchanged: the placeholders are tokens of the pack."""
         return mixed
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
@@ -104,9 +111,9 @@ class OverwrittenPrefix:
 def insert_prefix(
     context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
 ) -> InsertedPrefix:
-    """Insert the prefix of `count` tokens before each sequence of a pack of `num_tokens`.
+    """Insert a prefix of `count` tokens before each sequence of a pack of `num_tokens` tokens.
 
-    A beginning that several sequences share gets one prefix.
+    A beginning that several sequences share is preceded by one prefix, not by several.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()
@@ -154,7 +161,10 @@ def insert_prefix(
 def overwrite_prefix(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
 ) -> OverwrittenPrefix | None:
-    """Find the new tokens that are placeholders for the `count` tokens of the prefix; None if none."""
+    """Find the new tokens that are placeholders for the `count` tokens of the prefix.
+
+    Returns None if there are no such tokens.
+    """
     if isinstance(context, Paged):
         if context.is_decode_step:
             return None
@@ -168,23 +178,23 @@ def overwrite_prefix(
 
 
 def has_prefix_tokens(context: Cached, count: int) -> bool:
-    """Return True if a new token is a placeholder for one of the prefix's `count` tokens."""
+    """Return whether any new token is a placeholder for one of the prefix's `count` tokens."""
     return bool((context.before + context.used < count).any())
 
 
 def freeze_all_but_prefix(network: nn.Module) -> None:
-    """Freeze everything but the prefix and a value or score head."""
+    """Freeze all parameters except the prefix and a value or score head."""
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(is_prefix(name) or name == "score.weight")
 
 
 def is_prefix(name: str) -> bool:
-    """Return whether a parameter, by its canonical name, belongs to a prefix."""
+    """Return whether the parameter with this canonical name belongs to a prefix."""
     return ".attention.prefix." in name
 
 
 def list_prefixes(network: nn.Module) -> list[PrefixKeysValues]:
-    """Return the prefixes of the local layers; empty if the network has none."""
+    """Return the prefixes of all local layers, or an empty list if the network has none."""
     prefixes: list[PrefixKeysValues] = []
     for module in network.modules():
         if isinstance(module, PrefixKeysValues):
@@ -209,7 +219,11 @@ def _build_prefixed(context: Prefixed, dense: Dense, pack_places: Tensor, count:
 
 
 def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | None:
-    """Return the rotation in a new order; rows that it lacks (the prefix's) are not rotated."""
+    """Return the rotation with its rows in a new order.
+
+    Indices in `order` beyond the rows of the rotation denote tokens of the prefix, which are not
+    rotated.
+    """
     if rotation is None:
         return None
     cos, sin = rotation

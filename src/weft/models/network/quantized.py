@@ -1,11 +1,12 @@
-"""Frozen matrices stored in 8 or 4 bits, and multiplied in the network's own dtype.
+"""Frozen matrices that are stored in 8 or 4 bits and multiplied in the network's dtype.
 
-    hold(layers, "4bit", torch.bfloat16)     # layers on the meta device, before they get memory
-    whole(layer.weight)                      # [out, in] in that dtype, for one product
+    quantize_matrices(layers, "4bit", torch.bfloat16)    # layers on the meta device, without memory
+    to_whole(layer.weight)                               # [out, in] in bfloat16, for one product
 
-8 bits: int8 with one scale per row (absmax / 127). 4 bits: NF4 with one scale per 64 elements of a
-row (Dettmers et al. 2023, "QLoRA", section 3; scales stay float32), by `bitsandbytes`. Values are
-rounded when they are copied in, so loading never needs memory for the whole unrounded network.
+With 8 bits, values are int8 with one scale per row (absmax / 127). With 4 bits, they are NF4 with
+one float32 scale per 64 elements of a row (Dettmers et al. 2023, "QLoRA", section 3), computed by
+`bitsandbytes`. Values are rounded when they are copied into a matrix, so loading never needs memory
+for the whole unrounded network.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _aten = torch.ops.aten
 
 
 class Quantized(Tensor):
-    """Matrix [out, in] that is stored only in rounded form.
+    """Matrix [out, in] that is stored only in quantized form.
 
-    It has the shape and dtype of the whole matrix. Rows can be selected and values copied in; any
-    other operation uses the dequantized matrix.
+    It has the shape and dtype of the unquantized matrix. Rows can be selected, and values can be
+    copied into it. All other operations use the dequantized matrix.
     """
 
     codes: Tensor  # [out, in] int8, or [out, in / 2] uint8
@@ -53,7 +54,7 @@ class Quantized(Tensor):
     def build_empty(
         cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str
     ) -> Quantized:
-        """Return a matrix without values, which are to be copied in later."""
+        """Return a matrix whose values are still to be copied into it."""
         if kind == "8bit":
             codes = torch.empty(rows, columns, dtype=torch.int8, device=device)
             scales = (rows, 1)
@@ -64,20 +65,20 @@ class Quantized(Tensor):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rounded values and scales."""
+        """Size of the quantized values and the scales, in bytes."""
         return self.codes.nbytes + self.scales.nbytes
 
     def to_device(self, device: torch.device | str) -> Quantized:
-        """Return an empty matrix of the same form on another device."""
+        """Return a matrix of the same shape and form on another device, without the values."""
         rows, columns = self.shape
         return Quantized.build_empty(rows, columns, self.kind, self.dtype, device)
 
     def select_rows(self, where: slice) -> Quantized:
-        """Return some rows as a view: values copied to it change this matrix."""
+        """Return some rows as a view, so that values copied into it change this matrix."""
         return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
 
     def to_whole(self) -> Tensor:
-        """Return the dequantized matrix [out, in] in its dtype."""
+        """Return the dequantized matrix [out, in], in the dtype of this matrix."""
         if self.kind == "8bit":
             return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
         shape = tuple(self.shape)
@@ -88,7 +89,7 @@ class Quantized(Tensor):
         return matrix
 
     def store_rounded(self, values: Tensor) -> None:
-        """Round these values and store them."""
+        """Quantize `values` and store them in this matrix."""
         values = values.to(self.codes.device, torch.float32).expand(self.shape).contiguous()
         if self.kind == "8bit":
             scales = values.abs().amax(1, keepdim=True) / LIMIT
@@ -150,14 +151,14 @@ OWN: dict[Any, Callable[..., Any]] = {
 
 
 def to_whole(weight: Tensor) -> Tensor:
-    """Return a matrix in a form that can be multiplied: dequantized if it is `Quantized`."""
+    """Return a matrix that can be multiplied: the dequantized one if `weight` is `Quantized`."""
     return weight.to_whole() if isinstance(weight, Quantized) else weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, [T, out], for x [T, in] and a frozen `Quantized` W.
+    """Return x W^T + b, [T, out], for x [T, in] and a frozen `Quantized` matrix W.
 
-    The backward pass keeps only the rounded form of W.
+    Only the quantized form of W is kept for the backward pass.
     """
     assert isinstance(weight, Quantized)
     output: Tensor = _QuantizedLinear.apply(x, weight, bias)
@@ -165,7 +166,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """Autograd function of `linear`."""
+    """Autograd function behind `linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
@@ -183,10 +184,10 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def quantize_matrices(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
-    """Replace these layers' matrices `weight`, on the meta device, by quantized ones.
+    """Replace the `weight` of each layer, on the meta device, with an empty quantized matrix.
 
-    Returns the number of their elements. In 4 bits, a matrix whose rows are not whole blocks is
-    left unchanged.
+    Returns the total number of elements of these matrices. With 4 bits, a matrix whose row length
+    is not a multiple of `BLOCK` is left unchanged.
     """
     count = 0
     for layer in layers:
@@ -203,7 +204,10 @@ def quantize_matrices(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtyp
 
 
 def allocate_memory(network: nn.Module, device: torch.device) -> None:
-    """Allocate a network like `network.to_empty(device)`, also if some matrices are quantized."""
+    """Allocate memory for a network as `network.to_empty(device)` does.
+
+    Unlike that method, this supports networks with quantized matrices.
+    """
     held = []
     for module in network.modules():
         if isinstance(getattr(module, "weight", None), Quantized):
@@ -221,9 +225,9 @@ def allocate_memory(network: nn.Module, device: torch.device) -> None:
 
 
 def _allocate(like: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a tensor of the meta device.
+    """Return an uninitialized tensor with the shape of `like`, a tensor on the meta device.
 
-    `torch.empty_like` would load sympy for such a tensor, which takes a third of a second.
+    `torch.empty_like` would import sympy for such a tensor, which takes a third of a second.
     """
     if type(like) in (Tensor, nn.Parameter):
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
@@ -231,7 +235,7 @@ def _allocate(like: Tensor, device: torch.device) -> Tensor:
 
 
 def count_bytes(network: nn.Module) -> tuple[int, int]:
-    """Return (number of quantized elements, their bytes including scales)."""
+    """Return the number of quantized elements, and their size in bytes including scales."""
     held = []
     for weight in network.parameters():
         if isinstance(weight, Quantized):

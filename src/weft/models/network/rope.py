@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of each scaling scheme.
+"""Angles of rotary positions for each scaling scheme.
 
 Angles are float32 (float64 for float64 networks).
 """
@@ -24,9 +24,9 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
 
-    `lengths` int64 [T] is the length of each token's sequence. Schemes that depend on it (dynamic,
-    longrope) use each sequence's own length, so a pack gives the same results as separate
-    sequences.
+    `lengths`, int64 [T], has the length of each token's sequence. The schemes that depend on this
+    length (dynamic and longrope) use the length of each sequence separately, so a pack gives the
+    same results as separate sequences.
     """
     frequencies, factor = _compute_frequencies(rope, lengths)
     angles = (positions[:, None].float() * frequencies)[:, None]
@@ -39,7 +39,7 @@ def compute_rotation(
 
 
 def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
-    """Return (frequencies float32 [dim / 2] or [T, dim / 2], factor of cos and sin)."""
+    """Return the frequencies, float32 [dim / 2] or [T, dim / 2], and the factor of cos and sin."""
     exponents, plain = _compute_plain_frequencies(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":
@@ -62,16 +62,16 @@ def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
 def _compute_plain_frequencies(
     theta: float, dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return (exponents, unscaled frequencies), each float32 [dim / 2].
+    """Return the exponents and the unscaled frequencies, each float32 [dim / 2].
 
-    The result is cached, since every decode step needs it.
+    The results are cached, since every decode step needs them.
     """
     exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
     return exponents, 1.0 / theta**exponents
 
 
 def _scale_dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
-    """Return NTK-aware frequencies: beyond the trained length, the base grows (bloc97, 2023)."""
+    """Return NTK-aware frequencies, whose base increases beyond the trained length (bloc97, 2023)."""
     factor = rope.values["factor"]
     original = rope.values["original"]
     over = lengths.clamp_min(original).float() / original
@@ -82,8 +82,8 @@ def _scale_dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
 def _scale_llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
     """Return the frequencies of Llama 3.1.
 
-    Low frequencies are divided by `factor`, high ones are unchanged, with a smooth transition
-    between.
+    Low frequencies are divided by `factor`, high frequencies are unchanged, and the transition
+    between them is smooth.
     """
     low = values["low_freq_factor"]
     high = values["high_freq_factor"]
@@ -94,10 +94,10 @@ def _scale_llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
 
 
 def _scale_yarn(rope: Rope, plain: Tensor) -> Tensor:
-    """Return the frequencies of YaRN (Peng et al. 2023), section 3.2.
+    """Return the frequencies of YaRN (Peng et al. 2023, section 3.2).
 
-    High frequencies are unchanged, low ones are divided by `factor`, with a linear transition
-    between.
+    High frequencies are unchanged, low frequencies are divided by `factor`, and the transition
+    between them is linear.
     """
     values = rope.values
 

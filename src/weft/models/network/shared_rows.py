@@ -1,4 +1,4 @@
-"""Rows of states that are shared among ranks between attention and MLP (sequence parallelism)."""
+"""Division of hidden states among ranks between attention and MLP (sequence parallelism)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from torch import Tensor
 
 
 class RowShare(Protocol):
-    """Rows of a tensor that this rank has. Every rank must call each method."""
+    """Interface of one rank's share of the rows of a tensor.
+
+    The methods communicate: when one rank calls a method, all ranks must call it.
+    """
 
     @property
     def own_rows(self) -> Tensor:
-        """int64 [n]: the rows of this rank."""
+        """Indices of the rows that this rank has, int64 [n]."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all rows, given this rank's [n, ...]; in the backward pass, gradients are summed.
+        """Return all rows, given this rank's rows [n, ...].
 
-        Used if each rank computes a different part of the result from the rows.
+        The backward pass sums the gradients over the ranks. Use this if each rank computes a
+        different part of a result from the rows.
         """
         ...
 
     def gather_replicated(self, x: Tensor) -> Tensor:
-        """Return all rows, given this rank's [n, ...]; gradients are not summed.
+        """Return all rows, given this rank's rows [n, ...], without summing gradients over ranks.
 
-        Used if all ranks compute the same result from the rows.
+        Use this if all ranks compute the same result from the rows.
         """
         ...
 
@@ -38,9 +42,10 @@ class RowShare(Protocol):
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Row shares of one pass.
+    """Assignment of the rows of one pass to the ranks.
 
-    `wanted_tokens` int64 are the indices of this rank's tokens whose output is wanted.
+    The pass may need the final hidden states of only some tokens. `wanted_tokens`, int64, are the
+    local indices of those of these tokens that this rank has.
     """
 
     token_share: RowShare  # of all tokens of the pack
@@ -49,27 +54,29 @@ class SharedRows:
 
 
 class RowSharing(Protocol):
-    """Factory of row shares: how the ranks share the rows of each pass."""
+    """Interface of a rule by which the ranks divide the rows of each pass."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        """Return the shares of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted.
+        """Return the assignment of the packed `tokens` [T] to the ranks.
 
-        With None, the states at all tokens are wanted.
+        `rows`, int64 [N], are the tokens whose final hidden states the pass returns, and None means
+        all tokens.
         """
         ...
 
     def count(self, length: int) -> int:
-        """Return the number of tokens that this rank has of a pack of `length` tokens."""
+        """Return how many tokens of a pack of `length` tokens this rank has."""
         ...
 
 
 def gather_inputs(
     x: Tensor, share: RowShare | None, enter: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Return the states that a split layer reads: all rows, with gradients summed over the ranks.
+    """Return all input rows of a layer that is split over ranks; gradients are summed over ranks.
 
-    `share` gathers the rows; without it, all rows are already here and `enter` sums the gradients.
-    If both are None, this rank has the whole layer.
+    With a `share`, x has only this rank's rows, and the others are gathered. Otherwise x has all
+    rows, and `enter` sums the gradients. If both are None, the layer is not split, and x is
+    returned unchanged.
     """
     if share is not None:
         return share.gather(x)

@@ -1,4 +1,4 @@
-"""Interface of a vocabulary that is split over ranks, as the head uses it."""
+"""Interface by which a network's head uses a vocabulary that is split over ranks."""
 
 from __future__ import annotations
 
@@ -9,43 +9,53 @@ from torch import Tensor
 
 
 class VocabularySplit(Protocol):
-    """Operations over ranks that have consecutive parts of the vocabulary each.
+    """Interface of a vocabulary that is split over ranks, each of which has consecutive ids.
 
-    Tensors have one number per row, or a few.
+    The methods combine tensors over the ranks.
     """
 
     @property
     def first_id(self) -> int:
-        """Id of this rank's first row of the output matrix."""
+        """First id of this rank's part of the vocabulary."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the whole vocabulary."""
+        """Number of ids in the whole vocabulary."""
         ...
 
     @property
     def max_ids(self) -> int:
-        """Largest number of ids of a rank."""
+        """Largest number of ids that any rank has."""
         ...
 
     def logsumexp(self, own: Tensor) -> Tensor: ...
     def sum(self, own: Tensor) -> Tensor: ...
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Return the ids of the largest values; on ties, the id of the first rank."""
+        """Return, for each row, the id of the largest value on any rank.
+
+        `values` and `ids` have this rank's largest value and its id. If values are equal, the first
+        of these ranks wins.
+        """
         ...
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return the values of all ids, without a gradient: [R, ids of this rank] -> [R, all ids]."""
+        """Return the values for all ids, without a gradient: [R, this rank's ids] -> [R, all ids]."""
         ...
 
     def gather_candidates(self, own: Tensor) -> Tensor:
-        """Return the values of all ranks in order, without a gradient: [R, K] -> [R, ranks * K]."""
+        """Return the values of all ranks, in rank order, without a gradient.
+
+        [R, K] -> [R, ranks * K].
+        """
         ...
 
 
 def to_local_ids(ids: Tensor, size: int, split: VocabularySplit | None) -> Tensor:
-    """Return ids relative to this rank's part of the vocabulary, of `size` ids; -1 for other ids."""
+    """Return each id relative to this rank's first id, or -1 if another rank has the id.
+
+    `size` is the number of ids that this rank has.
+    """
     if split is None:
         return ids
     local = ids - split.first_id

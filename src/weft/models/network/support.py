@@ -15,9 +15,10 @@ from weft import kernels
 
 @dataclass(frozen=True)
 class SamplingSupport:
-    """Ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalized over them.
+    """Ids that sampling kept at each row after top-k, top-p or min-p.
 
-    A row without ids is normalized over the whole vocabulary. A row's label always counts as kept.
+    Log-probs are normalized over these ids. A row without ids is normalized over the whole
+    vocabulary. A row's label always counts as kept.
     """
 
     ids: Tensor  # int64 [sum of counts]
@@ -26,7 +27,10 @@ class SamplingSupport:
 
     @cached_property
     def host_counts(self) -> npt.NDArray[np.int64]:
-        """The counts on the host; waits for the device if they are not known there."""
+        """The `counts`, on the host.
+
+        Copying them from the device waits for the device, unless `known_counts` has them.
+        """
         if self.known_counts is None:
             counts: npt.NDArray[np.int64] = self.counts.cpu().numpy()
         else:
@@ -35,11 +39,11 @@ class SamplingSupport:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[N], on the host: index after each row's last id."""
+        """Exclusive end of each row's ids in `ids`, as an array [N] on the host."""
         return np.cumsum(self.host_counts)
 
     def select(self, rows: npt.NDArray[np.int64]) -> SamplingSupport:
-        """Return the support of some rows, in rising order."""
+        """Return the support of some rows, whose indices must be in rising order."""
         chosen = np.zeros(len(self.host_counts), np.bool_)
         chosen[rows] = True
         indices = np.flatnonzero(np.repeat(chosen, self.host_counts))
@@ -51,9 +55,10 @@ class SamplingSupport:
         )
 
     def find_outside(self, rows: slice, labels: Tensor, ids: slice) -> Tensor:
-        """Return a mask [R, ids] of the ids that were not kept.
+        """Return a mask [R, ids] that is True for ids that sampling did not keep.
 
-        `rows` are consecutive rows and `ids` a span of ids; `labels` [R] count as kept.
+        `rows` are consecutive rows, and `ids` is the range of ids that the mask covers. The
+        `labels` [R] count as kept.
         """
         first = int(self.ends[rows.start] - self.host_counts[rows.start])
         size = ids.stop - ids.start

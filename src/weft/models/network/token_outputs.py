@@ -1,8 +1,8 @@
 """Log-probs, entropy and top-1 from hidden states, in float32 (float64 for float64 networks).
 
-The logits [N, vocabulary] never exist as a whole: rows are computed in chunks. If a row's gradient
-depends only on its own outputs, each chunk's gradients are computed together with its logits; else
-the backward pass computes the logits again.
+The logits [N, vocabulary] are never in memory as a whole: rows are computed in chunks. If the
+gradients of a row depend only on the outputs of that row, the gradients of each chunk are computed
+together with the logits. Otherwise the backward pass computes the logits again.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class OutputProjection:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the whole vocabulary."""
+        """Number of ids in the whole vocabulary."""
         return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
     def count_chunk_rows(self) -> int:
-        """Return the number of rows whose logits are computed at once; equal on all ranks."""
+        """Return the number of rows whose logits are computed at once, the same on all ranks."""
         return count_chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
 
     def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits [R, V] of the whole vocabulary, before any temperature.
+        """Return float32 logits [R, V] of the whole vocabulary, not divided by a temperature.
 
         All R rows are computed at once. `wide` is the result of `kernels.prepare_wide` for the
         weight.
@@ -60,7 +60,7 @@ class OutputProjection:
         return own if self.split is None else self.split.gather(own)
 
     def compute_local_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `compute_logits` does, of the local part of the vocabulary."""
+        """Return logits as `compute_logits` does, but only of this rank's part of the vocabulary."""
         return _apply_softcap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
@@ -77,13 +77,14 @@ def compute_token_outputs(
 ) -> dict[Output, Tensor]:
     """Return the outputs `want`: log-probs of `labels`, entropy in nats and top1, each float32 [N].
 
-    `hidden` is [N, H] and `labels` int64 [N]. The distribution is softmax(logits / temperature),
-    over the support if one is given. Log-probs and entropy are differentiable in the hidden states
-    and the projection; top1 (1 if the label is the most likely id) is not.
+    `hidden` is [N, H] and `labels` is int64 [N]. The distribution is softmax(logits / temperature),
+    restricted to the `support` if one is given. `top1` is 1 if the label is the most likely id,
+    else 0. Log-probs and entropy are differentiable in the hidden states and the projection.
 
-    `chunk` is the number of rows computed at once, by default as many as keep the logits small.
-    `gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
-    backward pass then need not compute the logits again.
+    `chunk` is the number of rows computed at once; the default keeps the logits of a chunk small.
+    `gradient` computes the gradients with respect to the outputs from the outputs; it can be given
+    if the gradients of a row depend only on that row. The backward pass then does not compute the
+    logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.count_chunk_rows()
@@ -108,7 +109,7 @@ def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _TokenOutputSettings:
-    """Arguments of `_TokenOutputs` other than tensors with gradients."""
+    """Arguments of `_TokenOutputs` that are not differentiable."""
 
     softcap: float | None
     temperature: float
@@ -122,9 +123,9 @@ class _TokenOutputSettings:
 
 
 class ProjectionGradients:
-    """Gradients of a projection's inputs, summed over chunks of rows.
+    """Gradients of the inputs of an output projection, summed over chunks of rows.
 
-    The weight's gradient goes to its `gradient_sum` if there is one.
+    The weight's gradient is added to the `gradient_sum` if there is one.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class ProjectionGradients:
             self._grad_bias = None
 
     def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
-        """Add the gradients of `rows`, whose logits have the gradient scale * grad_logits.
+        """Add the gradients of a chunk of rows, whose logits have the gradient scale * grad_logits.
 
         The scale is applied to the smaller factor of each product.
         """
@@ -175,7 +176,7 @@ class ProjectionGradients:
         return self._grad_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Return the gradients in the dtypes of the inputs; can be called once."""
+        """Return the gradients in the dtypes of the inputs; can be called only once."""
         _, weight, bias = self._inputs
         grad_weight = None
         if self._needed[1] and self._gradient_sum is not None:
@@ -191,7 +192,10 @@ class ProjectionGradients:
 
 @dataclass(frozen=True)
 class _RowSoftmax:
-    """Logits over the temperature of some rows, with the statistics of their softmax or log-probs."""
+    """Logits of some rows, divided by the temperature, with the data for computing their gradient.
+
+    The data are either `statistics`, the statistics of the softmax, or `logp`, the log-probs.
+    """
 
     logits: Tensor
     capped: Tensor
@@ -205,10 +209,11 @@ class _RowSoftmax:
         grad_entropy: Tensor | None,
         settings: _TokenOutputSettings,
     ) -> tuple[Tensor, Tensor]:
-        """Return (gradient with respect to the logits before the temperature [R, V], factors [R]).
+        """Return the gradient with respect to the logits before the temperature, and row factors.
 
-        The gradient's rows are still to be multiplied by the factors. The logits or log-probs are
-        overwritten. A label below 0 is in another rank's part of the vocabulary.
+        The gradient is [R, V] and the factors are [R]. The caller must still multiply each row of
+        the gradient by the factor of the row. The logits or log-probs are overwritten. A label
+        below 0 is in another rank's part of the vocabulary.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         # Weft's kernel computes the gradient from the statistics.
@@ -239,7 +244,7 @@ class _RowSoftmax:
 
 @dataclass(frozen=True)
 class _ChunkResults:
-    """Results of one chunk of rows; `entropy` and `best` [R] are None if they are not wanted."""
+    """Results for one chunk of rows; `entropy` and `best` [R] are None if they were not requested."""
 
     softmax: _RowSoftmax
     labels: Tensor  # relative to this rank's part of the vocabulary; below 0 if not in it
@@ -252,7 +257,10 @@ class _ChunkResults:
 def _compute_results(
     logits: Tensor, capped: Tensor, labels: Tensor, settings: _TokenOutputSettings
 ) -> _ChunkResults:
-    """Compute the results of a chunk from its `logits` [R, V], divided by the temperature, and `labels` [R]."""
+    """Compute the results for a chunk from `logits` [R, V] and `labels` [R].
+
+    The logits are already divided by the temperature; `capped` are the logits before the division.
+    """
     if settings.split is not None:
         return _compute_split_results(logits, capped, labels, settings, settings.split)
     if kernels.serves(logits):
@@ -283,10 +291,11 @@ def _compute_split_results(
     settings: _TokenOutputSettings,
     split: VocabularySplit,
 ) -> _ChunkResults:
-    """Compute the results as `_compute_results` does, from logits of one part of the vocabulary.
+    """Compute the same results as `_compute_results` if the vocabulary is split over ranks.
 
-    With lse_r and H_r of each rank's part, the log of the sum over all ids is lse = logsumexp of
-    lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
+    Rank r has the log-sum-exp lse_r and the entropy H_r of its own logits. The log-sum-exp of all
+    logits is lse = logsumexp of lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse)
+    (lse_r - H_r).
     """
     labels = to_local_ids(labels, logits.shape[1], split)
     statistics = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
@@ -312,7 +321,7 @@ def _compute_split_results(
 
 
 class _TokenOutputs(torch.autograd.Function):
-    """Autograd function of `compute_token_outputs`."""
+    """Autograd function behind `compute_token_outputs`."""
 
     @staticmethod
     def forward(
@@ -417,7 +426,10 @@ def _recompute_softmax(
     lse: Tensor,
     entropy: Tensor | None,
 ) -> tuple[_RowSoftmax, Tensor]:
-    """Return (softmax of rows with known statistics, their labels in the form of `_ChunkResults`)."""
+    """Return the softmax of rows whose statistics are known, and the labels of the rows.
+
+    The labels are in the form of `_ChunkResults.labels`.
+    """
     if settings.split is not None:
         labels = to_local_ids(labels, logits.shape[1], settings.split)
     if settings.split is not None or kernels.serves(logits):
@@ -430,22 +442,26 @@ def _recompute_softmax(
 def _select_gradients(
     gradients: Mapping[Output, Tensor], rows: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the log-probs and of the entropy of some rows."""
+    """Return the gradients with respect to the log-probs and the entropy of the chunk `rows`."""
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
 
 
 def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
-    """Return the gradient with respect to logits before the soft cap; overwrites `grad_logits`."""
+    """Return the gradient with respect to the logits before the soft cap; overwrites `grad_logits`.
+
+    `capped` are the logits after the soft cap.
+    """
     if softcap is None:
         return grad_logits
     return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
 
 
 def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two gradients are equal; on an accelerator, True without a comparison.
+    """Return whether two gradients are equal.
 
-    A comparison there would wait for the device.
+    On an accelerator, two tensors count as equal without a comparison, which would have to wait for
+    the device.
     """
     if one is None or other is None:
         return one is other
@@ -453,16 +469,16 @@ def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def split_rows(total: int, size: int) -> list[slice]:
-    """Return the rows 0 to `total` as slices of at most `size` rows."""
+    """Split the range from 0 to `total` into slices of at most `size` rows."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _project(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None
 ) -> Tensor:
-    """Return the logits, in float32 at least.
+    """Return the logits before the soft cap, in float32 or wider.
 
-    Rounding logits of about 20 to bfloat16 would change them by up to 0.06.
+    In bfloat16, logits of about 20 would be rounded by up to 0.06.
     """
     return kernels.wide_product(hidden, weight, bias, wide)
 
@@ -472,7 +488,7 @@ def _apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:
-    """Return logp with 0 for ids outside their row's support, so that p log p is 0 there."""
+    """Return logp with 0 for ids outside the support of their row, so that p log p is 0 there."""
     if settings.support is None:
         return logp
     return logp.masked_fill(logp == float("-inf"), 0.0)
@@ -481,7 +497,7 @@ def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:
 def _apply_temperature(
     logits: Tensor, rows: slice, labels: Tensor, settings: _TokenOutputSettings
 ) -> Tensor:
-    """Return logits over the temperature; ids outside a row's support are minus infinity."""
+    """Return the logits divided by the temperature; ids outside a row's support get minus infinity."""
     if settings.temperature != 1.0:  # in place where nobody asks for those before it
         if settings.softcap is None:
             logits = logits.div_(settings.temperature)

@@ -3,21 +3,22 @@
     Transformer(config, head="lm", pooling="last")
     network(x: Packed, want, temperature=1.0, support=None) -> {output: float32 array}
         [N] logprobs, entropy, top1 (lm), [N] values (value), [S] scores (score)
-    network.hidden(x) -> [T, width] after the last norm, or [N, width] with hidden(x, rows)
+    network.compute_hidden(x) -> [T, width] after the last norm
+    network.compute_hidden(x, rows) -> [N, width]
     network.next_token_logits(hidden_rows [R, width]) -> [R, V] float32
 
-Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks, with the
-embedding if they begin at 0, and with the last norm and the head if they include the last block.
-Without the embedding, a pass gets `states` [T, hidden]; without the head, it returns them. If
-blocks in between are missing, each run of consecutive blocks becomes a network over the same
-modules (`split`).
+Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks. The stage has
+the embedding if block 0 is included, and the last norm and the head if the last block is. A stage
+without the embedding reads `states` [T, hidden], and a stage without the head returns its states.
+If a rank has several runs of consecutive blocks, `split` makes a network of each run.
 
-Under tensor parallelism, a rank's network has a config with fewer heads, a narrower MLP and a
-smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
-the blocks and the head. The ranks can also share the rows of the states between attention and MLP
+Under tensor parallelism, a rank's network has a configuration with fewer heads, a narrower MLP and
+a smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
+the blocks and the head. The ranks can also divide the rows of the states between attention and MLP
 (`sharing`), but only in `forward`: generation uses whole states.
 
-Parameters, by canonical name (`weft.models.network.parameters` finds where each is stored):
+The parameters have these canonical names (`weft.models.network.parameters` finds where each is
+stored):
 `embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`,
 `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`,
 `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
@@ -63,10 +64,11 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 
 class Embedding(nn.Module):
-    """Embedding matrix [V, width], looked up at tokens int64 [T].
+    """Embedding matrix [V, width] that is looked up at tokens, int64 [T].
 
-    A rank can have only the ids from `first` on; it returns zeros for other ids, and `reduce` sums
-    the results of the ranks. If the ranks share the rows of a pass, `share` sums instead.
+    If the vocabulary is split over ranks, `first` is the first id of this rank. The rank computes
+    zeros for the ids of other ranks, and `reduce` sums the results over the ranks. If the ranks
+    also divide the rows of a pass, `share` computes this sum instead.
     """
 
     def __init__(self, size: int, width: int) -> None:
@@ -86,7 +88,10 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder of packed sequences, or one stage of it; see this module's docstring."""
+    """Decoder of packed sequences, or one pipeline stage of a decoder.
+
+    The docstring of the module describes the arguments, methods and parameters.
+    """
 
     def __init__(
         self,
@@ -145,17 +150,16 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         layers: Sequence[int] | None = None,
     ) -> Transformer:
-        """Return a network with uninitialized weights, without drawing from a random generator."""
+        """Return a network with uninitialized weights, without using a random generator."""
         with torch.device("meta"):
             network = cls(config, head, pooling, layers=layers)
         return network.to(dtype).to_empty(device=device)
 
     def split(self, runs: Sequence[range]) -> list[Transformer]:
-        """Split the network into one network for each of these runs of its layers.
+        """Split the network into one network for each run of consecutive layers in `runs`.
 
-        Together, the runs must be all of its layers.
-
-        The new networks become submodules of this one and share its parameters.
+        Together, the runs must cover all layers of this network. The new networks become submodules
+        of this one and share its parameters.
         """
         parts = []
         for run in runs:
@@ -184,10 +188,10 @@ class Transformer(nn.Module):
     ) -> dict[Output, Tensor] | Tensor:
         """Return the outputs `want`, or the states [T, hidden] if this is not the last stage.
 
-        Outputs are [N] logprobs, entropy and top1, those for several ids per row (`event_outputs`),
-        [N] values or [S] scores. If ranks share the rows of the states, `states` and the returned
-        states have this rank's rows only. Raises `ConfigError` for outputs that the head does not
-        have.
+        Outputs are logprobs, entropy and top1 [N], those for several ids per row (`event_outputs`),
+        values [N] or scores [S]. If ranks divide the rows of the states, `states` and the returned
+        states contain only this rank's rows. Raises `ConfigError` for outputs that the network's
+        head cannot compute.
         """
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
@@ -226,8 +230,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return hidden states [T, width] after the last norm, or only those of `rows` int64 [N].
 
-        If this is not the last stage, these are the outputs of its last block. If ranks share the
-        rows (`shared`), only this rank's are returned.
+        If this is not the last stage, the result is the output of the last local block. If ranks
+        divide the rows (`shared`), it contains only this rank's rows.
         """
         assert self.is_first_stage != (states is not None), (
             "states are given if and only if there is no embedding"
@@ -255,7 +259,7 @@ class Transformer(nn.Module):
         return states
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits [R, V] before any temperature, given states [R, width].
+        """Return float32 logits [R, V], not divided by a temperature, from states [R, width].
 
         `wide` is the result of `kernels.prepare_wide` for `output_matrix`.
         """
@@ -263,21 +267,22 @@ class Transformer(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """Matrix that maps states to logits; None if another rank has it."""
+        """Matrix that maps states to logits; None if this stage has no language-model head."""
         return self.projection.weight if self.is_last_stage and self.kind == "lm" else None
 
     @property
     def projection(self) -> OutputProjection:
-        """Output layer of a network with an lm head."""
+        """Output projection of a network with a language-model head."""
         return self.head.build_projection(self._tied_matrix)
 
     def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
-        """Return whether a prefix of several sequences can be computed once.
+        """Return whether a prefix that several sequences share can be computed only once.
 
-        `longest` is the largest number of tokens of any of them; `on` is a device, by default that
-        of the parameters. False if the state of a token depends on later tokens of its sequence
-        (rotations by length, mean pooling), or if attention has a limit that the merged form does
-        not support.
+        `longest` is the number of tokens of the longest of these sequences, and `on` is the device
+        of the computation, by default that of the parameters. The result is False if a token's
+        state depends on later tokens of the sequence (rotations by length, mean pooling). It is
+        also False if attention over shared prefixes does not support the network's windows or soft
+        cap, or the device.
         """
         config = self.config
         device = on or next(self.parameters()).device
@@ -295,13 +300,13 @@ class Transformer(nn.Module):
 
     @property
     def prefix_tokens(self) -> int:
-        """Number of prefix tokens before each sequence; 0 while the prefix is disabled."""
+        """Number of trained prefix tokens before each sequence; 0 while the prefix is disabled."""
         own = cast(Block, self.blocks[0]).attention.prefix
         return self.config.prefix_tokens if own is not None and own.active else 0
 
     @property
     def can_read_pages(self) -> bool:
-        """True: keys and values can be stored in pages (`weft.models.kv.pages`)."""
+        """True, because keys and values can be stored in pages (`weft.models.kv.pages`)."""
         return True
 
     @property
@@ -309,7 +314,7 @@ class Transformer(nn.Module):
         return self.embed.weight if self.config.tied else None
 
     def _embed(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
-        """Return the embeddings of tokens and positions, [T, hidden], or this rank's rows of them."""
+        """Return the sum of token and position embeddings, [T, hidden], or this rank's rows of it."""
         config = self.config
         share = None if shared is None else shared.token_share
         positions = x.positions
@@ -330,7 +335,7 @@ class Transformer(nn.Module):
         return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """Return the outputs [T, hidden] of the last local block, or [N, hidden] of `rows`."""
+        """Return the output of the last local block, [T, hidden], or [N, hidden] for `rows`."""
         # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
@@ -365,7 +370,7 @@ class Transformer(nn.Module):
 def _place_prefix(
     x: Packed, at: BlockContext, count: int
 ) -> prefix.InsertedPrefix | prefix.OverwrittenPrefix | None:
-    """Return the places of the prefix's `count` tokens in a pass; None if the pass has none."""
+    """Return where the prefix's `count` tokens are in a pass, or None if the pass has none."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.overwrite_prefix(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
