@@ -56,7 +56,7 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset with answers; `max_seqlen` defaults to the context."""
+    """Return `dataset`, whose rows have answers, with `max_seqlen` set; it defaults to the context."""
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
 
@@ -81,7 +81,7 @@ class SampleLengths:
         given = dataset.max_prompt_len
         most = gen.max_new_tokens
         if most is None:
-            left = MAX_NEW_TOKENS
+            left = MAX_NEW_TOKENS  # tokens that the context leaves for a completion
             if context is not None:
                 left = context // 2 if given is None else context - given
             most = max(min(MAX_NEW_TOKENS, left), gen.min_new_tokens, 1)

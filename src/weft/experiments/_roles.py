@@ -1,6 +1,7 @@
 """Defaults of roles that are not fully specified: the reference and the critic.
 
-The reference is made from the actor; the critic from the reward model or the actor.
+By default the reference is the initial actor, and the critic is initialized from the reward model
+or the actor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ PREFIX_RATE = 1e-2
 
 
 def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the frozen reference, which role its weights are copied from).
+    """Return (the frozen reference, the role to copy its weights from by role).
+
+    The second is empty if weights are read from files.
 
     A reference without a path is the initial actor: copied if the actor has random weights, else
     read from the same files.
@@ -58,7 +61,9 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
 def build_critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the critic, which role its weights are copied from).
+    """Return (the critic, the role to copy its weights from by role).
+
+    The second is empty if weights are read from files.
 
     A critic with a path is that model. Otherwise it is the reward model, whose score head is
     already trained, or the actor with a new head. The critic reads the actor's tokens, so the
@@ -143,9 +148,9 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     if apart:
         option = "tokenizer.path" if other.tokenizer.path else "path"
         raise ConfigError(
-            f"{other_name}.{option}={places[1]!r}: {apart} tokens of its tokenizer are not those "
-            f"of {name}.path={places[0]!r}, "
-            f"and the two exchange token ids; take a {other_name} of the same vocabulary"
+            f"{other_name}.{option}={places[1]!r}: {apart} tokens of its tokenizer differ from "
+            f"those of {name}.path={places[0]!r}, but the two roles exchange token ids; choose a "
+            f"{other_name} with the same vocabulary"
         )
 
 

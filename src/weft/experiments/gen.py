@@ -44,12 +44,12 @@ class GenConfig(RunConfig):
         "num_return_sequences": "gen.samples_per_prompt",
     }
 
-    model: ModelSpec = option(ModelSpec(), "the model that completes")
-    dataset: DatasetSpec = option(DatasetSpec(shuffle=False), "rows of the form prompt")
+    model: ModelSpec = option(ModelSpec(), "the model that samples completions")
+    dataset: DatasetSpec = option(DatasetSpec(shuffle=False), "rows of type prompt")
     gen: GenOptions = option(GenOptions(), "the call that samples")
 
     def build(self) -> Experiment:
-        """Return the graph, which is the node `gen` alone.
+        """Return the experiment; its graph is the single node `gen`.
 
         Raises `UserError` with the option, its value and the rule.
         """
