@@ -1,4 +1,4 @@
-"""Apply `allocation_mode=search_placement` and `heuristic`: place the calls and report the estimates."""
+"""Place calls on devices for `allocation_mode=search` and `heuristic`, and report the estimates."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from weft.topology import LETTERS, Layout, Mesh
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
+# Tokens of a prompt and of an answer if no option sets them
 DEFAULT_PROMPT_TOKENS = 512
-DEFAULT_ANSWER_TOKENS = 512  # default tokens of a prompt and of an answer
+DEFAULT_ANSWER_TOKENS = 512
 PAIRED_TYPES = (
     "paired_comparison",
     "preference",
     "ranking",
-)  # types with two or more answers per row
+)  # dataset types with two or more answers per row
 
 
 class UnknownRates(ConfigError):
-    """The speed of the devices is unknown."""
+    """Raised if the speed of the devices is unknown, so that nothing can be estimated."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,10 @@ def place_calls(
     found = search_placement(problem, usual)
     if found.best.excess_bytes:
         raise ConfigError(
-            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits; "
-            f"the least takes "
-            f"{found.best.peak_bytes / GIB:.1f} GiB of a device's {problem.rates.capacity / GIB:.1f} "
-            f"(search.memory_gb); lower "
-            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
+            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits "
+            f"into memory; the smallest needs {found.best.peak_bytes / GIB:.1f} GiB of a device's "
+            f"{problem.rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or use more devices"
         )
     made = PlacementReport(found, problem.rates, problem.loads)
     placed = _with_placement(experiment, found.best, problem.units, free)
@@ -151,7 +151,7 @@ def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 def _build_heuristic_lines(
     best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
 ) -> list[str]:
-    """Return lines on the chosen placement, or none if it is the sharding over all devices."""
+    """Return lines on the chosen placement, or none if all calls are sharded over all devices."""
     if best.meshes == everywhere.meshes:
         return []
     fits = "" if not everywhere.excess_bytes else ", which does not fit"
@@ -168,6 +168,7 @@ def _build_problem(
     """Return the search problem, and the placement with every call on all devices."""
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
+    # Read the sizes of the models.
     on_gpu, dtypes = _find_devices(experiment, config)
     called = {call.role for call in experiment.graph.list_model_calls()}
     networks = {}
@@ -175,6 +176,7 @@ def _build_problem(
         if role in called and spec.path:
             with set_by(f"{find_option_role(experiment.config, role, spec.path)}.path"):
                 networks[role] = _build_network_sizes(spec, dtypes, on_gpu=on_gpu)
+    # List the candidates; roles without a network take no device.
     units, start = _build_units(experiment, free, count, per_node)
     graph = experiment.graph
     placed = [unit for unit in units if unit.role in networks]
@@ -201,9 +203,9 @@ def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
     unread_models: list[str] = []
     for role, path in missing.items():
         unread_models.append(
-            f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, "
-            f"so every call is on all "
-            f"devices; fetch it with: hf download {path} config.json"
+            f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this "
+            f"machine, so every call is on all devices; download it with: hf download {path} "
+            "config.json"
         )
     return unread_models
 
@@ -223,10 +225,12 @@ def _with_placement(
 def _build_units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
-    """Return the units, and by calls the index of the mesh on all devices."""
+    """Return (the units, the index of the mesh on all devices by the calls of a unit)."""
+    # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
     for call in experiment.graph.list_model_calls():
         groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    # List the meshes of each group; a layout that is set leaves one.
     units = []
     start = {}
     for (role, _), calls in groups.items():
@@ -321,9 +325,8 @@ def _find_rates(
         return estimate_cpu_rates(len(os.sched_getaffinity(0)), share, per_node, threads)
     if config.search.gpu is None and not torch.cuda.is_available():
         raise UnknownRates(
-            f"allocation_mode={config.allocation_mode}: this machine has no GPU to look at; name "
-            f"the cluster's by search.gpu, "
-            "such as H100"
+            f"allocation_mode={config.allocation_mode}: this machine has no GPU; set search.gpu "
+            "to the type of the cluster's GPUs, such as H100"
         )
     name = config.search.gpu or torch.cuda.get_device_name(0)
     if all(network.dtype == "float32" for network in networks.values()):
@@ -481,7 +484,7 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return the references that are their actor with its adapters disabled, with that actor."""
+    """Return the actor by reference, for references that are an actor with its adapters disabled."""
     from weft.engine.torch.adapters_off import can_share_base
 
     shared_references: dict[str, str] = {}

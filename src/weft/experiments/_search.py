@@ -24,7 +24,7 @@ from weft.experiments._cost import (
 from weft.experiments._rates import DeviceRates
 from weft.topology import Layout, Mesh
 
-# Up to ALL placements are all tried; of more, annealing draws ANNEALED.
+# At most MAX_EXHAUSTIVE placements are all tried; for more, annealing makes ANNEALING_STEPS steps.
 MAX_EXHAUSTIVE = 20_000
 ANNEALING_STEPS = 6_000
 # Temperatures of annealing at its start and end, in units of log step time
@@ -37,7 +37,7 @@ SEED = 1
 class PlacementUnit:
     """Calls that share one placement: all calls that train a role, or one other call.
 
-    `meshes` are the candidates.
+    `meshes` are the candidates for their placement.
     """
 
     role: str
@@ -196,7 +196,7 @@ class PlacementProblem:
             else:
                 sources = ()
             begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
-            # The devices that send weights compute nothing meanwhile.
+            # Devices compute nothing while they send or receive weights.
             for rank in {*ranks, *sources}:
                 free[rank] = begin + moves
                 busy[rank] += moves
@@ -209,7 +209,7 @@ class PlacementProblem:
                 free[rank] = end
                 busy[rank] += takes
                 computed[rank] += takes * cores_each
-        # With a lag several steps overlap, until a device is always busy.
+        # If sampling may run ahead, steps overlap; a step takes at least the time of the busiest device.
         last = max(ends.values(), default=0.0)
         step = last if not self.max_staleness else max(max(busy), last / (self.max_staleness + 1))
         if self.rates.cores is None:
@@ -223,10 +223,12 @@ class PlacementProblem:
         return max(step, max(nodes) / self.rates.cores)
 
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
-        """Return the bytes of the fullest device, counted as by `weft.engine.memory.compute_peak`."""
+        """Return the bytes used on the fullest device, as `weft.engine.memory.compute_peak` counts."""
+        # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):
             places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
+        # Add up what stays on each device, and the most that a call adds to it.
         stay = [0] * self.num_devices
         most = [0] * self.num_devices
         for (role, number), calls in places.items():
@@ -247,7 +249,7 @@ class PlacementProblem:
     ) -> tuple[int, int]:
         """Return (bytes that stay on a device, bytes added while the role is called).
 
-        `shared`: the weights belong to another role.
+        `shared`: the role uses the weights of another role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:
@@ -395,6 +397,7 @@ def _anneal(
     problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
     """Return the best placement found by simulated annealing, changing one or two units a turn."""
+    # Only units with several candidates can move.
     draw = random.Random(SEED)
     movable = []
     for number, unit in enumerate(problem.units):
@@ -402,6 +405,7 @@ def _anneal(
             movable.append(number)
     now = list(start)
     best = list(start)
+    # Accept a worse placement with a probability that falls with the temperature.
     for turn in range(ANNEALING_STEPS):
         heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
             turn / ANNEALING_STEPS
