@@ -324,7 +324,7 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
     """
     if budget is not None and budget < longest:
         raise ConfigError(
-            f"{option}={budget}: is less than the longest sequence, {longest} tokens ({of_what}); "
+            f"{option}={budget}: cannot hold the longest sequence, {longest} tokens ({of_what}); "
             "raise the first or lower those"
         )
 
