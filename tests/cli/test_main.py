@@ -126,7 +126,10 @@ def test_cfg_job_prints_what_a_run_would_use(
         (["experiment_name=a_b"], "write experiment_name=a-b"),
         (["trial_name=.a"], "trial_name='.a': must contain only letters, digits, . and -"),
         (["trial_name=a/b"], "trial_name='a/b'"),
-        (["trial_name=" + "n" * 300], "trial_name: 300 letters; at most 255"),
+        (
+            ["trial_name=" + "n" * 300],
+            "trial_name: 300 letters; the name of a folder has at most 255",
+        ),
         (["model.optimizer.lr=nan"], "model.optimizer.lr=nan: must be a number"),
         (["model.layout=d0"], "model.layout=d0: data is 0"),
         (

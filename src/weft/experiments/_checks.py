@@ -273,7 +273,8 @@ def check_dataset(dataset: DatasetSpec) -> None:
         and dataset.path != dataset.train_path
     ):
         raise ConfigError(
-            "dataset.path and dataset.train_path are the same option, but have different values; set only one of them"
+            "dataset.path and dataset.train_path are the same option, but have different values; "
+            "set only one of them"
         )
     named = dataset.train_path or dataset.path
     if named is None and not dataset.sources and not dataset.named and not dataset.args:

@@ -142,7 +142,7 @@ class MappedDeepSpeedConfig:
             self.options[option] = value
 
     def list_names(self, name: str) -> tuple[str, ...]:
-        """Return full option names: one per trained role if `name` begins with a dot, else `name`."""
+        """Return full option names: if `name` begins with a dot, one per trained role."""
         if name.startswith("."):
             return tuple(f"{role}{name}" for role in self.roles)
         return (name,)

@@ -56,7 +56,7 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return `dataset`, whose rows have answers, with `max_seqlen` set; it defaults to the context."""
+    """Return a dataset of rows with answers; its `max_seqlen` defaults to the context."""
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
 

@@ -157,7 +157,8 @@ def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str |
         value: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is not valid YAML: {str(error).splitlines()[0]}; remove that run, or name another one"
+            f"{file} is not valid YAML: {str(error).splitlines()[0]}; remove that run, or name "
+            "another one"
         ) from error
     for key in option.split("."):
         value = value.get(key) if isinstance(value, dict) else None

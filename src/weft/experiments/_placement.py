@@ -484,7 +484,7 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return the actor by reference, for references that are an actor with its adapters disabled."""
+    """Return the actor of each reference that is an actor with its adapters disabled."""
     from weft.engine.torch.adapters_off import can_share_base
 
     shared_references: dict[str, str] = {}

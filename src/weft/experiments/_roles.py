@@ -20,9 +20,9 @@ PREFIX_RATE = 1e-2
 
 
 def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the frozen reference, the role to copy its weights from by role).
+    """Return (the frozen reference, {"ref": the role to copy its weights from}).
 
-    The second is empty if weights are read from files.
+    The mapping is empty if weights are read from files.
 
     A reference without a path is the initial actor: copied if the actor has random weights, else
     read from the same files.
@@ -61,9 +61,9 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
 def build_critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the critic, the role to copy its weights from by role).
+    """Return (the critic, {"critic": the role to copy its weights from}).
 
-    The second is empty if weights are read from files.
+    The mapping is empty if weights are read from files.
 
     A critic with a path is that model. Otherwise it is the reward model, whose score head is
     already trained, or the actor with a new head. The critic reads the actor's tokens, so the

@@ -209,7 +209,7 @@ class PlacementProblem:
                 free[rank] = end
                 busy[rank] += takes
                 computed[rank] += takes * cores_each
-        # If sampling may run ahead, steps overlap; a step takes at least the time of the busiest device.
+        # Steps overlap if sampling may run ahead; the busiest device is then a lower bound.
         last = max(ends.values(), default=0.0)
         step = last if not self.max_staleness else max(max(busy), last / (self.max_staleness + 1))
         if self.rates.cores is None:
@@ -223,7 +223,7 @@ class PlacementProblem:
         return max(step, max(nodes) / self.rates.cores)
 
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
-        """Return the bytes used on the fullest device, as `weft.engine.memory.compute_peak` counts."""
+        """Return the bytes used on the fullest device, as in `weft.engine.memory.compute_peak`."""
         # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):

@@ -56,7 +56,8 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
         )
     if options.gen.truncates:
         raise ConfigError(
-            f"ref.url: a server does not know which tokens {name}.gen.top_k, top_p and min_p exclude; "
+            f"ref.url: a server does not know which tokens {name}.gen.top_k, top_p and min_p "
+            "exclude; "
             f"write "
             f"{name}.gen.top_p=1, and no top_k or min_p"
         )

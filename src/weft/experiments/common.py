@@ -486,7 +486,8 @@ def _build(config: RunConfig) -> Experiment:
         return config.build()
     if "build" in overridden:
         raise ConfigError(
-            f"{name} overrides build() and initial_setup(), but a run calls only one of them; remove the other"
+            f"{name} overrides build() and initial_setup(), but a run calls only one of them; "
+            "remove the other"
         )
     try:
         return config.initial_setup()

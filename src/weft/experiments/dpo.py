@@ -237,7 +237,7 @@ class DPOConfig(RunConfig):
 
 
 def _check_kto(dataset: DatasetSpec) -> None:
-    """Raise `ConfigError` for batches of one prompt: KTO's z0 needs completions of other prompts."""
+    """Raise `ConfigError` for batches of one prompt: KTO's z0 needs other prompts."""
     for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
         if getattr(dataset, name) == 1:
             raise ConfigError(

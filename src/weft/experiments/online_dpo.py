@@ -227,5 +227,8 @@ def _build_note(options: OnlineDPOOptions) -> str:
     """Return a line on the pairs, for the plan that is printed before the run."""
     count = options.samples_per_prompt
     if options.pairs == "all":
-        return f"preferences: {count * (count - 1) // 2} pairs per prompt, without those of equal rewards"
+        return (
+            f"preferences: {count * (count - 1) // 2} pairs per prompt, without those of equal "
+            f"rewards"
+        )
     return f"preferences: one pair per prompt, the best and the worst of its {count} completions, if their rewards differ"
