@@ -291,6 +291,7 @@ def _estimate_generation(
 
     Pipeline stages are assumed to wait for each other.
     """
+    # Prefill: a pass over the prompts.
     layout = mesh.layout
     band = rates.compute_bandwidth(mesh.ranks)
     prefill = _estimate_pass(network, replace(load, new_tokens=0), mesh, rates)
@@ -315,6 +316,7 @@ def _estimate_generation(
         / rates.flops
     )
     step = max(products, (weights + cache) / rates.memory_bandwidth) + network.layers * rates.launch
+    # Add the messages: sums of tensor parallelism, gathered weights of sharding, pipeline stages.
     if layout.tensor > 1:
         states = together * network.hidden * network.element_bytes
         step += (
@@ -350,6 +352,7 @@ def estimate_role_memory(
 
     With `own=False` the device has a copy of a trained role, without an optimizer.
     """
+    # Sizes of one device's shard of the network.
     parts = layout.tensor * layout.pipeline
     t = layout.tensor
     layers = math.ceil(network.layers / layout.pipeline)

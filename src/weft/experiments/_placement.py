@@ -67,6 +67,7 @@ class PlacementReport:
 
     def build_lines(self) -> list[str]:
         """Return lines for the plan that is printed before the run."""
+        # Describe the search and the heuristic's placement.
         best = self.result.best
         first = self.result.first
         made = self.result
@@ -83,6 +84,7 @@ class PlacementReport:
             f"estimated, {_format_seconds(first.step_seconds)} "
             f"with allocation_mode=heuristic{fits}; tried {how}"
         ]
+        # Compare both placements for each call.
         for call, mesh in best.meshes.items():
             load = self.loads[call]
             lines.append(
@@ -314,6 +316,7 @@ def _find_rates(
 
     from weft.engine.device import read_memory_bytes
 
+    # CPUs: share this machine's memory and cores.
     memory = config.search.memory_gb
     if not on_gpu:
         if memory is not None:
@@ -323,6 +326,7 @@ def _find_rates(
         asked = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(asked) if asked.isdecimal() and int(asked) else None
         return estimate_cpu_rates(len(os.sched_getaffinity(0)), share, per_node, threads)
+    # GPUs: look up the type that is set, or that of this machine.
     if config.search.gpu is None and not torch.cuda.is_available():
         raise UnknownRates(
             f"allocation_mode={config.allocation_mode}: this machine has no GPU; set search.gpu "
@@ -344,6 +348,7 @@ def _build_network_sizes(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) ->
 
     assert spec.path is not None
     config = read_config(spec.path, spec.type)[1]
+    # Elements of a layer: attention, and the MLP or the experts.
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
     matrices = 3 if config.gated else 2
@@ -421,6 +426,7 @@ def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
             if experts is None
             else (experts.intermediate_size, experts.num)
         )
+        # A low-rank adapter has r elements for each input and output of its matrix.
         ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
         ends |= dict.fromkeys(
             ("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner)
@@ -460,6 +466,7 @@ def _count_ids(experiment: Experiment) -> int:
 
 def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
     """Return (tokens per prompt, tokens per answer, sampled answers per prompt)."""
+    # Lengths are those of the call that samples, or those of the rows.
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":

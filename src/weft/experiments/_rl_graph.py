@@ -193,6 +193,7 @@ class RLGraphBuilder:
         A step of the run is one firing of `actor_train`; each call that trains makes `num_updates`
         optimizer steps per batch. `notes` are lines for the plan that is printed before the run.
         """
+        # Each training call makes `num_updates` optimizer steps.
         trains = []
         for node in nodes:
             if isinstance(node, MFCDef) and node.trains:

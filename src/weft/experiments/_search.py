@@ -183,6 +183,7 @@ class PlacementProblem:
         ends = dict[str, float]()
         started = self._count_started(numbers)
         computed = [0.0] * self.num_devices
+        # Run the nodes in order; each starts when its inputs and its devices are ready.
         for name in self.order:
             begin = max([ends[other] for other in self.producers[name]], default=0.0)
             unit = self._unit_of.get(name)

@@ -25,6 +25,7 @@ def check_shared_options(
     Returns the configuration with the backend of these roles set. A URL is given by an option or by
     the environment; `name` is the group of the method's `options`. Raises `UserError`.
     """
+    # Find the roles that are on a server.
     config = check_config(config)
     rew = _resolve_url("rew", config.rew)
     ref = _resolve_url("ref", config.ref)
@@ -32,6 +33,7 @@ def check_shared_options(
         # Without its own tokenizer the reward model reads the actor's tokens.
         own = config.actor.tokenizer.path or config.actor.path
         rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
+    # Refuse options that a server does not support.
     if is_served(rew) and config.rew_step is not None:
         raise ConfigError(
             f"rew_step={config.rew_step!r} needs a score per token, which a server does not "

@@ -384,6 +384,7 @@ class RunConfig(ABC):
 
     def missing(self) -> list[str]:
         """Return a phrase for each required option that is not set."""
+        # A run needs names, a model and data.
         names = []
         for name in ("experiment_name", "trial_name"):
             if not getattr(self, name):

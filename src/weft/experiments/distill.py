@@ -151,6 +151,7 @@ class DistillConfig(RunConfig):
         There is no `actor_gen` if nothing is sampled; `reverse_kl` has `advantages` before
         `actor_train`. Raises `UserError` with the option, its value and the rule.
         """
+        # Check the options and that both models have the same token ids.
         config = check_config(self)
         options = config.distill
         _check_options(options)
@@ -162,6 +163,7 @@ class DistillConfig(RunConfig):
         )
         check_same_vocabulary("actor", config.actor, "teacher", config.teacher)
         plan = _DistillationGraphBuilder.from_config(config)
+        # All completions are sampled in an evaluation, unless training samples none.
         evaluated = plan if options.on_policy == 0.0 else replace(plan, share=1.0)
         actor = config.actor.with_head("lm", trained=True)
         return assemble(

@@ -53,11 +53,13 @@ class GenConfig(RunConfig):
 
         Raises `UserError` with the option, its value and the rule.
         """
+        # Fill in the defaults of lengths and batch sizes.
         config = check_config(self)
         lengths = SampleLengths.from_options(
             config, fill_batch_sizes(config.dataset), config.gen, "gen"
         )
         dataset = lengths.dataset
+        # Pass the sampling options that users can set.
         gen = asdict(lengths.gen)
         names = []
         for spec in fields(GenerationSpec):

@@ -333,6 +333,7 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
             "grpo.normalize_each_reward=true: needs reward functions in reward (and no "
             "reward_column)"
         )
+    # Options that GDPO ignores must have their defaults.
     usual = GRPOOptions()
     for name in (
         "max_reward_clip",

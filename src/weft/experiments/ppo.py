@@ -130,6 +130,7 @@ class PPOConfig(PolicyConfig):
         assert isinstance(policy.config, PPOConfig), (
             "from_options returns this configuration with its models resolved"
         )
+        # Choose the models; the actor is frozen while only the critic is trained.
         critic, begins_as = policy.build_critic(policy.config.critic, self.ppo.critic_init)
         others, copied = policy.build_roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
         actor = others.pop("actor")
