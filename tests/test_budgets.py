@@ -27,8 +27,8 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     **dict.fromkeys(
         [
             ("function", "src/weft/cli/convert.py", "main"),
-            ("function", "src/weft/cli/data.py", "_parser"),
-            ("function", "src/weft/cli/serve.py", "parser"),
+            ("function", "src/weft/cli/data.py", "_build_parser"),
+            ("function", "src/weft/cli/serve.py", "build_parser"),
             ("function", "src/weft/cli/start.py", "main"),
         ],
         "a list of options, each with its help text",

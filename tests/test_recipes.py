@@ -86,7 +86,7 @@ def test_a_recipe_is_planned_without_a_network(
     assert weft.main([*words, "--dry-run=config"]) == 0
     told = capsys.readouterr().out
     assert "Qwen/Qwen3-0.6B (qwen3), 596M parameters" in told and "memory" in told
-    assert "its config.json is the one that weft ships" in told
+    assert "its config.json is the copy that weft ships" in told
     assert weft.main([*words, "experiment_name=e", "trial_name=t"]) == 2, "a run asks the hub"
     assert not (tmp_path / "runs").exists()
 

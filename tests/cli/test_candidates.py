@@ -50,7 +50,7 @@ def test_options_open_by_their_dots(folder):
         "no seed twice"
     )
     assert dict(find_candidates(["quickstart", "sft"], "max_st"))["max_steps="].startswith(
-        "length of a run in steps"
+        "number of steps"
     )
 
 

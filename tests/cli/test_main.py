@@ -124,9 +124,12 @@ def test_cfg_job_prints_what_a_run_would_use(
         (["max_steps=1.5"], "max_steps=1.5: must be a whole number"),
         (["seed=-1"], "seed=-1: must be at least 0"),
         (["experiment_name=a_b"], "write experiment_name=a-b"),
-        (["trial_name=.a"], "trial_name='.a': must hold letters, digits, . and - only"),
+        (["trial_name=.a"], "trial_name='.a': must contain only letters, digits, . and -"),
         (["trial_name=a/b"], "trial_name='a/b'"),
-        (["trial_name=" + "n" * 300], "trial_name: 300 letters; at most 255"),
+        (
+            ["trial_name=" + "n" * 300],
+            "trial_name: 300 letters; the name of a folder has at most 255",
+        ),
         (["model.optimizer.lr=nan"], "model.optimizer.lr=nan: must be a number"),
         (["model.layout=d0"], "model.layout=d0: data is 0"),
         (
@@ -198,7 +201,7 @@ def test_cfg_job_prints_what_a_run_would_use(
             ["model.pipeline_stages_per_rank=2"],
             "model.pipeline_schedule=1f1b has one stage per rank, and 2 were asked for",
         ),
-        (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] cannot be read"),
+        (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] is not valid"),
         (["dataset.type=prompt"], "key 'completion'"),
         (["model.path=./modle"], "did you mean model?"),
         (["model.path=rows.jsonl"], "is a file"),

@@ -54,10 +54,10 @@ def test_a_directory_with_a_prefix(base: Path, tmp_path: Path) -> None:
     assert further.build().roles["model"].path == where
     assert find_context(further) == 508
     with pytest.raises(
-        ConfigError, match=r"is a prefix of 4 tokens, and model\.prefix\.num_tokens=0; write model"
+        ConfigError, match=r"is a prefix of 4 tokens, but model\.prefix\.num_tokens=0; write model"
     ):
         config(tmp_path, path=where).build()
-    with pytest.raises(ConfigError, match=r"is a prefix, which model\.backend=hf does not compute"):
+    with pytest.raises(ConfigError, match=r"is a prefix, which model\.backend=hf does not support"):
         config(tmp_path, path=where, backend="hf").build()
 
 

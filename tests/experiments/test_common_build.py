@@ -217,7 +217,11 @@ def test_sizes_of_a_ppo_step() -> None:
         # scale_rewards=group
         ("grpo", {"grpo__group_size": 1, "grpo__baseline": "none"}, "a group of 1"),
         ("grpo", {"grpo__gen__greedy": True}, "all the same"),
-        ("ppo", {"dataset__train_tokens_per_batch": 4096}, "ppo counts prompts"),
+        (
+            "ppo",
+            {"dataset__train_tokens_per_batch": 4096},
+            "ppo forms batches by number of prompts",
+        ),
         ("ppo", {"rew__path": None}, "rew.path and reward are both missing"),
         (
             "ppo",
@@ -229,11 +233,11 @@ def test_sizes_of_a_ppo_step() -> None:
             {"ppo__gen__max_new_tokens": 256, "ppo__gen__min_new_tokens": 300},
             "min_new_tokens=300 exceeds",
         ),
-        ("ppo", {"ppo__kl_ctl": 0.0, "ppo__ref_ema_eta": 0.1}, "kl_ctl=0 leaves it out"),
+        ("ppo", {"ppo__kl_ctl": 0.0, "ppo__ref_ema_eta": 0.1}, "kl_ctl=0 removes it"),
         (
             "ppo",
             {"ppo__kl_ctl": 0.0, "ref_inf__max_tokens_per_microbatch": 4096},
-            "ref_inf.*: these options change a call",
+            "ref_inf.*: these options are for a call",
         ),
         (
             "ppo",
@@ -519,7 +523,7 @@ def test_hooks_as_users_write_them() -> None:
     assert parse_hooks("offload_optimizer") == (Offload("optimizer"),)
     assert parse_hooks(["f"]) == (Call("f"),)
     assert parse_hooks(None) == ()
-    with pytest.raises(ConfigError, match="hook 3 cannot be read"):
+    with pytest.raises(ConfigError, match="hook 3 is not valid"):
         parse_hooks([3])
 
 

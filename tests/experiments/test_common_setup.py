@@ -97,7 +97,7 @@ def test_a_shipped_configuration_has_both_names_for_one_experiment(options: dict
     [
         (
             Both,
-            "Both overrides build() and initial_setup(), and a run follows one of them; keep one",
+            "Both overrides build() and initial_setup(), but a run calls only one of them; remove the other",
         ),
         (
             EditsRPCs,

@@ -114,7 +114,7 @@ def test_values_reach_every_trained_role() -> None:
 def test_the_whole_batch_comes_before_its_factors() -> None:
     mapped = map_config({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, ["model"])
     assert mapped.options == {"dataset.train_bs_n_seqs": 64}
-    assert "packed by tokens" in mapped.notes[0]
+    assert "packs rows into micro-batches" in mapped.notes[0]
 
 
 def test_sgd_has_no_momentum_unless_it_is_written() -> None:
@@ -171,7 +171,7 @@ def test_sgd_has_no_momentum_unless_it_is_written() -> None:
         ),
         (
             {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-            "bf16.enabled=True: float16 is asked for too",
+            "bf16.enabled=True: float16 is enabled too",
         ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: must be 0, 1, 2 or 3"),
         (

@@ -190,7 +190,7 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     )
     mixed = build(material, *MIXED, "dataset.train_bs_n_seqs=8", "max_new_tokens=6")
     assert mixed.plan_notes[0] == (
-        "about 50% of the rows, drawn anew each step, get completions of at most 6 tokens from "
+        "about 50% of the rows, chosen at random in each step, get completions of at most 6 tokens from "
         "the student"
     )
     assert (
@@ -252,44 +252,47 @@ def test_options_may_be_spelled_as_trls(material: Path) -> None:
         ),
         (
             (REVERSE, "beta=0"),
-            "distill.divergence_beta=0.0: has no meaning with distill.loss_type=reverse_kl",
+            "distill.divergence_beta=0.0: has no effect with distill.loss_type=reverse_kl",
         ),
-        ((REVERSE, "distill.top_k=8"), "distill.top_k=8: has no meaning"),
-        ((REVERSE, "distill.sft_coef=0.1"), "distill.sft_coef=0.1: has no meaning"),
+        ((REVERSE, "distill.top_k=8"), "distill.top_k=8: has no effect"),
+        ((REVERSE, "distill.sft_coef=0.1"), "distill.sft_coef=0.1: has no effect"),
         (
             ("distill.discount=1",),
-            "distill.discount=1.0: has no meaning with distill.loss_type=gkd",
+            "distill.discount=1.0: has no effect with distill.loss_type=gkd",
         ),
         (
             ("distill.eps_clip=0.1",),
-            "distill.eps_clip=0.1: has no meaning with distill.loss_type=gkd",
+            "distill.eps_clip=0.1: has no effect with distill.loss_type=gkd",
         ),
-        (("distill.eps_clip_high=0.1",), "distill.eps_clip_high=0.1: has no meaning"),
+        (("distill.eps_clip_high=0.1",), "distill.eps_clip_high=0.1: has no effect"),
         ((REVERSE, "distill.eps_clip=2"), "eps_clip=2.0"),
-        (("distill.sft_coef=0.1",), "distill.sft_coef=0.1: does nothing with distill.on_policy=1"),
+        (("distill.sft_coef=0.1",), "distill.sft_coef=0.1: has no effect with distill.on_policy=1"),
         (
             (*OFFLINE, "max_new_tokens=8"),
-            "distill.gen.max_new_tokens=8: does nothing with distill.on_policy=0.0",
+            "distill.gen.max_new_tokens=8: has no effect with distill.on_policy=0.0",
         ),
-        ((*OFFLINE, "top_p=0.9"), "distill.gen.top_p=0.9: does nothing"),
-        ((*OFFLINE, "num_generations=2"), "distill.samples_per_prompt=2: does nothing"),
+        ((*OFFLINE, "top_p=0.9"), "distill.gen.top_p=0.9: has no effect"),
+        ((*OFFLINE, "num_generations=2"), "distill.samples_per_prompt=2: has no effect"),
         (
             (*OFFLINE, "actor_gen.max_tokens_per_microbatch=512"),
-            "actor_gen.*: these options change a call that this graph",
+            "actor_gen.*: these options are for a call that is not in this graph",
         ),
         (
             (*MIXED, "num_generations=2"),
-            "distill.samples_per_prompt=2: has no meaning with distill.on_policy=0.5",
+            "distill.samples_per_prompt=2: is not possible with distill.on_policy=0.5",
         ),
-        ((REVERSE, "distill.gen.greedy=true"), "a greedy completion is no sample"),
+        ((REVERSE, "distill.gen.greedy=true"), "a greedy completion is not a sample"),
         (
             ("distill.gen.greedy=true", "num_generations=2"),
             "the 2 greedy completions of a prompt are all the same",
         ),
-        (("dataset.train_tokens_per_batch=512",), "distill counts rows, unless nothing is sampled"),
+        (
+            ("dataset.train_tokens_per_batch=512",),
+            "distill needs a fixed number of rows, unless nothing is sampled",
+        ),
         (
             (*OFFLINE, "dataset.train_tokens_per_batch=512", "distill.ppo_n_minibatches=2"),
-            "distill counts rows",
+            "distill needs a fixed number of rows",
         ),
         (
             ("distill.ppo_n_minibatches=3",),
@@ -325,7 +328,7 @@ def test_a_teacher_of_other_tokens_is_refused_with_the_options(
     path = other_tokens(material, tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"teacher\.path='.*other': \d+ tokens of its tokenizer are not those of actor",
+        match=r"teacher\.path='.*other': \d+ tokens of its tokenizer differ from those of actor",
     ):
         build(material, f"teacher.path={path}")
     build(material, f"teacher.path={path}", f"teacher.tokenizer.path={material}/student")

@@ -41,7 +41,8 @@ def test_models_that_write_no_text_are_refused(root: Path) -> None:
     rw = RWConfig(**options(root, "rw", eval_prompts=asked))
     rw.model.path, rw.dataset.train_path = str(root / "model"), str(root / "pairs.jsonl")
     with pytest.raises(
-        ConfigError, match=r"eval_prompts=.*: rw trains a model that scores texts and writes none"
+        ConfigError,
+        match=r"eval_prompts=.*: rw trains a model that scores texts but cannot generate any",
     ):
         rw.build()
     gen = GenConfig(**options(root, "gen", eval_prompts=asked))
@@ -63,5 +64,5 @@ def test_files_that_are_not_there_and_lengths_that_do_not_fit_are_refused(root: 
     ):
         config.build()
     config.eval_prompts = None
-    with pytest.raises(ConfigError, match="there are no eval_prompts"):
+    with pytest.raises(ConfigError, match="eval_prompts is not set"):
         config.build()

@@ -159,11 +159,11 @@ def test_types_without_a_family_go_to_transformers(runs: Path) -> None:
     assert config(SFTConfig, model={"path": "runs/e/sft"}).build().roles["model"].backend == "torch"
     with pytest.raises(
         ConfigError,
-        match=r"^model\.backend=torch: .* type bloom; leave the option out, and backend=hf",
+        match=r"^model\.backend=torch: .* type bloom; leave the option out to use backend=hf",
     ):
         config(SFTConfig, model={"path": "runs/e/bloom", "backend": "torch"}).build()
     with pytest.raises(
-        ConfigError, match=r"^model\.tokenizer\.add_tokens=.* keeps their vocabulary"
+        ConfigError, match=r"^model\.tokenizer\.add_tokens=.* cannot extend their vocabulary"
     ):
         config(
             SFTConfig, model={"path": "runs/e/bloom", "tokenizer": {"add_tokens": ["<x>"]}}
@@ -225,7 +225,7 @@ def test_a_reward_model_that_is_no_decoder_is_refused_with_what_to_set(runs: Pat
     config.rew.path = str(runs / "e" / "bert" / "checkpoints" / "rew" / "step1")
     with pytest.raises(
         ConfigError,
-        match=r"a model of type bert is no decoder.*set rew.backend=null and score with an",
+        match=r"a model of type bert is not a decoder.*set rew.backend=null and score with your own",
     ):
         config.build()
     config.rew.backend, config.rew_inf.interface = "null", "infer"

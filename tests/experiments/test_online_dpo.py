@@ -173,11 +173,11 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     assert experiment.plan_notes == (
         "completions of at most 6 tokens, prompts of at most 506",
         "a step's completions are trained on in minibatches of 8, for 2 epochs",
-        "preferences: one pair a prompt, the best and the worst of its 4 completions, if their "
+        "preferences: one pair per prompt, the best and the worst of its 4 completions, if their "
         "rewards differ",
     )
     every = build(material, *words, "online_dpo.pairs=all")
-    assert every.plan_notes[-1] == "preferences: 6 pairs a prompt, less those of equal rewards"
+    assert every.plan_notes[-1] == "preferences: 6 pairs per prompt, without those of equal rewards"
     assert build(material).updates_per_firing == {"actor_train": 1}
 
 
@@ -249,7 +249,7 @@ def test_names_of_other_libraries(material: Path, word: str, option: str, value:
         ("online_dpo.pairs=some", "online_dpo.pairs='some': must be one of best_worst, all"),
         (
             "loss_type=kto",
-            "online_dpo.loss_type='kto': learns from answers that are good or bad by themselves",
+            "online_dpo.loss_type='kto': needs answers labelled good or bad",
         ),
         ("loss_type=bco", "bco_pair is bco's loss of a pair"),
         ("loss_type=aot", "online_dpo.loss_type='aot': sorts the scores of a whole batch"),
@@ -266,7 +266,7 @@ def test_names_of_other_libraries(material: Path, word: str, option: str, value:
         ("reward=null", "rew.path and reward are both missing"),
         (
             "loss_type=simpo ref_inf.deadline_s=9",
-            "ref_inf.*: these options change a call that this graph does not make",
+            "ref_inf.*: these options are for a call that is not in this graph",
         ),
         ("actor_inf.deadline_s=9", "unknown option 'actor_inf.deadline_s'"),
         ("preferences.deadline_s=9", "'preferences' is a host function"),

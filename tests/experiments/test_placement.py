@@ -102,7 +102,7 @@ def test_where_nothing_fits_the_error_says_what_the_least_is(folder: Path) -> No
     sft.search.memory_gb = 1.0
     with pytest.raises(
         ConfigError,
-        match=r"no placement on 8 devices fits; the least takes \d+\.\d GiB of a device's 1\.0",
+        match=r"no placement on 8 devices fits into memory; the smallest needs \d+\.\d GiB of a device's 1\.0",
     ):
         sft.build()
 
@@ -110,9 +110,7 @@ def test_where_nothing_fits_the_error_says_what_the_least_is(folder: Path) -> No
 def test_a_cluster_of_gpus_is_named_where_this_machine_has_none(folder: Path) -> None:
     sft = config(SFTConfig, folder, "pairs.jsonl", "model")
     sft.search.gpu, sft.device = None, "cuda"
-    with pytest.raises(
-        ConfigError, match=r"this machine has no GPU to look at; name the cluster's by search.gpu"
-    ):
+    with pytest.raises(ConfigError, match=r"this machine has no GPU; set search.gpu"):
         sft.build()
 
 
@@ -238,7 +236,10 @@ def test_the_heuristic_has_a_large_model_on_all_gpus(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "told"),
-    [(None, "this machine has no GPU to look at"), ("H101", "search.gpu='H101': no figures")],
+    [
+        (None, "this machine has no GPU; set search.gpu"),
+        ("H101", "search.gpu='H101': the speed of this GPU is not known"),
+    ],
 )
 def test_where_nothing_is_known_of_the_devices_the_heuristic_takes_all(
     folder: Path, gpu: str | None, told: str

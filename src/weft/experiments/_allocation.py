@@ -1,4 +1,4 @@
-"""Give a layout to the roles that have none, as `allocation_mode` says."""
+"""Assign a layout to each role that has none, according to `allocation_mode`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class SearchSpec:
     )
     memory_gb: float | None = option(
         None,
-        "usable GiB of a device's memory; absent: nine tenths of a GPU's memory, or an equal share "
-        "of a CPU's",
+        "usable GiB of a device's memory; absent: 90% of a GPU's memory, or for CPUs an equal "
+        "share of 90% of the machine's memory",
         at_least=0.0,
     )
     prompt_tokens: int | None = option(
         None,
-        "tokens of a prompt; absent: dataset.max_prompt_len if it is set, else 512",
+        "tokens per prompt; absent: dataset.max_prompt_len if it is set, else 512",
         at_least=1,
     )
     answer_tokens: int | None = option(
         None,
-        "tokens of an answer; absent: the maximum that is sampled, or for rows the rest of "
-        "dataset.max_seqlen if it is set, else 512",
+        "tokens per answer; absent: the maximum of sampled tokens, or for answers in rows what "
+        "prompts leave of dataset.max_seqlen, or 512 if that is not set",
         at_least=1,
     )
 

@@ -133,9 +133,8 @@ def check_config(config: RunConfigT) -> RunConfigT:
     data = getattr(config, "dataset", None)
     if isinstance(data, DatasetSpec) and data.sample_mixing and config.algorithm != "sft":
         raise ConfigError(
-            f"dataset.sample_mixing={data.sample_mixing}: {config.algorithm} counts the ids of "
-            f"its batches, and only sft mixes "
-            "samples; leave it out"
+            f"dataset.sample_mixing={data.sample_mixing}: only sft mixes samples, since "
+            f"{config.algorithm} counts the ids of its batches; leave it out"
         )
     return resolve_models(config)
 
@@ -197,6 +196,7 @@ def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[
 
 def has_validation(dataset: DatasetSpec) -> bool:
     """Return whether the dataset options or one of the sources have validation rows."""
+    # Look for validation rows of the sources, then of the named datasets.
     sources = list_source_specs(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
     named = []
@@ -211,11 +211,13 @@ def has_validation(dataset: DatasetSpec) -> bool:
 
 def _collect_options(config: RunConfig, plan: ExperimentParts) -> dict[str, Any]:
     """Return the options as plain values, with default learning rates and lengths filled in."""
+    # Fill in the learning rates of trained roles.
     values = to_mapping(config)
     for name, spec in plan.roles.items():
         own = values.get(name)
         if spec.trained and isinstance(own, dict):
             own["optimizer"]["lr"] = spec.optimizer.peak_lr
+    # Fill in the lengths of rows and of sampled completions.
     lengths = {name: getattr(plan.dataset, name) for name in ("max_seqlen", "max_prompt_len")}
     values["dataset"] |= {name: length for name, length in lengths.items() if length is not None}
     samples = []
@@ -257,13 +259,13 @@ def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
 
     Raises `ConfigError` if evaluation is requested and there is nothing to evaluate on.
     """
-    asked = []
+    options = []
     for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
         if getattr(config, n) is not None:
-            asked.append(n)
-    if asked and config.eval_prompts is None and not has_validation(dataset):
+            options.append(n)
+    if options and config.eval_prompts is None and not has_validation(dataset):
         raise ConfigError(
-            f"{asked[0]}={getattr(config, asked[0])}: there is nothing to evaluate on; "
+            f"{options[0]}={getattr(config, options[0])}: there is nothing to evaluate on; "
             "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or "
             "eval_prompts"
         )
@@ -302,9 +304,8 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
             experiment = experiment.with_mfc(spec.name, **wanted.list_changes(node))
         elif wanted != type(wanted)():
             raise ConfigError(
-                f"{spec.name}.*: these options change a call that this graph does not make; its "
-                f"nodes are "
-                f"{', '.join(experiment.graph.order)}"
+                f"{spec.name}.*: these options are for a call that is not in this graph; its "
+                f"nodes are {', '.join(experiment.graph.order)}"
             )
     return experiment
 

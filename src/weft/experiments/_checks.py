@@ -58,15 +58,15 @@ def find_device_problem(device: str) -> str | None:
     """Return an error message for an invalid `device`, else None."""
     if DEVICE.fullmatch(device):
         return None
-    return "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
+    return "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best device available"
 
 
-def check_flash(asked: str, mode: str) -> None:
+def check_flash(flash_attention: str, mode: str) -> None:
     """Raise `ConfigError` if flash attention 3 is requested, but not installed.
 
     Only `mode=local` is checked: in the other modes another machine computes.
     """
-    if asked == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
+    if flash_attention == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
         raise ConfigError(
             f"flash_attention=fa3: needs the package {FLASH_3}, which is not installed; leave it "
             f"out"
@@ -102,7 +102,7 @@ def find_layout_problem(layout: str) -> str | None:
 
 
 def check_names(**names: str) -> None:
-    """Raise `ConfigError` unless each name can be that of a folder, a process and a job."""
+    """Raise `ConfigError` unless each name is valid for a folder, a process and a job."""
     for option, name in names.items():
         if not name:
             raise ConfigError(
@@ -111,13 +111,12 @@ def check_names(**names: str) -> None:
         if (count := len(os.fsencode(name))) > MAX_NAME_LENGTH:
             unit = "letters" if name.isascii() else "bytes"
             raise ConfigError(
-                f"{option}: {count} {unit}; at most {MAX_NAME_LENGTH}, since a folder bears the name"
+                f"{option}: {count} {unit}; the name of a folder has at most {MAX_NAME_LENGTH}"
             )
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"{option}={name!r}: must hold letters, digits, . and - only, and not begin with "
-                f"a dot; "
-                f"write {option}={_suggest_name(name)}"
+                f"{option}={name!r}: must contain only letters, digits, . and -, and not begin "
+                f"with a dot; write {option}={_suggest_name(name)}"
             )
 
 
@@ -138,8 +137,7 @@ def check_model(role: str, spec: ModelSpec) -> None:
     if spec.backend in NO_NETWORK:
         if spec.path is None and spec.tokenizer.path is None:
             raise ConfigError(
-                f"{role}.backend={spec.backend} is a role of a tokenizer alone: set "
-                f"{role}.tokenizer.path"
+                f"{role}.backend={spec.backend} loads only a tokenizer: set {role}.tokenizer.path"
             )
         return
     if spec.trained:
@@ -171,16 +169,16 @@ def check_local(option: str, path: str) -> Path | None:
     """
     if not is_local(path):
         return None
-    found = Path(path).expanduser()
-    if found.exists():
-        return found
-    if found.parent.is_dir():
-        siblings = [p.name for p in found.parent.iterdir()]
+    local_path = Path(path).expanduser()
+    if local_path.exists():
+        return local_path
+    if local_path.parent.is_dir():
+        siblings = [p.name for p in local_path.parent.iterdir()]
     else:
         siblings = []
-    close = find_nearest(found.name, siblings, 1)
+    close = find_nearest(local_path.name, siblings, 1)
     if close:
-        hint = f"did you mean {found.parent / close[0]}?"
+        hint = f"did you mean {local_path.parent / close[0]}?"
     else:
         hint = "check the spelling"
     raise CheckpointError(f"{option}={path!r}: there is no such file or directory; {hint}")
@@ -190,19 +188,19 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
     option = f"{role}.path={spec.path!r}"
     if not directory.is_dir():
         raise CheckpointError(
-            f"{option}: is a file; give the directory that holds config.json and the weights"
+            f"{option}: is a file; give the directory that contains config.json and the weights"
         )
     if prefix := read_prefix(directory):
         _check_prefix(role, spec, prefix)
         return
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{option}: has no config.json; name {ACCEPTED_NAMES}")
+        raise CheckpointError(f"{option}: has no config.json; give {ACCEPTED_NAMES}")
     with set_by(f"{role}.path"):
         values = read_config_values(str(spec.path))
     if spec.head == "lm" and is_reward_model(values):
         raise CheckpointError(
-            f"{option}: is a reward or value model ({values['architectures'][0]}), which has no "
-            f"words; name a policy"
+            f"{option}: is a reward or value model ({values['architectures'][0]}), which cannot "
+            "generate text; give a language model"
         )
     if not (spec.init_from_scratch or spec.planned) and not any(
         next(directory.glob(p), None) for p in WEIGHTS
@@ -213,36 +211,35 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         )
 
 
-def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
+def _check_prefix(role: str, spec: ModelSpec, prefix: PrefixSettings) -> None:
     """Check a trained prefix that is given as a role's model, and its base model.
 
     A trained role must set `prefix.num_tokens` to the length of the prefix.
     """
     option = f"{role}.path={spec.path!r}"
-    asked = spec.prefix.num_tokens
+    num_tokens = spec.prefix.num_tokens
     if spec.backend == "hf":
         raise ConfigError(
-            f"{option}: is a prefix, which {role}.backend=hf does not compute; use backend=torch"
+            f"{option}: is a prefix, which {role}.backend=hf does not support; use backend=torch"
         )
-    if spec.trained and asked != found.num_tokens:
+    if spec.trained and num_tokens != prefix.num_tokens:
         raise ConfigError(
-            f"{option}: is a prefix of {found.num_tokens} tokens, and "
-            f"{role}.prefix.num_tokens={asked}; write "
-            f"{role}.prefix.num_tokens={found.num_tokens} to train it further, or "
-            f"{role}.path={found.base} for its model"
+            f"{option}: is a prefix of {prefix.num_tokens} tokens, but "
+            f"{role}.prefix.num_tokens={num_tokens}; write {role}.prefix.num_tokens={prefix.num_tokens} "
+            f"to train it further, or {role}.path={prefix.base} for its base model"
         )
-    base = check_local(f"{role}.path={spec.path!r}: base_model_name_or_path", found.base)
+    base = check_local(f"{role}.path={spec.path!r}: base_model_name_or_path", prefix.base)
     if base is not None:
-        _check_directory(role, replace(spec, path=found.base, prefix=PrefixSpec()), base)
+        _check_directory(role, replace(spec, path=prefix.base, prefix=PrefixSpec()), base)
 
 
 def count_prefix_tokens(spec: ModelSpec) -> int:
     """Return the number of context tokens that a role's prefix takes."""
     if spec.path is not None and is_local(spec.path):
-        found = read_prefix(spec.path)
+        prefix = read_prefix(spec.path)
     else:
-        found = None
-    return spec.prefix.num_tokens if found is None else found.num_tokens
+        prefix = None
+    return spec.prefix.num_tokens if prefix is None else prefix.num_tokens
 
 
 def read_model_config(spec: ModelSpec) -> Mapping[str, Any]:
@@ -276,7 +273,8 @@ def check_dataset(dataset: DatasetSpec) -> None:
         and dataset.path != dataset.train_path
     ):
         raise ConfigError(
-            "dataset.path and dataset.train_path are the same option and differ; set one of them"
+            "dataset.path and dataset.train_path are the same option, but have different values; "
+            "set only one of them"
         )
     named = dataset.train_path or dataset.path
     if named is None and not dataset.sources and not dataset.named and not dataset.args:
@@ -302,21 +300,21 @@ def _is_local_path(path: str) -> bool:
 
 def _check_data_file(option: str, path: str) -> None:
     refuse_url(path, f"{option}={path!r}", ConfigError)
-    found = Path(path).expanduser()
-    if not found.exists():
-        if found.parent.is_dir():
-            siblings = [p.name for p in found.parent.iterdir()]
+    local_path = Path(path).expanduser()
+    if not local_path.exists():
+        if local_path.parent.is_dir():
+            siblings = [p.name for p in local_path.parent.iterdir()]
         else:
             siblings = []
-        close = find_nearest(found.name, siblings, 1)
+        close = find_nearest(local_path.name, siblings, 1)
         if close:
-            hint = f"did you mean {found.parent / close[0]}?"
+            hint = f"did you mean {local_path.parent / close[0]}?"
         else:
             hint = "check the spelling"
         raise ConfigError(f"{option}={path!r}: there is no such file or directory; {hint}")
-    if is_root(found):
+    if is_root(local_path):
         raise ConfigError(f"{option}={path!r}: {ROOT}")
-    if found.is_file() and found.stat().st_size == 0:
+    if local_path.is_file() and local_path.stat().st_size == 0:
         raise ConfigError(f"{option}={path!r}: the file is empty; it needs at least one row")
 
 
@@ -328,7 +326,7 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
     if budget is not None and budget < longest:
         raise ConfigError(
             f"{option}={budget}: cannot hold the longest sequence, {longest} tokens ({of_what}); "
-            f"raise the first or lower those"
+            "raise the first or lower those"
         )
 
 
@@ -343,19 +341,19 @@ def count_minibatches(total: int, size: int | None, count: int, algorithm: str) 
             raise ConfigError(
                 f"{algorithm}.mini_batch_size={size}: must divide the {total} completions of a "
                 f"step "
-                f"(dataset.train_bs_n_seqs x samples a prompt); {_format_divisors(total)}"
+                f"(dataset.train_bs_n_seqs x samples per prompt); {_format_divisors(total)}"
             )
         return total // size
     if total % count:
         raise ConfigError(
             f"{algorithm}.ppo_n_minibatches={count}: must divide the {total} completions of a step "
-            f"(dataset.train_bs_n_seqs x samples a prompt); {_format_divisors(total)}"
+            f"(dataset.train_bs_n_seqs x samples per prompt); {_format_divisors(total)}"
         )
     return count
 
 
 def _format_divisors(total: int) -> str:
-    found = [n for n in range(1, total + 1) if total % n == 0]
-    if len(found) < 13:
-        return f"{', '.join(map(str, found[:12]))} do"
-    return f"{', '.join(map(str, found[:12]))}, ... do"
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    if len(divisors) < 13:
+        return f"{', '.join(map(str, divisors[:12]))} do"
+    return f"{', '.join(map(str, divisors[:12]))}, ... do"

@@ -1,4 +1,4 @@
-"""The options that people set most often, for each algorithm; `--help` shows them first."""
+"""The most common options of each algorithm; `--help` shows them first."""
 
 from __future__ import annotations
 
@@ -166,6 +166,7 @@ def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
     chosen = {}
     for group, names in COMMON.get(config.algorithm, {}).items():
         chosen[group] = tuple(dict.fromkeys(name for name in names if name in known))
+    # Options that no class of weft defines are the user's own.
     kin = []
     for cls in type(config).__mro__:
         if cls.__module__.startswith("weft.") and is_dataclass(cls):

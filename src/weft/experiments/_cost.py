@@ -55,15 +55,15 @@ class DecoderSizes:
     trained: bool = False
     trainable: int | None = None  # number of adapter elements, if only adapters are trained
     optimizer: str = "adamw"
-    recompute: int = 0
+    recompute: int = 0  # every n-th layer is recomputed in the backward pass; 0 for none
     offload_weights: bool = False
     offload_optimizer: bool = False
     state_dtype: str = "float32"
     fp8: bool = False
-    reshards: bool = True
-    sums_once: bool = False
-    fused: bool = True
-    capped: bool = False
+    reshards: bool = True  # gathered parameters are resharded after each block
+    sums_once: bool = False  # gradients are scattered after the last micro-batch, not after each
+    fused: bool = True  # the MLP recomputes its activation in the backward pass
+    capped: bool = False  # logits have a soft cap
     adapters: int = 0  # activation elements per token saved for a layer's adapters
     on_gpu: bool = True
 
@@ -155,6 +155,7 @@ def estimate_transfer_seconds(
         (network.num_parameters if network.trainable is None else network.trainable)
         * network.element_bytes
     )
+    # Bytes that each target device lacks; the senders share them equally.
     wanted = {}
     for rank in target.ranks:
         wanted[rank] = (
@@ -184,6 +185,7 @@ def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
     b = target.layout
     here = source.get_coordinates(rank)
     there = target.get_coordinates(rank)
+    # The overlap of both intervals, in each dimension of the layout.
     share = 1.0
     for parts, own, at, wanted in (
         (a.tensor, b.tensor, here.tensor, there.tensor),
@@ -264,6 +266,7 @@ def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> f
     """Return the seconds of summing the gradients and of one optimizer step."""
     layout = mesh.layout
     band = rates.compute_bandwidth(mesh.ranks)
+    # Bytes that a device exchanges: one share per shard, then sums over the copies.
     parts = layout.tensor * layout.pipeline
     gradients = network.num_trained * WIDE / parts
     own = network.num_trained / parts / layout.fsdp
@@ -288,6 +291,7 @@ def _estimate_generation(
 
     Pipeline stages are assumed to wait for each other.
     """
+    # Prefill: a pass over the prompts.
     layout = mesh.layout
     band = rates.compute_bandwidth(mesh.ranks)
     prefill = _estimate_pass(network, replace(load, new_tokens=0), mesh, rates)
@@ -312,6 +316,7 @@ def _estimate_generation(
         / rates.flops
     )
     step = max(products, (weights + cache) / rates.memory_bandwidth) + network.layers * rates.launch
+    # Add the messages: sums of tensor parallelism, gathered weights of sharding, pipeline stages.
     if layout.tensor > 1:
         states = together * network.hidden * network.element_bytes
         step += (
@@ -347,6 +352,7 @@ def estimate_role_memory(
 
     With `own=False` the device has a copy of a trained role, without an optimizer.
     """
+    # Sizes of one device's shard of the network.
     parts = layout.tensor * layout.pipeline
     t = layout.tensor
     layers = math.ceil(network.layers / layout.pipeline)

@@ -2,8 +2,8 @@
 
 Each key is mapped to an option, ignored because it only tunes DeepSpeed, or refused by name.
 DeepSpeed itself is not needed. The known keys come from its "DeepSpeed Configuration JSON". A value
-of `auto`, which Hugging Face's Trainer fills in from its own options, is left to weft's command
-line or defaults.
+of `auto`, which Hugging Face's Trainer fills in from its own options, sets nothing, so that weft's
+command line or defaults apply.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ LOSS_SCALING = frozenset(
 )
 # Keys that are refused if they are switched on, each with a remedy.
 REFUSED = {
-    "amp": "NVIDIA's apex; write bf16",
+    "amp": "NVIDIA's apex is not used; write bf16",
     "sparse_gradients": "gradients are dense here; leave it out",
     "prescale_gradients": "gradients are summed in float32; leave it out",
-    "elasticity": "batch sizes are those of the options; leave it out",
+    "elasticity": "batch sizes are fixed by the options; leave it out",
     "autotuning": "leave it out",
     "sparse_attention": "attention is exact; leave it out",
     "progressive_layer_drop": "every layer is trained; leave it out",
@@ -114,18 +114,18 @@ REFUSED = {
     "quantize_training": "weights are not quantized; leave it out",
     "eigenvalue": "leave it out",
     "hybrid_engine": "generation has its own layout: actor_gen.layout",
-    "pipeline": "pipelines are the p of a layout: layout=d2p2",
+    "pipeline": "pipeline parallelism is the p of a layout: layout=d2p2",
     "tensor_parallel": "tensor parallelism is the t of a layout: layout=d2t2",
-    "sequence_parallel_size": "long sequences are the c of a layout: layout=d2c2",
+    "sequence_parallel_size": "context parallelism is the c of a layout: layout=d2c2",
 }
 
 
 @dataclass
 class MappedDeepSpeedConfig:
-    """Result of the translation of a DeepSpeed configuration.
+    """Result of translating a DeepSpeed configuration.
 
-    `options` are weft's options by name, `notes` lines for the user, `tuning` the keys that only
-    tune DeepSpeed, `refused` the refused keys with reasons.
+    `options` are weft's options by name; `notes` are lines for the user; `tuning` lists the keys
+    that only tune DeepSpeed; `refused` lists the refused keys with the reasons.
     """
 
     roles: tuple[str, ...]  # trained roles
@@ -142,7 +142,7 @@ class MappedDeepSpeedConfig:
             self.options[option] = value
 
     def list_names(self, name: str) -> tuple[str, ...]:
-        """Return the full option names: one per trained role if the name begins with a dot."""
+        """Return full option names: if `name` begins with a dot, one per trained role."""
         if name.startswith("."):
             return tuple(f"{role}{name}" for role in self.roles)
         return (name,)
@@ -229,6 +229,7 @@ def _read_group(done: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[st
 
 def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
     """Map the batch sizes: the global batch to rows, the micro-batch of a device to tokens."""
+    # Find the sizes that the file sets.
     micro, accumulation = (
         config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
@@ -240,6 +241,7 @@ def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
     }
     good = {key: _check_number(done, key, value, 1) for key, value in sizes.items()}
     done.batch = {key: int(sizes[key]) for key, fine in good.items() if fine}  # type: ignore[arg-type]
+    # Set the batch size, of all devices or of each.
     if good["train_batch_size"]:
         done.set_option("dataset.train_bs_n_seqs", total)
         done.tuning += (
@@ -249,13 +251,14 @@ def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
         done.set_option("per_device_train_batch_size", micro)
         if good["gradient_accumulation_steps"]:
             done.set_option("gradient_accumulation_steps", accumulation)
+    # Set the number of tokens of a micro-batch.
     if good["train_micro_batch_size_per_gpu"] and micro is not None:
         if done.max_seqlen is not None:
             done.set_option("max_tokens_per_microbatch", micro * done.max_seqlen)
         else:
             done.notes.append(
-                "train_micro_batch_size_per_gpu: rows are packed by tokens here, as many as "
-                "max_tokens_per_microbatch says"
+                "train_micro_batch_size_per_gpu: weft packs rows into micro-batches of at most "
+                "max_tokens_per_microbatch tokens"
             )
 
 
@@ -266,6 +269,7 @@ def _map_optimizer(done: MappedDeepSpeedConfig, value: Any) -> None:
     group = _read_group(done, "optimizer", value)
     name = str(group.get("type", AUTO))
     params = group.get("params") or {}
+    # Map the type.
     kind = OPTIMIZERS.get(name.lower())
     if name != AUTO:
         if kind is None:
@@ -276,6 +280,7 @@ def _map_optimizer(done: MappedDeepSpeedConfig, value: Any) -> None:
         done.refuse(
             "optimizer.params.adam_w_mode", False, "weight decay is decoupled here; leave it out"
         )
+    # Map the parameters.
     for key, option in (("lr", "lr"), ("eps", "eps"), ("weight_decay", "weight_decay")):
         if _check_number(done, f"optimizer.params.{key}", params.get(key)):
             done.set_option(f".optimizer.{option}", params[key])
@@ -290,6 +295,7 @@ def _map_optimizer(done: MappedDeepSpeedConfig, value: Any) -> None:
         done, "optimizer.params.momentum", params.get("momentum", 0.0)
     ):
         done.set_option(".optimizer.beta1", params.get("momentum", 0.0))
+    # Refuse all other keys.
     known = {
         "lr",
         "eps",
@@ -310,11 +316,13 @@ def _map_scheduler(done: MappedDeepSpeedConfig, value: Any) -> None:
     group = _read_group(done, "scheduler", value)
     name = str(group.get("type", AUTO))
     params = group.get("params") or {}
+    # Map the type.
     if name != AUTO:
         if name not in SCHEDULES:
             done.refuse("scheduler.type", name, f"weft has {', '.join(SCHEDULES)}")
             return
         done.set_option(".optimizer.lr_scheduler_type", SCHEDULES[name])
+    # Map the parameters.
     peak = params.get("warmup_max_lr")
     if _check_number(done, "scheduler.params.warmup_max_lr", peak):
         if done.roles:
@@ -325,13 +333,14 @@ def _map_scheduler(done: MappedDeepSpeedConfig, value: Any) -> None:
             done.refuse(
                 "scheduler.params.warmup_max_lr",
                 peak,
-                f"optimizer.params.lr is {own}; give one of them",
+                f"optimizer.params.lr is {own}; set only one of them",
             )
         done.set_option(".optimizer.lr", peak)
     if _check_number(done, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
         done.set_option(".optimizer.warmup_steps", params["warmup_num_steps"])
     if _check_number(done, "scheduler.params.cos_min_ratio", params.get("cos_min_ratio")):
         done.set_option(".optimizer.min_lr_ratio", params["cos_min_ratio"])
+    # Refuse parameters that weft's schedules do not have.
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if not _is_off(params.get(key)):
             done.refuse(f"scheduler.params.{key}", params[key], "the learning rate warms up from 0")
@@ -339,7 +348,7 @@ def _map_scheduler(done: MappedDeepSpeedConfig, value: Any) -> None:
         done.refuse(
             "scheduler.params.warmup_type",
             params["warmup_type"],
-            "the learning rate warms up in a straight line",
+            "the learning rate warms up linearly",
         )
     if not _is_off(params.get("total_num_steps")):
         done.refuse(
@@ -372,7 +381,9 @@ def _build_dtype_rule(key: str, dtype: str) -> Callable[[MappedDeepSpeedConfig, 
         if group.get("enabled") is True:
             other = done.options.get(f"{done.roles[0]}.dtype") if done.roles else None
             if other is not None:
-                done.refuse(f"{key}.enabled", True, f"{other} is asked for too; enable one of them")
+                done.refuse(
+                    f"{key}.enabled", True, f"{other} is enabled too; enable only one of them"
+                )
             done.set_option(".dtype", dtype)
             scaled = sorted(
                 name
@@ -396,6 +407,7 @@ def _map_clipping(done: MappedDeepSpeedConfig, value: Any) -> None:
 
 def _zero(done: MappedDeepSpeedConfig, value: Any) -> None:
     group = _read_group(done, "zero_optimization", value)
+    # Map the stage and the offloading.
     stage = group.get("stage", 0)
     if stage in (0, 1, 2, 3) and not isinstance(stage, bool):
         done.set_option(".zero_stage", stage)
@@ -408,19 +420,20 @@ def _zero(done: MappedDeepSpeedConfig, value: Any) -> None:
     for key in group:
         if key.removeprefix("stage3_") in ZERO_TUNING:
             done.tuning.append(f"zero_optimization.{key}")
+    # Refuse sharding groups, which are part of a layout, and unknown keys.
     if group.get("zero_hpz_partition_size", 1) not in (1, AUTO):
         size = group["zero_hpz_partition_size"]
         done.refuse(
             "zero_optimization.zero_hpz_partition_size",
             size,
-            f"shards of a node are the f of a layout: d16f{size}",
+            f"sharding within a node is the f of a layout: d16f{size}",
         )
     if group.get("mics_shard_size", -1) not in (-1, AUTO):
         size = group["mics_shard_size"]
         done.refuse(
             "zero_optimization.mics_shard_size",
             size,
-            f"shards of a group are the f of a layout: d16f{size}",
+            f"sharding within a group is the f of a layout: d16f{size}",
         )
     own = {
         "stage",
@@ -447,7 +460,7 @@ def _offload(done: MappedDeepSpeedConfig, key: str, value: Any, option: str) -> 
     elif device not in ("none", AUTO):
         done.refuse(f"{key}.device", device, "weft offloads to host memory; write cpu")
     if not _is_off(group.get("ratio")) and group["ratio"] != 1:
-        done.refuse(f"{key}.ratio", group["ratio"], "all of it is offloaded; leave it out")
+        done.refuse(f"{key}.ratio", group["ratio"], "weft offloads all of it; leave it out")
     done.refuse_unknown(key, group, OFFLOAD_TUNING | {"ratio"})
 
 

@@ -1,4 +1,4 @@
-"""Build the graph for `eval_prompts`: one call that answers these prompts at every evaluation."""
+"""Build the graph for `eval_prompts`: a call that answers the prompts at every evaluation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation
     if path is None:
         if most is not None:
             raise ConfigError(
-                f"eval_prompts_max_new_tokens={most}: there are no eval_prompts; set them, or "
-                f"leave it out"
+                f"eval_prompts_max_new_tokens={most}: eval_prompts is not set; set it, or leave "
+                "this out"
             )
         return None
     # Choose the length of answers.
@@ -53,7 +53,7 @@ def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation
             f"context of {context} tokens; "
             "lower it"
         )
-    # Sample greedily, with default options except for those in KEPT.
+    # Sample greedily, with default options except for COPIED_OPTIONS.
     plain = asdict(GenerationSpec())
     names = []
     for each in fields(GenerationSpec):
@@ -90,8 +90,8 @@ def _find_sampler(
     if not trained and any(call.trains for call in calls):
         raise ConfigError(
             f"eval_prompts={path}: {config.algorithm or 'this run'} trains a model that scores "
-            f"texts and writes none; leave "
-            "eval_prompts out, or set it in a run that trains a policy (sft, dpo, ppo, grpo, ...)"
+            "texts but cannot generate any; leave eval_prompts out, or set it in a run that "
+            "trains a policy (sft, dpo, ppo, grpo, ...)"
         )
     if not trained:
         raise ConfigError(

@@ -32,11 +32,11 @@ def find_context(config: RunConfig) -> int | None:
     for spec in fields(config):
         if spec.name != "rew":
             named[spec.name] = getattr(config, spec.name)
-    found = []
+    contexts = []
     for value in named.values():
         if isinstance(value, ModelSpec):
-            found.append(read_model_context(value))
-    return min((each for each in found if each is not None), default=None)
+            contexts.append(read_model_context(value))
+    return min((each for each in contexts if each is not None), default=None)
 
 
 def read_model_context(spec: ModelSpec) -> int | None:
@@ -44,19 +44,19 @@ def read_model_context(spec: ModelSpec) -> int | None:
     values = checks.read_model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):
-            found = []
+            lengths = []
             for key in CONTEXT_KEYS:
                 if isinstance(holder.get(key), int) and holder[key] > 0:
-                    found.append(holder[key])
-            if found:
+                    lengths.append(holder[key])
+            if lengths:
                 return rope_scaling.compute_context(
-                    spec.rope_scaling, int(found[0])
+                    spec.rope_scaling, int(lengths[0])
                 ) - checks.count_prefix_tokens(spec)
     return None
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset with answers; `max_seqlen` defaults to the context."""
+    """Return a dataset of rows with answers; its `max_seqlen` defaults to the context."""
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
 
@@ -81,7 +81,7 @@ class SampleLengths:
         given = dataset.max_prompt_len
         most = gen.max_new_tokens
         if most is None:
-            left = MAX_NEW_TOKENS
+            left = MAX_NEW_TOKENS  # tokens that the context leaves for a completion
             if context is not None:
                 left = context // 2 if given is None else context - given
             most = max(min(MAX_NEW_TOKENS, left), gen.min_new_tokens, 1)

@@ -13,7 +13,7 @@ TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 MEMORY = re.compile(r"\d+[KMGT]?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD)", re.I)
-# Secrets that a run reads from the environment of its user and never writes to a file.
+# Secrets that a run reads from the user's environment and never writes to a file.
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY")
 
 
@@ -24,8 +24,7 @@ def _find_env_problem(env: Mapping[str, str]) -> str | None:
         if is_secret(name) or SECRET.fullmatch(name):
             return (
                 f"{name} looks like a secret, and options are written to config.yaml; export it "
-                f"in the shell instead, from "
-                "where workers have it"
+                "in the shell instead, from which workers inherit it"
             )
     return None
 
@@ -62,53 +61,50 @@ class LaunchSpec:
 
     env: dict[str, str] = option(
         {},
-        "environment of the run and its workers: launch.env.NAME=value; secrets come from the "
-        "shell's own "
-        f"({', '.join(SECRETS)})",
+        "environment of the run and its workers: launch.env.NAME=value; secrets are taken from "
+        f"the shell's environment ({', '.join(SECRETS)})",
         check=_find_env_problem,
     )
 
 
 @dataclass
 class SlurmSpec:
-    """Resources and settings of a Slurm job (`mode=slurm`); absent ones are the cluster's."""
+    """Resources and settings of a Slurm job (`mode=slurm`); the cluster's defaults if absent."""
 
     partition: str | None = option(None, "partition, or several with commas")
     account: str | None = option(None, "account that is charged")
     qos: str | None = option(None, "quality of service")
     time: str | None = option(None, "time limit, such as 24:00:00", check=_find_time_problem)
     cpus_per_node: int | None = option(
-        None, "processors of each node; many clusters give one by default", at_least=1
+        None, "CPUs per node; many clusters allocate one by default", at_least=1
     )
     mem_per_node: str | None = option(
         None, "memory of each node, such as 64G; 0 is all of it", check=_find_memory_problem
     )
     gpu_type: str | None = option(
-        None, "kind of GPU as the cluster calls it, such as a100; any when absent"
+        None, "type of GPU by the cluster's name, such as a100; absent: any"
     )
     nodelist: str | None = option(None, "nodes to use, such as node[01-04]")
     exclude: str | None = option(None, "nodes not to use")
     constraint: str | None = option(None, "features that nodes must have")
     container: str | None = option(
         None,
-        "image that everything runs in: FILE.sif (apptainer exec), or one that srun "
-        "--container-image takes (pyxis)",
+        "container image for all processes: FILE.sif (apptainer exec), or an image for srun "
+        "--container-image (pyxis)",
     )
     container_mounts: list[str] = option(
         [],
-        "more folders for the container, /SOURCE:/TARGET; the working directory, fileroot and "
-        "/tmp are there",
+        "additional folders to mount in the container, /SOURCE:/TARGET; the working directory, "
+        "fileroot and /tmp are always mounted",
         check=_find_mounts_problem,
     )
     modules: list[str] = option([], "environment modules to load")
-    setup: list[str] = option(
-        [], "shell commands before anything else, such as 'source venv/bin/activate'"
-    )
+    setup: list[str] = option([], "shell commands to run first, such as 'source venv/bin/activate'")
     python: str | None = option(
-        None, "Python interpreter on the nodes; this one when absent, in a container python3"
+        None, "Python interpreter on the nodes; absent: the current one, or python3 in a container"
     )
     sbatch: list[str] = option(
-        [], "more options of sbatch, such as --mail-type=END", check=_find_lines_problem
+        [], "additional options of sbatch, such as --mail-type=END", check=_find_lines_problem
     )
     grace_s: int = option(
         120,
@@ -117,5 +113,5 @@ class SlurmSpec:
         at_least=0,
     )
     join_timeout_s: float = option(
-        300.0, "seconds in which every node must have joined Ray", at_least=1.0
+        300.0, "maximum seconds until all nodes have joined Ray", at_least=1.0
     )

@@ -19,10 +19,10 @@ from weft.experiment import Control, Experiment
 from weft.experiments.common import RunConfig
 from weft.observe.short_names import POLICIES
 
-# role -> roles of another run whose checkpoint it can use; all other roles use a policy
+# Roles of another run whose checkpoints a role can use; all other roles use those of a policy
 ACCEPTED_ROLES = {"rew": SCORERS, "critic": CRITICS}
 
-# the reward model's role, and the endings of architectures without a score head
+# The reward model's role, and the name endings of architectures without a score head
 REWARD = "rew"
 LM_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
 
@@ -58,15 +58,15 @@ def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelS
     path = None if located.backend in NO_NETWORK else located.path
     with set_by(f"{role}.path"):
         values = {} if path is None else kind.read_config_values(path)
-    found = _with_backend(role, located, values)
-    notes = (*found.notes, *_build_head_warnings(role, found, values))
+    resolved_spec = _with_backend(role, located, values)
+    notes = (*resolved_spec.notes, *_build_head_warnings(role, resolved_spec, values))
     if path is not None and kind.find_shipped_config(path) is not None:
         notes = (
             *notes,
-            f"{role}.path={path}: is not on this machine; its config.json is the one that weft "
-            f"ships",
+            f"{role}.path={path}: the model is not on this machine; its config.json is the copy "
+            "that weft ships",
         )
-    return replace(found, notes=tuple(dict.fromkeys(notes)))
+    return replace(resolved_spec, notes=tuple(dict.fromkeys(notes)))
 
 
 def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
@@ -81,8 +81,7 @@ def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) 
         return []
     return [
         f"{role}.path={spec.path}: is a language model without a score head, so its rewards are "
-        f"noise from a new random one; "
-        "train a reward model first: weft quickstart rw"
+        "noise from a new, random head; train a reward model first: weft quickstart rw"
     ]
 
 
@@ -132,8 +131,8 @@ def _locate_path(
     wanted = ModelQuery(
         option, roles, config.fileroot, _find_initial_value(config, run, option), run
     )
-    found = names.locate_model(given, wanted)
-    return found.path, found.note
+    location = names.locate_model(given, wanted)
+    return location.path, location.note
 
 
 def _has_tokenizer(place: Path) -> bool:
@@ -141,9 +140,9 @@ def _has_tokenizer(place: Path) -> bool:
 
 
 def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str | None:
-    """Return the value of the option in the run that is resumed, or None in a new run.
+    """Return the option's value in the config of the run that is resumed, or None for a new run.
 
-    That is this run, or the run that `resume_from` names.
+    The resumed run is this run, or the run that `resume_from` names.
     """
     places = [run]
     if config.resume_from is not None:
@@ -158,7 +157,8 @@ def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str |
         value: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is no YAML: {str(error).splitlines()[0]}; remove that run, or name another one"
+            f"{file} is not valid YAML: {str(error).splitlines()[0]}; remove that run, or name "
+            "another one"
         ) from error
     for key in option.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -177,25 +177,22 @@ def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> Mode
         return replace(spec, backend=kind.TORCH_BACKEND) if values else spec
     if role == REWARD and values.get("model_type") in kind.NON_DECODER_TYPES:
         raise ConfigError(
-            f"{role}.path={spec.path}: a model of type {values['model_type']} is no decoder, so "
-            f"weft does not run it itself; "
-            f"set {role}.backend=null and score with an interface of your own, "
-            f"rew_inf.interface=NAME "
-            "(docs/reward-classifier.md)"
+            f"{role}.path={spec.path}: a model of type {values['model_type']} is not a decoder, "
+            f"so weft does not run it itself; set {role}.backend=null and score with your own "
+            "interface, rew_inf.interface=NAME (docs/reward-classifier.md)"
         )
     backend = kind.choose_backend(values)
     if spec.backend != AUTO and backend != spec.backend:
         raise ConfigError(
             f"{role}.backend={spec.backend}: weft has no family for models of type "
-            f"{values.get('model_type')}; leave the "
-            f"option out, and backend={backend} runs any decoder that transformers knows"
+            f"{values.get('model_type')}; leave the option out to use backend={backend}, which "
+            "runs any decoder that transformers supports"
         )
     if backend != kind.TORCH_BACKEND and spec.tokenizer.add_tokens:
         raise ConfigError(
             f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which "
-            f"runs models of type "
-            f"{values.get('model_type')}, keeps their vocabulary; leave it out, with a chat "
-            f"template in words such as zephyr"
+            f"runs models of type {values.get('model_type')}, cannot extend their vocabulary; "
+            "leave it out, and choose a chat template that needs no new tokens, such as zephyr"
         )
     if backend == kind.TORCH_BACKEND:
         notes = spec.notes

@@ -1,4 +1,4 @@
-"""Apply `allocation_mode=search_placement` and `heuristic`: place the calls and report the estimates."""
+"""Place calls on devices for `allocation_mode=search` and `heuristic`, and report the estimates."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from weft.topology import LETTERS, Layout, Mesh
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
+# Tokens of a prompt and of an answer if no option sets them
 DEFAULT_PROMPT_TOKENS = 512
-DEFAULT_ANSWER_TOKENS = 512  # default tokens of a prompt and of an answer
+DEFAULT_ANSWER_TOKENS = 512
 PAIRED_TYPES = (
     "paired_comparison",
     "preference",
     "ranking",
-)  # types with two or more answers per row
+)  # dataset types with two or more answers per row
 
 
 class UnknownRates(ConfigError):
-    """The speed of the devices is unknown."""
+    """Raised if the speed of the devices is unknown, so that nothing can be estimated."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,26 @@ class PlacementReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimates as plain values: of the best placement and of the heuristic one."""
-        made = self.result
+        result = self.result
         return {
             "device": self.rates.name,
             "device_memory_gb": self.rates.capacity / GIB,
-            "tried": made.num_tried,
-            "exhaustive": made.is_exhaustive,
-            "search": _estimate_to_dict(made.best),
-            "heuristic": _estimate_to_dict(made.first),
+            "tried": result.num_tried,
+            "exhaustive": result.is_exhaustive,
+            "search": _estimate_to_dict(result.best),
+            "heuristic": _estimate_to_dict(result.first),
         }
 
     def build_lines(self) -> list[str]:
         """Return lines for the plan that is printed before the run."""
+        # Describe the search and the heuristic's placement.
         best = self.result.best
         first = self.result.first
-        made = self.result
-        if made.is_exhaustive:
-            how = f"all {made.num_tried:,} placements"
+        result = self.result
+        if result.is_exhaustive:
+            how = f"all {result.num_tried:,} placements"
         else:
-            how = f"{made.num_tried:,} placements by annealing"
+            how = f"{result.num_tried:,} placements by annealing"
         if not first.excess_bytes:
             fits = ""
         else:
@@ -82,6 +84,7 @@ class PlacementReport:
             f"estimated, {_format_seconds(first.step_seconds)} "
             f"with allocation_mode=heuristic{fits}; tried {how}"
         ]
+        # Compare both placements for each call.
         for call, mesh in best.meshes.items():
             load = self.loads[call]
             lines.append(
@@ -130,18 +133,17 @@ def place_calls(
         everywhere = problem.estimate(start)
         placed = _with_placement(experiment, best, problem.units, free)
         return _with_notes(placed, _build_heuristic_lines(best, everywhere, problem.rates))
-    found = search_placement(problem, usual)
-    if found.best.excess_bytes:
+    result = search_placement(problem, usual)
+    if result.best.excess_bytes:
         raise ConfigError(
-            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits; "
-            f"the least takes "
-            f"{found.best.peak_bytes / GIB:.1f} GiB of a device's {problem.rates.capacity / GIB:.1f} "
-            f"(search.memory_gb); lower "
-            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
+            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits "
+            f"into memory; the smallest needs {result.best.peak_bytes / GIB:.1f} GiB of a device's "
+            f"{problem.rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or use more devices"
         )
-    made = PlacementReport(found, problem.rates, problem.loads)
-    placed = _with_placement(experiment, found.best, problem.units, free)
-    return replace(_with_notes(placed, made.build_lines()), search=made.to_dict())
+    report = PlacementReport(result, problem.rates, problem.loads)
+    placed = _with_placement(experiment, result.best, problem.units, free)
+    return replace(_with_notes(placed, report.build_lines()), search=report.to_dict())
 
 
 def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
@@ -151,7 +153,7 @@ def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 def _build_heuristic_lines(
     best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
 ) -> list[str]:
-    """Return lines on the chosen placement, or none if it is the sharding over all devices."""
+    """Return lines on the chosen placement, or none if all calls are sharded over all devices."""
     if best.meshes == everywhere.meshes:
         return []
     fits = "" if not everywhere.excess_bytes else ", which does not fit"
@@ -168,6 +170,7 @@ def _build_problem(
     """Return the search problem, and the placement with every call on all devices."""
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
+    # Read the sizes of the models.
     on_gpu, dtypes = _find_devices(experiment, config)
     called = {call.role for call in experiment.graph.list_model_calls()}
     networks = {}
@@ -175,6 +178,7 @@ def _build_problem(
         if role in called and spec.path:
             with set_by(f"{find_option_role(experiment.config, role, spec.path)}.path"):
                 networks[role] = _build_network_sizes(spec, dtypes, on_gpu=on_gpu)
+    # List the candidates; roles without a network take no device.
     units, start = _build_units(experiment, free, count, per_node)
     graph = experiment.graph
     placed = [unit for unit in units if unit.role in networks]
@@ -201,9 +205,9 @@ def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
     unread_models: list[str] = []
     for role, path in missing.items():
         unread_models.append(
-            f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, "
-            f"so every call is on all "
-            f"devices; fetch it with: hf download {path} config.json"
+            f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this "
+            f"machine, so every call is on all devices; download it with: hf download {path} "
+            "config.json"
         )
     return unread_models
 
@@ -223,10 +227,12 @@ def _with_placement(
 def _build_units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
-    """Return the units, and by calls the index of the mesh on all devices."""
+    """Return (the units, the index of the mesh on all devices by the calls of a unit)."""
+    # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
     for call in experiment.graph.list_model_calls():
         groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    # List the meshes of each group; a layout that is set leaves one.
     units = []
     start = {}
     for (role, _), calls in groups.items():
@@ -237,10 +243,10 @@ def _build_units(
         if role in free and not named:
             spec = experiment.roles[role]
             at_once = min(_count_ids_per_minibatch(experiment, call) for call in calls)
-            found = list_meshes(
+            candidates = list_meshes(
                 count, per_node, _build_layout_filter(spec, at_once, trains=calls[0].trains)
             )
-            meshes = list(dict.fromkeys([*found, now]))
+            meshes = list(dict.fromkeys([*candidates, now]))
         units.append(PlacementUnit(role, names, tuple(meshes), trains=calls[0].trains))
         start[names] = meshes.index(now)
     return units, start
@@ -269,11 +275,11 @@ def _build_layout_filter(
         if layout.data > at_once or other_stage:
             return None
         try:
-            made = spec.with_virtual_stages(layout)
-            check_layout(spec, made, network)
+            adapted_layout = spec.with_virtual_stages(layout)
+            check_layout(spec, adapted_layout, network)
         except ConfigError:
             return None
-        return made
+        return adapted_layout
 
     return adapt_layout
 
@@ -294,9 +300,9 @@ def _find_devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]
     """Return (whether the devices are GPUs, the default dtype of roles)."""
     import torch
 
-    asked = experiment.control.device
+    device = experiment.control.device
     on_gpu = config.search.gpu is not None or (
-        asked or ("cuda" if torch.cuda.is_available() else "cpu")
+        device or ("cuda" if torch.cuda.is_available() else "cpu")
     ).startswith("cuda")
     return on_gpu, "bfloat16" if on_gpu else "float32"
 
@@ -310,20 +316,23 @@ def _find_rates(
 
     from weft.engine.device import read_memory_bytes
 
+    # CPUs: share this machine's memory and cores.
     memory = config.search.memory_gb
     if not on_gpu:
         if memory is not None:
             share = memory
         else:
             share = 0.9 * read_memory_bytes(torch.device("cpu")) / GIB / per_node
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(asked) if asked.isdecimal() and int(asked) else None
+        omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
+        threads = (
+            int(omp_num_threads) if omp_num_threads.isdecimal() and int(omp_num_threads) else None
+        )
         return estimate_cpu_rates(len(os.sched_getaffinity(0)), share, per_node, threads)
+    # GPUs: look up the type that is set, or that of this machine.
     if config.search.gpu is None and not torch.cuda.is_available():
         raise UnknownRates(
-            f"allocation_mode={config.allocation_mode}: this machine has no GPU to look at; name "
-            f"the cluster's by search.gpu, "
-            "such as H100"
+            f"allocation_mode={config.allocation_mode}: this machine has no GPU; set search.gpu "
+            "to the type of the cluster's GPUs, such as H100"
         )
     name = config.search.gpu or torch.cuda.get_device_name(0)
     if all(network.dtype == "float32" for network in networks.values()):
@@ -341,6 +350,7 @@ def _build_network_sizes(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) ->
 
     assert spec.path is not None
     config = read_config(spec.path, spec.type)[1]
+    # Elements of a layer: attention, and the MLP or the experts.
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
     matrices = 3 if config.gated else 2
@@ -410,7 +420,7 @@ def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
     hidden = config.hidden_size
-    found = 0
+    elements_per_rank = 0
     for layer in range(config.num_layers):
         experts = config.experts if config.has_experts(layer) else None
         inner, copies = (
@@ -418,16 +428,17 @@ def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
             if experts is None
             else (experts.intermediate_size, experts.num)
         )
+        # A low-rank adapter has r elements for each input and output of its matrix.
         ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
         ends |= dict.fromkeys(
             ("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner)
         )
-        found += sum(
+        elements_per_rank += sum(
             size
             for name, size in ends.items()
             if not spec.lora.targets or name in spec.lora.targets
         )
-    return spec.lora.r * found + spec.prefix.num_tokens * 2 * key * config.num_layers
+    return spec.lora.r * elements_per_rank + spec.prefix.num_tokens * 2 * key * config.num_layers
 
 
 def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> CallWorkload:
@@ -457,6 +468,7 @@ def _count_ids(experiment: Experiment) -> int:
 
 def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
     """Return (tokens per prompt, tokens per answer, sampled answers per prompt)."""
+    # Lengths are those of the call that samples, or those of the rows.
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":
@@ -481,7 +493,7 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return the references that are their actor with its adapters disabled, with that actor."""
+    """Return the actor of each reference that is an actor with its adapters disabled."""
     from weft.engine.torch.adapters_off import can_share_base
 
     shared_references: dict[str, str] = {}

@@ -69,7 +69,7 @@ class PolicyOptions(SamplingOptions):
     """Additional options of the policy gradient methods."""
 
     dual_clip: float | None = option(
-        None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)"
+        None, "bound on the loss of tokens with a negative advantage; must be above 1 (dual clip)"
     )
     entropy_coef: float = option(0.0, "weight of the entropy bonus")
     early_stop_imp_ratio: float | None = option(
@@ -82,44 +82,40 @@ class PolicyOptions(SamplingOptions):
     )
     sampler_correction: str = option(
         "none",
-        "score completions again with the actor before its first update, and weigh the loss for "
-        "what its log-probs and the "
-        "sampler's differ: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask",
+        "score completions again with the actor before its first update, and weight the loss by "
+        "how these log-probs differ from the sampler's: token_truncate (TIS), token_mask, "
+        "sequence_truncate, sequence_mask",
         choices=("none", *CORRECTIONS),
     )
     sampler_correction_high: float = option(
         2.0,
-        "weights above are cut (truncate) or leave the token or sequence out (mask)",
+        "larger weights are truncated (truncate), or exclude their token or sequence (mask)",
         at_least=1.0,
     )
     sampler_correction_low: float | None = option(
         None,
-        "weights below leave the token or sequence out (mask alone); null for no bound",
+        "smaller weights exclude their token or sequence (mask only); null: no bound",
         at_least=0.0,
         at_most=1.0,
     )
     max_staleness: int = option(
         0,
-        "train steps by which the weights that sample may be older than those that are trained: "
-        "sampling then goes on while "
-        "the batches before it are trained, on devices that are not those of training, and the "
-        "loss is the decoupled one "
-        "(sampler_correction, token_truncate where it is none); up to max_staleness - 1 sets of "
-        "weights are kept in host "
-        "memory; 0 samples every batch with the newest weights",
+        "maximum number of training steps by which the sampling weights are older than the "
+        "trained ones: above 0, sampling continues while earlier batches are trained, on other "
+        "devices than training, and the loss is the decoupled one (sampler_correction, or "
+        "token_truncate if that is none); up to max_staleness - 1 sets of weights are kept in "
+        "host memory; 0: sample every batch with the newest weights",
         at_least=0,
     )
     interrupt_generation: bool = option(
         False,
-        "with max_staleness above 0: new weights are taken up in the middle of completions, so "
-        "that tokens of one completion "
-        "come of several versions; which ones depends on timing",
+        "with max_staleness above 0: switch to new weights in the middle of completions, so that "
+        "tokens of one completion come from several versions, depending on timing",
     )
     covariance: str = option(
         "none",
-        "keep entropy up by the few tokens whose log-prob and advantage vary together most: no "
-        "loss on some (clip, Clip-Cov), "
-        "or a penalty (kl, KL-Cov)",
+        "preserve entropy by treating the few tokens with the highest covariance of log-prob and "
+        "advantage: no loss on some of them (clip, Clip-Cov), or a penalty (kl, KL-Cov)",
         choices=METHODS,
     )
     covariance_share: float = option(
@@ -166,7 +162,7 @@ class SamplingConfig(RunConfig):
         "the policy that is trained",
     )
     ref: ServedSpec = option(
-        ServedSpec(), "the frozen reference of the KL; the actor's own path when absent"
+        ServedSpec(), "the frozen reference of the KL; the actor's path if ref.path is absent"
     )
     rew: ServedSpec = option(
         ServedSpec(), "reward model; none when rew.path and rew.url are absent"
@@ -182,7 +178,7 @@ class SamplingConfig(RunConfig):
         "module:function, "
         "FILE.py:function, weights by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of "
         "[name, weight] or of "
-        "{name, weight, args}; added to the reward model's score where both are given",
+        "{name, weight, args}; added to the reward model's score if both are set",
         check=_find_reward_problem,
     )
     reward_column: str | None = option(
@@ -191,19 +187,19 @@ class SamplingConfig(RunConfig):
         "reward",
     )
     reward_by_token: bool = option(
-        False, "reward functions may give a completion's tokens or steps rewards of their own"
+        False, "allow reward functions to return a reward for each token or step of a completion"
     )
     reward_timeout_s: float = option(
-        60.0, "seconds that a reward function may take for a batch", at_least=0.001
+        60.0, "maximum seconds of a reward function for a batch", at_least=0.001
     )
     reward_on_timeout: float | None = option(
-        None, "reward of completions whose function has not returned by then; absent: the run stops"
+        None, "reward of completions whose function has timed out; absent: the run stops"
     )
     rew_weight: float = option(
         1.0, "weight of the reward model's score if there is also a reward function"
     )
     dataset: DatasetSpec = option(
-        DatasetSpec(), "rows of the form prompt, with columns for the reward function"
+        DatasetSpec(), "rows of type prompt, with columns for the reward function"
     )
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
     rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")

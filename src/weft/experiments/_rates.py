@@ -65,7 +65,7 @@ class DeviceRates:
 
 
 # Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in
-# GB/s in each direction, from the vendors' data sheets; of the SXM form if there is one.
+# GB/s in each direction, from the vendors' data sheets; for the SXM version if it exists.
 GPUS: dict[str, tuple[float, float, float, float, float]] = {
     "B200": (2250, 75, 7.7, 180, 900),
     "H200": (989, 67, 4.8, 141, 450),
@@ -145,20 +145,20 @@ def find_gpu_rates(
 
     Raises `ConfigError` for an unknown GPU.
     """
-    found = next((known for known in GPUS if known.lower() in name.lower()), None)
-    if found is None:
+    gpu = next((known for known in GPUS if known.lower() in name.lower()), None)
+    if gpu is None:
         close = find_nearest(name, GPUS, 1)
         if close:
             hint = f"did you mean {close[0]}?"
         else:
             hint = f"known are {', '.join(GPUS)}"
         raise ConfigError(
-            f"search.gpu={name!r}: no figures of such a GPU are here; name the one that is most "
+            f"search.gpu={name!r}: the speed of this GPU is not known; give the GPU that is most "
             f"like it ({hint})"
         )
-    half, single, memory, gib, link = GPUS[found]
+    half, single, memory, gib, link = GPUS[gpu]
     return DeviceRates(
-        name=found,
+        name=gpu,
         flops=1e12 * REACHED_FLOPS_SHARE * (half if dtype in ("bfloat16", "float16") else single),
         memory_bandwidth=1e12 * REACHED_LINK_SHARE * memory,
         link_bandwidth=1e9 * REACHED_LINK_SHARE * link,

@@ -40,7 +40,7 @@ class RLGraphBuilder:
     options: SamplingOptions
     name: str  # name of the option group, for messages
     dataset: DatasetSpec
-    samples: int
+    samples: int  # completions per prompt
     gen: GenerationSpec
 
     @classmethod
@@ -53,15 +53,17 @@ class RLGraphBuilder:
         or fit, and if nothing gives a reward.
         """
         config = check_shared_options(config, options, name)
+        # Check the options.
         dataset = fill_batch_sizes(config.dataset)
         _check_rewards(config)
         _check_staleness(options, name)
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
-                f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts "
-                f"prompts, since completions "
-                "are not written yet; set dataset.train_bs_n_seqs"
+                f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} forms "
+                "batches by number of prompts, since the completions do not exist yet; set "
+                "dataset.train_bs_n_seqs"
             )
+        # Fill in lengths; a top_k of the whole vocabulary truncates nothing.
         vocab = checks.read_vocab_size(config.actor)
         lengths = SampleLengths.from_options(config, dataset, options.gen, f"{name}.gen")
         dataset = lengths.dataset
@@ -147,10 +149,10 @@ class RLGraphBuilder:
     def build_roles(
         self, *, reference_by: str | None
     ) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """Return (the roles by name; which role is initialized from which).
+        """Return (the roles by name, the source of the initial weights by role).
 
         Roles are the actor, and the reference and the reward model if the run has them.
-        `reference_by` is the option by which the run has no reference, or None if it has one. The
+        `reference_by` is the option that removes the reference, or None if the run has one. The
         actor's default learning rate is 1e-6. A reference without a path is the initial actor. The
         reward model's head returns one number per completion, or one per token if it scores steps.
         """
@@ -161,8 +163,8 @@ class RLGraphBuilder:
             roles["ref"], init_from = build_reference(config.ref, config.actor)
         elif self.options.ref_ema_eta:
             raise ConfigError(
-                f"{self.name}.ref_ema_eta moves a reference, and {reference_by} leaves it out; "
-                f"set one of the two"
+                f"{self.name}.ref_ema_eta updates the reference, but {reference_by} removes it; "
+                "set only one of the two"
             )
         if self.has_model:
             roles["rew"] = config.rew.with_head(
@@ -171,7 +173,7 @@ class RLGraphBuilder:
         return roles, init_from
 
     def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """Return (the critic, which role it is initialized from).
+        """Return (the critic, the source of the initial weights by role).
 
         The critic is `spec` if it has a path. Otherwise it starts as the reward model if that reads
         the actor's tokens, else as the actor. Its default learning rate is 5e-6.
@@ -191,6 +193,7 @@ class RLGraphBuilder:
         A step of the run is one firing of `actor_train`; each call that trains makes `num_updates`
         optimizer steps per batch. `notes` are lines for the plan that is printed before the run.
         """
+        # Each training call makes `num_updates` optimizer steps.
         trains = []
         for node in nodes:
             if isinstance(node, MFCDef) and node.trains:
@@ -240,6 +243,7 @@ class RLGraphBuilder:
         the reward of each function is also an output.
         """
         config = self.config
+        # Add the reward model.
         nodes = list[Node]()
         if self.has_model:
             nodes.append(
@@ -247,11 +251,12 @@ class RLGraphBuilder:
                     config, size, prefix, "scores" if self.has_function else "rewards"
                 )
             )
+        # Add the reward function.
         if self.has_function:
             remap = {}
             for key in ("completion", *(("scores",) if self.has_model else ())):
                 remap[key] = prefix + key
-            made = (
+            output_keys = (
                 "rewards",
                 *(("token_rewards",) if config.reward_by_token else ()),
                 *(("reward_parts",) if parts else ()),
@@ -261,9 +266,9 @@ class RLGraphBuilder:
                 function="reward",
                 batch_size=size,
                 input_keys=("prompt", *remap),
-                output_keys=made,
+                output_keys=output_keys,
                 input_key_remap=remap if prefix else {},
-                output_key_remap={key: prefix + key for key in made} if prefix else {},
+                output_key_remap={key: prefix + key for key in output_keys} if prefix else {},
                 args=_build_reward_args(config, parts),
                 tokenizer_role="actor",
             )
@@ -277,7 +282,7 @@ class RLGraphBuilder:
         """
         return self._build_scoring("ref_inf", "ref", "ref_logprobs", waits)
 
-    def _build_scoring(self, name: str, role: str, made: str, waits: Sequence[str]) -> MFCDef:
+    def _build_scoring(self, name: str, role: str, output_key: str, waits: Sequence[str]) -> MFCDef:
         return MFCDef(
             name=name,
             role=role,
@@ -286,7 +291,7 @@ class RLGraphBuilder:
             batch_size=self.num_prompts,
             input_keys=("prompt", "completion", *self.support_keys, *waits),
             output_keys=("logprobs",),
-            output_key_remap={"logprobs": made},
+            output_key_remap={"logprobs": output_key},
             args={"outputs": ["logprobs"], "temperature": self.temperature},
         )
 
@@ -351,6 +356,7 @@ class RLGraphBuilder:
         }
         if samples:
             args["temperature"] = self.temperature
+        # Inputs: those of the loss, of stale weights, of truncated sampling and of corrections.
         optional = (
             "loss_mask",
             *(("ref_logprobs", *_list_age_keys(self.options)) if samples else ()),
@@ -425,14 +431,14 @@ def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: 
     `scores` is the name of its output in the graph.
     """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
-    asked: dict[str, Any] = {
+    args: dict[str, Any] = {
         "outputs": ["scores"],
         **{key: text for key, text in form.items() if text},
     }
-    made = {"scores": prefix + scores}
+    output_key_remap = {"scores": prefix + scores}
     if config.rew_step is not None:
-        asked = {"step": config.rew_step.replace("\\n", "\n")}
-        made = {**made, "token_rewards": f"{prefix}token_rewards"}
+        args = {"step": config.rew_step.replace("\\n", "\n")}
+        output_key_remap = {**output_key_remap, "token_rewards": f"{prefix}token_rewards"}
     return MFCDef(
         name=f"{prefix}rew_inf",
         role="rew",
@@ -441,10 +447,10 @@ def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: 
         batch_size=size,
         input_keys=("prompt", "completion"),
         optional_keys=("finished",),
-        output_keys=tuple(made),
-        output_key_remap=made,
+        output_keys=tuple(output_key_remap),
+        output_key_remap=output_key_remap,
         input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {},
-        args=asked,
+        args=args,
     )
 
 
@@ -526,9 +532,9 @@ def _build_staleness_notes(options: SamplingOptions) -> list[str]:
     if not isinstance(options, PolicyOptions) or not options.max_staleness:
         return []
     return [
-        f"sampling: up to {options.max_staleness} steps ahead of training, which makes up for "
-        f"older weights by "
-        f"{options.correction} with weights of at most {options.sampler_correction_high:g}"
+        f"sampling: up to {options.max_staleness} steps ahead of training; the loss corrects for "
+        f"older weights by {options.correction}, with correction weights of at most "
+        f"{options.sampler_correction_high:g}"
     ]
 
 
@@ -553,13 +559,12 @@ def _check_rewards(config: SamplingConfig) -> None:
         )
     if config.reward_by_token and not functions:
         raise ConfigError(
-            "reward_by_token=true is about reward functions; set reward, or leave it out"
+            "reward_by_token=true applies to reward functions only; set reward, or leave it out"
         )
     if config.rew_step is not None and (
         not has_reward_model(config) or config.reward_by_token or not config.rew_step
     ):
         raise ConfigError(
-            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with "
-            f"this text; set rew.path, and "
-            "leave out reward_by_token"
+            f"rew_step={config.rew_step!r}: makes the reward model score every step that ends "
+            "with this text; set rew.path, and leave out reward_by_token"
         )

@@ -1,6 +1,7 @@
 """Defaults of roles that are not fully specified: the reference and the critic.
 
-The reference is made from the actor; the critic from the reward model or the actor.
+By default the reference is the initial actor, and the critic is initialized from the reward model
+or the actor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ PREFIX_RATE = 1e-2
 
 
 def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the frozen reference, which role its weights are copied from).
+    """Return (the frozen reference, {"ref": the role to copy its weights from}).
+
+    The mapping is empty if weights are read from files.
 
     A reference without a path is the initial actor: copied if the actor has random weights, else
     read from the same files.
@@ -58,7 +61,9 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
 def build_critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the critic, which role its weights are copied from).
+    """Return (the critic, {"critic": the role to copy its weights from}).
+
+    The mapping is empty if weights are read from files.
 
     A critic with a path is that model. Otherwise it is the reward model, whose score head is
     already trained, or the actor with a new head. The critic reads the actor's tokens, so the
@@ -78,8 +83,8 @@ def build_critic(
         )
     if init == "rew" or (init is None and usable and shares_tokens):
         return _copy_model(spec, rew).with_head("value", trained=True), {}
-    made = _copy_model(spec, actor).with_head("value", trained=True)
-    return made, {"critic": "actor"} if actor.init_from_scratch else {}
+    critic = _copy_model(spec, actor).with_head("value", trained=True)
+    return critic, {"critic": "actor"} if actor.init_from_scratch else {}
 
 
 def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
@@ -98,15 +103,11 @@ def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 
 def _find_tokenizer_file(place: str | None) -> Path | None:
     """Return the file with a local tokenizer's vocabulary, or None."""
-    found = Path(place).expanduser() if place else None
-    if found is None or found.is_file():
-        return found
+    path = Path(place).expanduser() if place else None
+    if path is None or path.is_file():
+        return path
     return next(
-        (
-            found / name
-            for name in ("tokenizer.json", "tokenizer.model")
-            if (found / name).is_file()
-        ),
+        (path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()),
         None,
     )
 
@@ -143,9 +144,9 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     if apart:
         option = "tokenizer.path" if other.tokenizer.path else "path"
         raise ConfigError(
-            f"{other_name}.{option}={places[1]!r}: {apart} tokens of its tokenizer are not those "
-            f"of {name}.path={places[0]!r}, "
-            f"and the two exchange token ids; take a {other_name} of the same vocabulary"
+            f"{other_name}.{option}={places[1]!r}: {apart} tokens of its tokenizer differ from "
+            f"those of {name}.path={places[0]!r}, but the two roles exchange token ids; choose a "
+            f"{other_name} with the same vocabulary"
         )
 
 

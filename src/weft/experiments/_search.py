@@ -24,7 +24,7 @@ from weft.experiments._cost import (
 from weft.experiments._rates import DeviceRates
 from weft.topology import Layout, Mesh
 
-# Up to ALL placements are all tried; of more, annealing draws ANNEALED.
+# At most MAX_EXHAUSTIVE placements are all tried; for more, annealing makes ANNEALING_STEPS steps.
 MAX_EXHAUSTIVE = 20_000
 ANNEALING_STEPS = 6_000
 # Temperatures of annealing at its start and end, in units of log step time
@@ -37,7 +37,7 @@ SEED = 1
 class PlacementUnit:
     """Calls that share one placement: all calls that train a role, or one other call.
 
-    `meshes` are the candidates.
+    `meshes` are the candidates for their placement.
     """
 
     role: str
@@ -141,19 +141,19 @@ class PlacementProblem:
 
     def _estimate_call(self, call: str, number: int, started: int) -> float:
         """Return the seconds of a call on its own, in a run with `started` processes."""
-        found = self._seconds.get((call, number, started))
-        if found is None:
+        seconds = self._seconds.get((call, number, started))
+        if seconds is None:
             network = self.networks[self.units[self._unit_of[call]].role]
             mesh = self._meshes[number]
-            found = estimate_call_seconds(
+            seconds = estimate_call_seconds(
                 network,
                 self.loads[call],
                 mesh,
                 self.rates.share_cores(*self._count_processes(mesh, started)),
             )
-            found += self.rates.dispatch if started > 1 else 0.0
-            self._seconds[call, number, started] = found
-        return found
+            seconds += self.rates.dispatch if started > 1 else 0.0
+            self._seconds[call, number, started] = seconds
+        return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
         """Return (processes of a machine that work in a call on `mesh`, all its processes)."""
@@ -167,13 +167,13 @@ class PlacementProblem:
         target = numbers[unit]
         if source == target or not self.units[home].trains:
             return 0.0  # frozen weights are copied only once
-        found = self._moving.get((role, source, target))
-        if found is None:
-            found = estimate_transfer_seconds(
+        seconds = self._moving.get((role, source, target))
+        if seconds is None:
+            seconds = estimate_transfer_seconds(
                 self.networks[role], self._meshes[source], self._meshes[target], self.rates
             )
-            self._moving[role, source, target] = found
-        return found
+            self._moving[role, source, target] = seconds
+        return seconds
 
     def _simulate_step(self, numbers: Sequence[int]) -> float:
         """Return the seconds of a step, simulated over the graph."""
@@ -183,6 +183,7 @@ class PlacementProblem:
         ends = dict[str, float]()
         started = self._count_started(numbers)
         computed = [0.0] * self.num_devices
+        # Run the nodes in order; each starts when its inputs and its devices are ready.
         for name in self.order:
             begin = max([ends[other] for other in self.producers[name]], default=0.0)
             unit = self._unit_of.get(name)
@@ -196,7 +197,7 @@ class PlacementProblem:
             else:
                 sources = ()
             begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
-            # The devices that send weights compute nothing meanwhile.
+            # Devices compute nothing while they send or receive weights.
             for rank in {*ranks, *sources}:
                 free[rank] = begin + moves
                 busy[rank] += moves
@@ -209,7 +210,7 @@ class PlacementProblem:
                 free[rank] = end
                 busy[rank] += takes
                 computed[rank] += takes * cores_each
-        # With a lag several steps overlap, until a device is always busy.
+        # Steps overlap if sampling may run ahead; the busiest device is then a lower bound.
         last = max(ends.values(), default=0.0)
         step = last if not self.max_staleness else max(max(busy), last / (self.max_staleness + 1))
         if self.rates.cores is None:
@@ -223,10 +224,12 @@ class PlacementProblem:
         return max(step, max(nodes) / self.rates.cores)
 
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
-        """Return the bytes of the fullest device, counted as by `weft.engine.memory.compute_peak`."""
+        """Return the bytes used on the fullest device, as in `weft.engine.memory.compute_peak`."""
+        # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):
             places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
+        # Add up what stays on each device, and the most that a call adds to it.
         stay = [0] * self.num_devices
         most = [0] * self.num_devices
         for (role, number), calls in places.items():
@@ -247,7 +250,7 @@ class PlacementProblem:
     ) -> tuple[int, int]:
         """Return (bytes that stay on a device, bytes added while the role is called).
 
-        `shared`: the weights belong to another role.
+        `shared`: the role uses the weights of another role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:
@@ -291,14 +294,14 @@ def list_meshes(
     num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
 ) -> list[Mesh]:
     """Return all meshes with the layouts that `allowed` accepts, in the form that it returns."""
-    found = []
+    meshes = []
     for ranks in list_ranges(num_devices, per_node):
-        found += [
-            Mesh(made, ranks)
+        meshes += [
+            Mesh(layout, ranks)
             for each in list_layouts(len(ranks), per_node)
-            if (made := allowed(each)) is not None
+            if (layout := allowed(each)) is not None
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(meshes))
 
 
 def _list_divisors(number: int) -> list[int]:
@@ -314,7 +317,7 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     There are up to three for each number of devices: trained roles sharded in all their calls;
     whole copies in all calls; trained roles sharded in training and whole in their other calls.
     """
-    found = []
+    placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
         for shards_training, shards_others in ((size, size), (1, 1), (size, 1)):
             choice = []
@@ -330,9 +333,9 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
                     choice.append(0)
                 elif wanted in unit.meshes:
                     choice.append(unit.meshes.index(wanted))
-            if len(choice) == len(problem.units) and choice not in found:
-                found.append(choice)
-    return found
+            if len(choice) == len(problem.units) and choice not in placements:
+                placements.append(choice)
+    return placements
 
 
 # -- search
@@ -395,6 +398,7 @@ def _anneal(
     problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
     """Return the best placement found by simulated annealing, changing one or two units a turn."""
+    # Only units with several candidates can move.
     draw = random.Random(SEED)
     movable = []
     for number, unit in enumerate(problem.units):
@@ -402,6 +406,7 @@ def _anneal(
             movable.append(number)
     now = list(start)
     best = list(start)
+    # Accept a worse placement with a probability that falls with the temperature.
     for turn in range(ANNEALING_STEPS):
         heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
             turn / ANNEALING_STEPS

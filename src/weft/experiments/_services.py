@@ -25,6 +25,7 @@ def check_shared_options(
     Returns the configuration with the backend of these roles set. A URL is given by an option or by
     the environment; `name` is the group of the method's `options`. Raises `UserError`.
     """
+    # Find the roles that are on a server.
     config = check_config(config)
     rew = _resolve_url("rew", config.rew)
     ref = _resolve_url("ref", config.ref)
@@ -32,10 +33,11 @@ def check_shared_options(
         # Without its own tokenizer the reward model reads the actor's tokens.
         own = config.actor.tokenizer.path or config.actor.path
         rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
+    # Refuse options that a server does not support.
     if is_served(rew) and config.rew_step is not None:
         raise ConfigError(
-            f"rew_step={config.rew_step!r} needs a value per token, which a server does not give; "
-            f"set rew.path alone"
+            f"rew_step={config.rew_step!r} needs a score per token, which a server does not "
+            "return; set rew.path, and leave rew.url out"
         )
     if is_served(ref):
         _check_reference(options, name)
@@ -51,12 +53,13 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
     """Raise `ConfigError` for options that a reference on a server does not support."""
     if options.ref_ema_eta:
         raise ConfigError(
-            f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of "
-            f"the two"
+            f"{name}.ref_ema_eta updates the reference, but that of ref.url is on a server; set "
+            "only one of the two"
         )
     if options.gen.truncates:
         raise ConfigError(
-            f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; "
+            f"ref.url: a server does not know which tokens {name}.gen.top_k, top_p and min_p "
+            "exclude; "
             f"write "
             f"{name}.gen.top_p=1, and no top_k or min_p"
         )
@@ -64,15 +67,15 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
 
 def build_service_notes(config: SamplingConfig) -> list[str]:
     """Return lines on roles that are on servers, for the plan that is printed before the run."""
-    told = []
+    notes = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
         if is_served(spec):
             if spec.path is not None:
-                files = f"; {role}.path is read for its tokenizer alone"
+                files = f"; only the tokenizer of {role}.path is read"
             else:
                 files = ""
-            told.append(f"{role}: {what} come from {spec.url}, no weights are loaded here{files}")
-    return told
+            notes.append(f"{role}: {what} come from {spec.url}, no weights are loaded here{files}")
+    return notes
 
 
 def _resolve_url(role: str, spec: ServedSpec) -> ServedSpec:
@@ -85,12 +88,12 @@ def _resolve_url(role: str, spec: ServedSpec) -> ServedSpec:
         return spec
     if spec.backend not in (AUTO, TORCH_BACKEND, SERVICE):
         raise ConfigError(
-            f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them"
+            f"{role}.backend={spec.backend} and {role}.url exclude each other; set only one of them"
         )
     if spec.offload:
         raise ConfigError(
-            f"{role}.offload=true moves weights, and those of {role}.url are elsewhere; set one "
-            f"of the two"
+            f"{role}.offload=true moves weights, but those of {role}.url are on a server; set "
+            "only one of the two"
         )
     ServiceAddress.parse(role, url, spec.service)
     return replace(spec, url=url, backend=SERVICE)

@@ -28,17 +28,19 @@ class WandbSpec:
 
     mode: str | None = option(
         None,
-        "online, offline or disabled; when absent and another logger.wandb option is set, what "
-        "WANDB_MODE says, or online",
+        "online, offline or disabled; absent: the value of WANDB_MODE, or online, if another "
+        "logger.wandb option is set",
         choices=("online", "offline", "disabled"),
     )
     entity: str | None = option(None, "user or team")
-    project: str | None = option(None, "project; experiment_name when absent")
+    project: str | None = option(None, "name of the project; absent: experiment_name")
     name: str | None = option(None, "name of the run; trial_name when absent")
-    prefix: str | None = option(None, "put before the name of every metric")
-    id: str | None = option(None, "id of the run; a resumed run continues its own when absent")
+    prefix: str | None = option(None, "prefix of the names of all metrics")
+    id: str | None = option(
+        None, "id of the W&B run; absent: a new one, or a resumed run's earlier one"
+    )
     dir: str | None = option(
-        None, "folder of its local files; the run's own when absent", check=find_url_problem
+        None, "folder for W&B's local files; absent: the run's own", check=find_url_problem
     )
 
 
@@ -46,10 +48,10 @@ class WandbSpec:
 class TrackioSpec:
     """Trackio, a local tracker with W&B's interface."""
 
-    project: str | None = option(None, "project; naming one turns trackio on")
+    project: str | None = option(None, "name of the project; setting it enables trackio")
     name: str | None = option(None, "name of the run; trial_name when absent")
     space_id: str | None = option(
-        None, "Hugging Face Space that shows the run; this machine when absent"
+        None, "Hugging Face Space that shows the run; absent: trackio runs on this machine"
     )
 
 
@@ -98,37 +100,40 @@ class MFCOptions:
     """Options of one call in a shipped experiment."""
 
     interface: str | None = option(
-        None, "registered interface that makes the call instead; starts without arguments"
+        None,
+        "registered interface that replaces the experiment's, without the experiment's arguments",
     )
     args: dict[str, Any] = option({}, "arguments of the interface, which override the experiment's")
     max_tokens_per_microbatch: int | None = option(
-        None, "maximum tokens of one forward pass of this call; absent: the run's", at_least=1
+        None,
+        "maximum tokens of one forward pass of this call; absent: as set for the run",
+        at_least=1,
     )
     pre_hooks: Any = option(
         None,
-        f"hooks before the call, in place of the experiment's ([] for none): {HOOK_FORMS}",
+        f"hooks before the call, which replace the experiment's ([] for none): {HOOK_FORMS}",
         check=_check_hooks,
     )
     post_hooks: Any = option(
         None,
-        f"hooks after the call, in place of the experiment's ([] for none): {HOOK_FORMS}",
+        f"hooks after the call, which replace the experiment's ([] for none): {HOOK_FORMS}",
         check=_check_hooks,
     )
     deadline_s: float | None = option(
         None,
-        "seconds after which weft gives the call up and stops the run; absent: 21,600 (six hours)",
+        "maximum seconds of the call, after which the run stops; absent: 21,600 (six hours)",
         at_least=0.0,
     )
     layout: str | None = option(
         None,
-        "parallel layout of this call, such as d4; its role's when absent; where the call trains "
-        "it is the role's too",
+        "parallel layout of this call, such as d4; absent: the layout of its role; the layout of "
+        "a call that trains is also that of its role",
         check=checks.find_layout_problem,
     )
     device_mesh: str | None = option(
         None,
-        "devices of this call, such as 4-7 or 0,2; absent: the first of its role's, as many as "
-        "its layout takes",
+        "devices of this call, such as 4-7 or 0,2; absent: the first devices of its role, as many "
+        "as its layout needs",
     )
 
     def list_changes(self, node: MFCDef) -> dict[str, Any]:
@@ -171,15 +176,15 @@ def _parse_hook(hook: Any) -> Hook:
         return NAMED_HOOKS.get(hook) or Call(hook)
     if isinstance(hook, Mapping) and "function" in hook and set(hook) <= {"function", "args"}:
         return Call(str(hook["function"]), dict(hook.get("args") or {}))
-    raise ConfigError(f"hook {hook!r} cannot be read; it is {HOOK_FORMS}")
+    raise ConfigError(f"hook {hook!r} is not valid; write {HOOK_FORMS}")
 
 
 @dataclass
 class RunConfig(ABC):
     """Options that all experiments share: devices, length, checkpoints, evaluation, logging."""
 
-    # Targets of other spellings of options (cli/aliases.py): `learning_rate` sets an option of the
-    # trained roles, `beta` an option of the algorithm.
+    # Other spellings of options (cli/aliases.py) are resolved with these: `learning_rate` sets an
+    # option of all trained roles, `beta` an option of the algorithm.
     main_role: ClassVar[str] = "model"
     trained_roles: ClassVar[tuple[str, ...]] = ()
     # Host functions of the graph; they have no `{mfc}.*` options.
@@ -190,20 +195,20 @@ class RunConfig(ABC):
 
     experiment_name: str = option(
         "",
-        "first folder of the run: letters, digits, . and -; on the command line the recipe or "
-        "algorithm when absent",
+        "name of the run's first folder: letters, digits, . and -; absent on the command line: "
+        "the name of the recipe or algorithm",
     )
     trial_name: str = option(
         "",
-        "second folder of the run: letters, digits, . and -; on the command line, when absent, "
-        "the number of the newest "
-        "unfinished run of the same configuration, or the next number",
+        "name of the run's second folder: letters, digits, . and -; absent on the command line: "
+        "the number of the newest unfinished run with the same configuration, or the next free "
+        "number",
     )
     fileroot: str = option(
         "./runs",
-        "folder of all runs; this one's is fileroot/experiment_name/trial_name",
+        "folder of all runs; a run is in fileroot/experiment_name/trial_name",
         check=lambda path: (
-            find_url_problem(path) if path.strip() else "names no folder; write ./runs, say"
+            find_url_problem(path) if path.strip() else "is empty; write a folder such as ./runs"
         ),
     )
     mode: str = option(
@@ -212,48 +217,46 @@ class RunConfig(ABC):
         "slurm (a job on a cluster)",
         check=checks.find_mode_problem,
     )
-    seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
+    seed: int = option(1, "seed of initial weights, data order and sampling", at_least=0)
     device: str | None = option(
         None,
-        "cpu, cuda, cuda:1 or mps; absent: the best one there is",
+        "cpu, cuda, cuda:1 or mps; absent: the best device available",
         check=checks.find_device_problem,
     )
     ray_address: str | None = option(
         None,
-        "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on "
-        "this machine, when absent",
+        "address of the Ray cluster (mode=ray), such as auto or 10.0.0.1:6379; absent: "
+        "RAY_ADDRESS, or else the cluster on this machine",
     )
     n_nodes: int = option(
         1,
-        "machines: of a job (mode=slurm), or of the cluster where n_gpus_per_node is set "
-        "(mode=ray); mode=local is one",
+        "number of machines: of the job (mode=slurm), or of the cluster if n_gpus_per_node is set "
+        "(mode=ray); 1 with mode=local",
         at_least=1,
     )
     n_gpus_per_node: int | None = option(
         None,
-        "devices of each machine that the run may use: with mode=slurm the GPUs asked for (what "
-        "the layouts take when absent), "
-        "otherwise all there are when absent; layouts that take more than n_nodes x "
-        "n_gpus_per_node are refused",
+        "devices per machine that the run may use, with mode=slurm the GPUs to request; absent: "
+        "all devices, with mode=slurm as many as the layouts need; layouts that need more than "
+        "n_nodes x n_gpus_per_node devices are refused",
         at_least=1,
     )
     allocation_mode: str = option(
         "manual",
-        "for roles without a layout: manual (the first device), heuristic (data-parallel over the "
-        "devices of n_nodes x "
-        "n_gpus_per_node, all or fewer, sharded or whole, whichever is estimated to be fastest), "
-        "search (the placement of "
-        "each call that is estimated to be fastest there), or a layout such as d4t2",
+        "placement of roles without a layout on n_nodes x n_gpus_per_node devices: manual (the "
+        "first device), heuristic (data-parallel over all devices or fewer, with sharded or whole "
+        "weights, whichever is estimated to be fastest), search (the placement of each call that "
+        "is estimated to be fastest), or a layout such as d4t2",
         check=checks.find_allocation_problem,
     )
     search: SearchSpec = option(SearchSpec(), "assumptions of allocation_mode=search and --dry-run")
     total_train_epochs: int = option(
-        1, "passes over the training data, where max_steps is absent", at_least=1
+        1, "passes over the training data, if max_steps is absent", at_least=1
     )
     max_steps: int | None = option(
         None,
-        "length of a run in steps, in place of total_train_epochs; gen ends with its prompts if "
-        "these are fewer",
+        "number of steps, in place of total_train_epochs; gen ends earlier if it runs out of "
+        "prompts",
         at_least=1,
     )
     save_freq_steps: int | None = option(
@@ -263,7 +266,7 @@ class RunConfig(ABC):
     save_freq_secs: float | None = option(None, "seconds between checkpoints", at_least=0.0)
     save_total_limit: int | None = option(
         None,
-        "number of newest checkpoints to keep; one that a restart needs always stays",
+        "number of newest checkpoints to keep; one that a restart needs is always kept",
         at_least=1,
     )
     save_milestone_freq_steps: int | None = option(
@@ -281,29 +284,26 @@ class RunConfig(ABC):
     eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
     eval_prompts: str | None = option(
         None,
-        "file of a few prompts (JSON, JSONL, Parquet, or .txt with one a line) that the trained "
-        "model answers, greedily, "
-        "before the first step, at every evaluation and at the end; the report shows how the "
-        "answers change",
+        "file with a few prompts (JSON, JSONL, Parquet, or .txt with one per line); the trained "
+        "model answers them greedily before the first step, at every evaluation and at the end, "
+        "and the report shows how the answers change",
         check=checks.find_file_problem,
     )
     eval_prompts_max_new_tokens: int | None = option(
         None,
-        "maximum tokens of such an answer; absent: the algorithm's gen.max_new_tokens, or 128 "
-        "where it samples nothing, and at "
-        "most half of the model's context",
+        "maximum tokens of each of these answers; absent: the algorithm's gen.max_new_tokens, or "
+        "if it samples nothing 128, but at most half of the model's context",
         at_least=1,
     )
     log_freq_steps: int = option(
         1,
-        "steps between lines of the log and of the loggers; metrics.jsonl has every step",
+        "steps between entries in the log and the loggers; metrics.jsonl contains every step",
         at_least=1,
     )
     recover_mode: str = option(
         "auto",
-        "an unfinished run of the same configuration: resume it if there is one (auto), require "
-        "one (resume), ignore it "
-        "(disabled)",
+        "what to do with an unfinished run of the same configuration: resume it if it exists "
+        "(auto), require that it exists (resume), or ignore it (disabled)",
         choices=("auto", "resume", "disabled"),
     )
     recover_freq_steps: int | None = option(
@@ -314,33 +314,31 @@ class RunConfig(ABC):
     )
     resume_from: str | None = option(
         None,
-        "recovery point, checkpoint or run directory to resume from, in place of the run's own "
-        "last point",
+        "recovery point, checkpoint or run directory to resume from, in place of this run's last "
+        "recovery point",
         check=find_url_problem,
     )
     max_tokens_per_microbatch: int = option(
         16384, "maximum tokens of one forward pass, for every call", at_least=1
     )
     deterministic: bool = option(
-        False, "use only kernels whose results repeat bit for bit (on CUDA; CPU kernels always do)"
+        False, "use only kernels whose results are reproducible bit for bit (CUDA; on CPU all are)"
     )
     tf32: bool = option(
         False,
-        "round what a GPU multiplies in float32 to 10 bits of mantissa (TF32): several times as "
-        "fast, less exact; products of "
-        "bfloat16 are not changed, a CPU's neither",
+        "round the factors of float32 products on GPUs to 10 bits of mantissa (TF32): several "
+        "times as fast, less exact; bfloat16 products and CPUs are not affected",
     )
     profile_steps: str | None = option(
         None,
-        "steps to trace with torch's profiler, such as 5:8 (the last one too) or 5; one file a "
-        "device, in the run's profile/",
+        "steps to trace with torch's profiler, such as 5 or 5:8 (inclusive); one file per device "
+        "in the run's profile/",
         check=checks.find_profile_problem,
     )
     flash_attention: str = option(
         "auto",
-        "flash attention of NVIDIA GPUs: fa2 is torch's, fa3 the package flash_attn_interface on "
-        "Hopper; auto: fa3 where it "
-        "is installed",
+        "flash attention on NVIDIA GPUs: fa2 (torch's), fa3 (the package flash_attn_interface, on "
+        "Hopper), or auto (fa3 if it is installed)",
         choices=FLASH,
     )
     on_nonfinite: str = option(
@@ -350,7 +348,7 @@ class RunConfig(ABC):
     )
     progress: bool = option(True, "show the live view if the output is a terminal")
     imports: list[str] = option(
-        [], "modules and FILE.py that register datasets, rewards, interfaces, experiments"
+        [], "modules or FILE.py to import; they register datasets, rewards, interfaces, experiments"
     )
     logger: LoggerSpec = option(LoggerSpec(), "loggers in addition to metrics.jsonl")
     launch: LaunchSpec = option(LaunchSpec(), "how processes are started")
@@ -386,6 +384,7 @@ class RunConfig(ABC):
 
     def missing(self) -> list[str]:
         """Return a phrase for each required option that is not set."""
+        # A run needs names, a model and data.
         names = []
         for name in ("experiment_name", "trial_name"):
             if not getattr(self, name):
@@ -406,6 +405,7 @@ class RunConfig(ABC):
 
     def control(self) -> Control:
         """Return the run options in the form that the runtime reads."""
+        # Copy the options that have the same name in both classes.
         own = {spec.name for spec in fields(self)}
         shared = {}
         for spec in fields(Control):
@@ -420,8 +420,7 @@ class ExperimentConfig(Protocol):
     def build(self) -> Experiment: ...
 
 
-# Methods by which a subclass of ReaL's configurations changes a run, and their counterparts in
-# weft.
+# Methods that subclasses of ReaL's configurations override, and what replaces them in weft.
 UNSUPPORTED_METHODS = {
     "rpcs": "change a call with experiment.with_mfc(NAME, ...) in build()",
     "models": (
@@ -438,7 +437,7 @@ UNSUPPORTED_METHODS = {
 }
 MIGRATION_HINT = """Write the edits of ReaL's guide as
     return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])
-and set rew.backend=null in place of a model_worker that is given a tokenizer for its model"""
+and set rew.backend=null instead of a model_worker that loads only a tokenizer"""
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -473,10 +472,12 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
 
 def _build(config: RunConfig) -> Experiment:
     """Build the experiment with the method that the class of `config` overrides."""
+    # Find the methods of user classes.
     own = []
     for cls in type(config).__mro__:
         if not cls.__module__.startswith("weft."):
             own.append(cls)
+    # Refuse methods that only ReaL's runtime calls.
     overridden = {name for cls in own for name in vars(cls)}
     name = type(config).__name__
     for method, instead in UNSUPPORTED_METHODS.items():
@@ -486,7 +487,8 @@ def _build(config: RunConfig) -> Experiment:
         return config.build()
     if "build" in overridden:
         raise ConfigError(
-            f"{name} overrides build() and initial_setup(), and a run follows one of them; keep one"
+            f"{name} overrides build() and initial_setup(), but a run calls only one of them; "
+            "remove the other"
         )
     try:
         return config.initial_setup()
@@ -497,7 +499,7 @@ def _build(config: RunConfig) -> Experiment:
 
 
 def _explain_attribute(name: str, error: AttributeError) -> str:
-    """Return an error message for an attribute of ReaL's objects that weft's do not have.
+    """Return an error message for an attribute that only ReaL's objects have, not weft's.
 
     The message says what to write instead.
     """

@@ -56,21 +56,21 @@ class DistillOptions:
     )
     on_policy: float = option(
         1.0,
-        "gkd: share of the prompts whose completion the student samples; the others keep their "
-        "rows'",
+        "gkd: share of the prompts whose completion the student samples; the others keep that of "
+        "their row",
         at_least=0.0,
         at_most=1.0,
     )
     divergence_beta: float = option(
         GKDLoss.divergence_beta,
-        "gkd: 0 is forward KL, teacher to student, 1 reverse KL, between them generalised "
-        "Jensen-Shannon",
+        "gkd: 0 is forward KL (teacher to student), 1 is reverse KL, values between them are "
+        "generalised Jensen-Shannon",
         at_least=0.0,
         at_most=1.0,
     )
     top_k: int = option(
         64,
-        "gkd: likeliest ids of the teacher at each token; all others are one event, so "
+        "gkd: number of the teacher's likeliest ids at each token; all others are one event, so "
         "divergences are lower bounds",
         at_least=1,
     )
@@ -81,19 +81,19 @@ class DistillOptions:
     )
     discount: float = option(
         0.0,
-        "reverse_kl: discount of the rewards of later tokens; 0: only the token's own",
+        "reverse_kl: discount of the rewards of later tokens; 0: only the token's own reward",
         at_least=0.0,
         at_most=1.0,
     )
     eps_clip: float = option(
         0.2,
-        "reverse_kl: the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip",
+        "reverse_kl: clip the importance ratio to 1 - eps_clip .. 1 + eps_clip",
     )
     eps_clip_high: float | None = option(
-        None, "reverse_kl: above 1 + eps_clip_high instead (clip-higher)"
+        None, "reverse_kl: upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher)"
     )
     samples_per_prompt: int = option(
-        1, "completions that the student samples of each prompt", at_least=1, at_most=MOST_SAMPLES
+        1, "completions that the student samples per prompt", at_least=1, at_most=MOST_SAMPLES
     )
     ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     mini_batch_size: int | None = option(
@@ -136,19 +136,22 @@ class DistillConfig(RunConfig):
     )
     dataset: DatasetSpec = option(
         DatasetSpec(),
-        "rows of the form prompt; with distill.on_policy below 1 prompt_answer, or chat",
+        "rows of type prompt; with distill.on_policy below 1, of type prompt_answer or chat",
     )
     distill: DistillOptions = option(DistillOptions(), "the algorithm")
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
-    teacher_inf: MFCOptions = option(MFCOptions(), "the call that scores them with the teacher")
+    teacher_inf: MFCOptions = option(
+        MFCOptions(), "the call that scores completions with the teacher"
+    )
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the student")
 
     def build(self) -> Experiment:
-        """Return the graph `actor_gen -> teacher_inf -> actor_train`.
+        """Return the experiment; its graph is `actor_gen -> teacher_inf -> actor_train`.
 
         There is no `actor_gen` if nothing is sampled; `reverse_kl` has `advantages` before
         `actor_train`. Raises `UserError` with the option, its value and the rule.
         """
+        # Check the options and that both models have the same token ids.
         config = check_config(self)
         options = config.distill
         _check_options(options)
@@ -160,6 +163,7 @@ class DistillConfig(RunConfig):
         )
         check_same_vocabulary("actor", config.actor, "teacher", config.teacher)
         plan = _DistillationGraphBuilder.from_config(config)
+        # All completions are sampled in an evaluation, unless training samples none.
         evaluated = plan if options.on_policy == 0.0 else replace(plan, share=1.0)
         actor = config.actor.with_head("lm", trained=True)
         return assemble(
@@ -211,23 +215,24 @@ class _DistillationGraphBuilder:
             share or options.mini_batch_size or options.ppo_n_minibatches > 1
         ):
             raise ConfigError(
-                f"dataset.train_tokens_per_batch={tokens}: distill counts rows, unless nothing is "
-                f"sampled (on_policy=0) and a "
-                "batch is one minibatch; set dataset.train_bs_n_seqs"
+                f"dataset.train_tokens_per_batch={tokens}: distill needs a fixed number of rows, "
+                "unless nothing is sampled (on_policy=0) and a batch is one minibatch; set "
+                "dataset.train_bs_n_seqs"
             )
-        asked = [config.dataset.limit] if share < 1.0 else []
+        # Fill in the lengths of sampled completions and of rows with answers.
+        length_limits = [config.dataset.limit] if share < 1.0 else []
         if share:
             lengths = SampleLengths.from_options(config, dataset, gen, "distill.gen")
             dataset = lengths.dataset
             gen = lengths.gen
-            asked.append(compute_max_length(config.dataset, options.gen))
+            length_limits.append(compute_max_length(config.dataset, options.gen))
         if share < 1.0:
             dataset = with_answers(config, dataset)
         vocab = checks.read_vocab_size(config.actor)
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
-        longest = max((each for each in asked if each is not None), default=None)
-        # GKD compares the distributions without truncation.
+        longest = max((each for each in length_limits if each is not None), default=None)
+        # Only reverse KL needs the ids that truncation left: GKD compares whole distributions.
         records = options.loss_type == "reverse_kl" and gen.truncates
         return cls(options, dataset, replace(gen, record_support=records), share, longest)
 
@@ -276,8 +281,8 @@ class _DistillationGraphBuilder:
     def _build_generation(self) -> MFCDef:
         mixed = self.share < 1.0
         reverse = self.options.loss_type == "reverse_kl"
-        made = ["completion", "loss_mask", "sampled" if mixed else "finished"]
-        made += [
+        output_keys = ["completion", "loss_mask", "sampled" if mixed else "finished"]
+        output_keys += [
             *(["logprobs"] if reverse else []),
             *(SUPPORT_KEYS if self.gen.record_support else ()),
         ]
@@ -292,7 +297,7 @@ class _DistillationGraphBuilder:
             batch_size=self.batch_size,
             input_keys=("prompt", *(("completion",) if mixed else ())),
             optional_keys=("loss_mask",) if mixed else (),
-            output_keys=made,
+            output_keys=output_keys,
             output_key_remap=self._names,
             args={**args, "samples_per_prompt": self.options.samples_per_prompt},
         )
@@ -392,7 +397,7 @@ class _DistillationGraphBuilder:
         lines = list[str]()
         if self.share:
             if self.share < 1.0:
-                rows = f"about {self.share:.0%} of the rows, drawn anew each step, get "
+                rows = f"about {self.share:.0%} of the rows, chosen at random in each step, get "
             else:
                 rows = ""
             lines.append(
@@ -425,26 +430,25 @@ def _check_options(options: DistillOptions) -> None:
     if reverse and share < 1.0:
         raise ConfigError(
             f"distill.on_policy={share}: distill.loss_type=reverse_kl is a policy gradient, which "
-            f"is for completions that the "
-            "student samples itself; set it to 1, or loss_type=gkd"
+            "needs completions that the student samples itself; set it to 1, or loss_type=gkd"
         )
     _refuse(
         options,
         GKD_OPTIONS if reverse else REVERSE_KL_OPTIONS,
-        f"has no meaning with distill.loss_type={options.loss_type}",
+        f"has no effect with distill.loss_type={options.loss_type}",
     )
     if options.gen.greedy and (reverse or options.samples_per_prompt > 1):
         raise ConfigError(
             "distill.gen.greedy=true: "
             + (
                 "reverse_kl is an average over what the student samples; a greedy completion is "
-                "no sample"
+                "not a sample"
                 if reverse
                 else f"the {options.samples_per_prompt} greedy completions of a prompt are all the same; sample one"
             )
         )
     if share == 0.0:
-        unused = f"does nothing with distill.on_policy={share}, where nothing is sampled"
+        unused = f"has no effect with distill.on_policy={share}, since nothing is sampled"
         _refuse(options, ("samples_per_prompt",), unused)
         _refuse(
             options.gen,
@@ -456,14 +460,14 @@ def _check_options(options: DistillOptions) -> None:
         _refuse(
             options,
             ("samples_per_prompt",),
-            f"has no meaning with distill.on_policy={share}: rows that keep their completion have "
-            f"one, and would weigh less",
+            f"is not possible with distill.on_policy={share}: rows that keep their completion "
+            "have only one, and would weigh less",
         )
     else:
         _refuse(
             options,
             ("sft_coef",),
-            "does nothing with distill.on_policy=1, where rows have no completions",
+            "has no effect with distill.on_policy=1, since rows have no completions",
         )
 
 

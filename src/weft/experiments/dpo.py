@@ -43,25 +43,25 @@ class DPOOptions:
     loss_type: str = option(
         "sigmoid",
         "the loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
-        "pair as one labelled answer, "
-        "aot and aot_unpaired compare sorted answers of the whole batch",
+        "pair as one labelled answer, aot and aot_unpaired compare the sorted scores of a whole "
+        "batch",
         choices=LOSS_TYPES,
     )
     beta: float | None = option(
         None,
         "strength of the pull towards the reference (orpo: weight of the odds ratio); absent: "
-        "0.1, for simpo 2",
+        "0.1, or 2 for simpo",
     )
     label_smoothing: float = option(
         DEFAULTS["label_smoothing"],
-        "share of labels assumed to be wrong: cDPO with sigmoid; required by robust; exo_pair "
-        "takes 0 as 0.001",
+        "share of labels assumed to be wrong; cDPO if set with sigmoid; required by robust; "
+        "exo_pair replaces 0 by 0.001",
     )
     simpo_gamma: float = option(
-        DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of beta times the score"
+        DEFAULTS["simpo_gamma"], "target margin of simpo, in units of beta times the score"
     )
     discopop_tau: float = option(
-        DEFAULTS["discopop_tau"], "discopop: how sharply it changes from one loss to the other"
+        DEFAULTS["discopop_tau"], "discopop: temperature of the switch from one loss to the other"
     )
     rpo_alpha: float = option(
         DEFAULTS["rpo_alpha"],
@@ -70,8 +70,8 @@ class DPOOptions:
     )
     f_divergence: str = option(
         DEFAULTS["f_divergence"],
-        "what keeps the actor near the reference (f-DPO); losses of the difference of two scores "
-        "only",
+        "divergence between actor and reference (f-DPO); only for losses of the difference of two "
+        "scores",
         choices=DIVERGENCES,
     )
     f_alpha: float = option(DEFAULTS["f_alpha"], "alpha of f_divergence=alpha; 1 is reverse_kl")
@@ -121,9 +121,11 @@ class DPOConfig(RunConfig):
     }
 
     actor: ModelSpec = option(ModelSpec(), "the model that is trained")
-    ref: ModelSpec = option(ModelSpec(), "the frozen reference; the actor's own path when absent")
+    ref: ModelSpec = option(
+        ModelSpec(), "the frozen reference; the actor's path if ref.path is absent"
+    )
     dataset: DatasetSpec = option(
-        DatasetSpec(), "rows of the form paired_comparison, preference or ranking"
+        DatasetSpec(), "rows of type paired_comparison, preference or ranking"
     )
     dpo: DPOOptions = option(DPOOptions(), "the loss")
     ref_inf: MFCOptions = option(MFCOptions(), "the call that scores with the reference")
@@ -135,14 +137,16 @@ class DPOConfig(RunConfig):
         MFCOptions(), "kto: the call that scores mismatched completions with the actor"
     )
     kl_ref_inf: MFCOptions = option(
-        MFCOptions(), "kto: the call that scores them with the reference"
+        MFCOptions(), "kto: the call that scores mismatched completions with the reference"
     )
 
     def build(self) -> Experiment:
-        """Return the graph `ref_inf -> actor_train`; some losses need no `ref_inf`.
+        """Return the experiment; its graph is `ref_inf -> actor_train`.
 
-        KTO, BCO and AOT have further nodes before `actor_train`, which compute statistics of the
-        whole batch. Raises `UserError` with the option, its value and the rule.
+        Some losses need no `ref_inf`. KTO, BCO and AOT have further nodes before `actor_train`,
+        which compute statistics of the whole batch.
+
+        Raises `UserError` with the option, its value and the rule.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))
@@ -170,6 +174,7 @@ class DPOConfig(RunConfig):
         )
 
     def _build_nodes(self, size: int) -> list[Node]:
+        # Build the training call, and check the options of its loss.
         kind = self.dpo.loss_type
         if kind in LABELLED:
             wants = ("label", LABELLED[kind])
@@ -190,6 +195,7 @@ class DPOConfig(RunConfig):
         )  # raises ConfigError if options exclude each other
         if kind in REFERENCE_FREE:
             return [train]
+        # Add the reference's scores, and the nodes of losses that compare the whole batch.
         ref_inf = _build_scoring("ref_inf", "ref", size)
         nodes: list[Node] = [
             replace(ref_inf, cache=self.dpo.cache_ref_logprobs),
@@ -231,22 +237,22 @@ class DPOConfig(RunConfig):
 
 
 def _check_kto(dataset: DatasetSpec) -> None:
-    """Raise `ConfigError` for batches of one prompt: z0 needs completions of other prompts."""
+    """Raise `ConfigError` for batches of one prompt: KTO's z0 needs other prompts."""
     for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
         if getattr(dataset, name) == 1:
             raise ConfigError(
-                f"dataset.{name}=1: dpo.loss_type=kto measures its baseline on completions of "
-                f"other prompts of the batch, and "
-                "one prompt has no others; set it to 2 or more"
+                f"dataset.{name}=1: dpo.loss_type=kto computes its baseline from completions of "
+                "other prompts in the batch, and a single prompt has no others; set it to 2 or "
+                "more"
             )
 
 
 def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
     """Return the call that computes log-probs of the completions with a role.
 
-    With a prefix it scores the completions whose key has this prefix.
+    With a prefix the completions are those of the key `{prefix}completion`.
     """
-    made = f"{prefix}logprobs" if role == "actor" else f"{prefix}ref_logprobs"
+    output_key = f"{prefix}logprobs" if role == "actor" else f"{prefix}ref_logprobs"
     return MFCDef(
         name=name,
         role=role,
@@ -256,7 +262,7 @@ def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
         input_keys=("prompt", "completion"),
         input_key_remap={"completion": f"{prefix}completion"} if prefix else {},
         output_keys=("logprobs",),
-        output_key_remap={"logprobs": made},
+        output_key_remap={"logprobs": output_key},
         args={"outputs": ["logprobs"]},
     )
 

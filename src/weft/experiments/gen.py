@@ -44,20 +44,22 @@ class GenConfig(RunConfig):
         "num_return_sequences": "gen.samples_per_prompt",
     }
 
-    model: ModelSpec = option(ModelSpec(), "the model that completes")
-    dataset: DatasetSpec = option(DatasetSpec(shuffle=False), "rows of the form prompt")
+    model: ModelSpec = option(ModelSpec(), "the model that samples completions")
+    dataset: DatasetSpec = option(DatasetSpec(shuffle=False), "rows of type prompt")
     gen: GenOptions = option(GenOptions(), "the call that samples")
 
     def build(self) -> Experiment:
-        """Return the graph, which is the node `gen` alone.
+        """Return the experiment; its graph is the single node `gen`.
 
         Raises `UserError` with the option, its value and the rule.
         """
+        # Fill in the defaults of lengths and batch sizes.
         config = check_config(self)
         lengths = SampleLengths.from_options(
             config, fill_batch_sizes(config.dataset), config.gen, "gen"
         )
         dataset = lengths.dataset
+        # Pass the sampling options that users can set.
         gen = asdict(lengths.gen)
         names = []
         for spec in fields(GenerationSpec):

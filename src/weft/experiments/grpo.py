@@ -38,63 +38,62 @@ class GRPOOptions(PolicyOptions):
     )
     eps_clip: float | None = option(
         None,
-        "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip; absent: "
-        "0.2, for sequences GSPO's own "
-        "3e-4 below and 4e-4 above; cispo has no bound below",
+        "clip the importance ratio to 1 - eps_clip .. 1 + eps_clip; absent: 0.2, or for ratios of "
+        "sequences GSPO's 3e-4 below and 4e-4 above; cispo has no lower bound",
     )
     eps_clip_high: float | None = option(
-        None, "above 1 + eps_clip_high instead (clip-higher); absent for cispo: 4"
+        None,
+        "upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher); absent for cispo: 4",
     )
     baseline: str = option(
         "group",
-        "taken off each reward: mean of the group (GRPO), leave_one_out mean of the others "
-        "(RLOO), opo mean weighted by length "
-        "(OPO), greedy completion's reward (ReMax), or none (REINFORCE++, with adv_norm)",
+        "subtracted from each reward: mean of the group (group: GRPO), mean of the other "
+        "completions (leave_one_out: RLOO), mean weighted by length (opo: OPO), reward of the "
+        "greedy completion (greedy: ReMax), or nothing (none: REINFORCE++, with adv_norm)",
         choices=BASELINES,
     )
     scale_rewards: str | None = option(
         None,
-        "advantages are divided by the rewards' deviation in the group or batch, or not (none); "
-        "absent: group, for "
-        "dr_grpo none",
+        "divide advantages by the standard deviation of the rewards in the group or batch, or do "
+        "not divide (none); absent: group, or none for dr_grpo",
         choices=("group", "batch", "none"),
     )
     adv_norm: bool = option(False, "whiten advantages over the whole batch (REINFORCE++)")
     rescale_informative: bool = option(
         False,
-        "multiply advantages by prompts / prompts whose rewards differ, to make up for those that "
-        "teach nothing (GPG)",
+        "multiply advantages by prompts / prompts whose rewards differ, to compensate for those "
+        "whose advantages are 0 (GPG)",
     )
     normalize_each_reward: bool = option(
         False,
-        "normalise every reward function by itself in its group, then their weighted sum over the "
+        "normalise each reward function separately in its group, then the weighted sum over the "
         "batch (GDPO)",
     )
     pass_k: int | None = option(
         None,
-        "train for pass@k instead: at least one of k completions passes; excludes baseline and "
-        "scale",
+        "train for pass@k: at least one of k completions passes; replaces baseline and "
+        "scale_rewards",
         at_least=1,
     )
     loss_type: str = option(
         "dapo",
-        "average: dapo (all tokens), grpo (tokens of a completion, then completions), dr_grpo "
-        "(sum / longest completion)",
+        "average of the loss: dapo (over all tokens), grpo (over the tokens of each completion, "
+        "then over completions), dr_grpo (sum divided by the maximum completion length), bnpo "
+        "(same as dapo)",
         choices=("dapo", "grpo", "dr_grpo", "bnpo"),
     )
     importance_level: str = option(
         "token",
-        "importance ratio of each token, or of a sequence (GSPO)",
+        "one importance ratio for each token, or for each sequence (GSPO)",
         choices=("token", "sequence"),
     )
     surrogate: str = option(
         "clip",
-        "clipped ratio (clip), a cut ratio as a weight (cispo), a soft gate (sapo), or no ratio "
-        "(reinforce; one update "
-        "a batch)",
+        "clipped ratio (clip), truncated ratio as a weight (cispo), soft gate (sapo), or no ratio "
+        "(reinforce; only for one update per batch)",
         choices=("clip", "cispo", "sapo", "reinforce"),
     )
-    sapo_positive: float = option(1.0, "temperature of sapo's gate where the advantage is above 0")
+    sapo_positive: float = option(1.0, "temperature of sapo's gate for positive advantages")
     sapo_negative: float = option(1.05, "temperature of sapo's gate for negative advantages")
     kl_coef: float = option(
         0.001,
@@ -103,7 +102,7 @@ class GRPOOptions(PolicyOptions):
     )
     kl_in: str = option(
         "loss",
-        "where the KL penalty goes: into the loss (GRPO), or off the reward (RLOO, REINFORCE++)",
+        "add the KL penalty to the loss (GRPO), or subtract it from the reward (RLOO, REINFORCE++)",
         choices=("loss", "reward"),
     )
     kl_estimator: str | None = option(
@@ -113,8 +112,7 @@ class GRPOOptions(PolicyOptions):
     )
     dynamic_sampling: bool = option(
         False,
-        "drop prompts whose completions all have the same reward and sample others in their place "
-        "(DAPO)",
+        "replace prompts whose completions all have the same reward by other prompts (DAPO)",
     )
     dynamic_sampling_rounds: int = option(
         10, "maximum rounds of sampling per step; then train on the groups found so far", at_least=1
@@ -124,8 +122,8 @@ class GRPOOptions(PolicyOptions):
     )
     overlong_buffer: int = option(
         0,
-        "tokens before gen.max_new_tokens in which the overlong penalty grows; 0 is no penalty "
-        "(DAPO)",
+        "number of tokens before gen.max_new_tokens over which the overlong penalty grows (DAPO); "
+        "0: no penalty",
         at_least=0,
     )
     overlong_penalty: float = option(1.0, "penalty of a completion of full length", at_least=0.0)
@@ -165,10 +163,12 @@ class GRPOConfig(PolicyConfig):
     greedy_gen: MFCOptions = option(
         MFCOptions(), "the call that samples the greedy completion (ReMax)"
     )
-    greedy_rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model on it (ReMax)")
+    greedy_rew_inf: MFCOptions = option(
+        MFCOptions(), "the call that scores the greedy completion with the reward model (ReMax)"
+    )
 
     def build(self) -> Experiment:
-        """Return the graph of a GRPO step.
+        """Return the experiment, with the graph of a GRPO step.
 
         Raises `UserError` with the option, its value and the rule.
         """
@@ -189,6 +189,7 @@ class GRPOConfig(PolicyConfig):
         return self._has_ref and self.grpo.kl_in == "reward"
 
     def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
+        # Sampling, rewards, and the scores of the reference
         grpo = self.grpo
         size = policy.num_prompts
         nodes: list[Node] = [
@@ -204,7 +205,7 @@ class GRPOConfig(PolicyConfig):
             nodes += policy.build_rewards(size, prefix="greedy_")
         waits = ("kept",) if grpo.dynamic_sampling else ()
         if grpo.dynamic_sampling:
-            kept = HostFunction(
+            filter_node = HostFunction(
                 "filter",
                 "dynamic_sampling",
                 size,
@@ -212,7 +213,7 @@ class GRPOConfig(PolicyConfig):
                 output_keys=("kept",),
                 refill_rounds=grpo.dynamic_sampling_rounds,
             )
-            nodes.append(kept)
+            nodes.append(filter_node)
         if self._has_ref:
             nodes.append(policy.build_reference(waits))
         # Arguments of the loss, with the clip bounds resolved
@@ -243,6 +244,7 @@ class GRPOConfig(PolicyConfig):
 
     def _build_advantages(self, policy: RLGraphBuilder, waits: Sequence[str]) -> HostFunction:
         grpo = self.grpo
+        # Options with the same name as the argument, then the others.
         greedy = grpo.baseline == "greedy"
         same = (
             "overlong_buffer",
@@ -301,15 +303,14 @@ def _check_options(grpo: GRPOOptions, config: GRPOConfig, policy: RLGraphBuilder
         )
     if grpo.gen.greedy:
         raise ConfigError(
-            "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group "
-            "teaches anything"
+            "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so every "
+            "advantage would be 0"
         )
     if grpo.surrogate == "reinforce" and policy.num_updates > 1:
         raise ConfigError(
-            f"grpo.surrogate=reinforce: has no importance ratio, so it is for one optimizer step "
-            f"a batch, and this run makes "
-            f"{policy.num_updates} (grpo.ppo_n_minibatches, mini_batch_size, ppo_epochs); set these "
-            f"to 1, or surrogate=clip"
+            "grpo.surrogate=reinforce: has no importance ratio, so it allows only one optimizer "
+            f"step per batch, and this run makes {policy.num_updates} (grpo.ppo_n_minibatches, "
+            "mini_batch_size, ppo_epochs); set these to 1, or surrogate=clip"
         )
     if grpo.pass_k is not None and grpo.pass_k > grpo.group_size:
         raise ConfigError(
@@ -318,7 +319,7 @@ def _check_options(grpo: GRPOOptions, config: GRPOConfig, policy: RLGraphBuilder
         )
     if grpo.pass_k is not None and (grpo.normalize_each_reward or grpo.baseline == "greedy"):
         raise ConfigError(
-            "grpo.pass_k makes advantages of its own; leave out grpo.normalize_each_reward and "
+            "grpo.pass_k computes its own advantages; leave out grpo.normalize_each_reward and "
             "grpo.baseline=greedy"
         )
     if grpo.normalize_each_reward:
@@ -332,6 +333,7 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
             "grpo.normalize_each_reward=true: needs reward functions in reward (and no "
             "reward_column)"
         )
+    # Options that GDPO ignores must have their defaults.
     usual = GRPOOptions()
     for name in (
         "max_reward_clip",
@@ -342,8 +344,8 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
     ):
         if getattr(grpo, name) != getattr(usual, name):
             raise ConfigError(
-                f"grpo.{name}={getattr(grpo, name)}: has no meaning with "
-                f"grpo.normalize_each_reward=true; leave it out"
+                f"grpo.{name}={getattr(grpo, name)}: has no effect with "
+                "grpo.normalize_each_reward=true; leave it out"
             )
 
 
@@ -353,7 +355,7 @@ def _build_notes(grpo: GRPOOptions) -> list[str]:
         return []
     rounds = grpo.dynamic_sampling_rounds
     return [
-        f"filter: prompts whose completions all have one reward are replaced by whole batches of "
-        f"others, {rounds} rounds of "
-        "sampling per step at most; what is over then is not trained on"
+        "filter: prompts whose completions all have the same reward are replaced by whole batches "
+        f"of other prompts, in at most {rounds} rounds of sampling per step; surplus prompts are "
+        "not trained on"
     ]

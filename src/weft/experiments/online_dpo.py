@@ -48,15 +48,13 @@ SHAPING_OPTIONS = (
 REFUSED_OPTIONS = {
     **dict.fromkeys(
         LABELLED,
-        "learns from answers that are good or bad by themselves, and here a reward only says "
-        "which of two is better; "
+        "needs answers labelled good or bad, and here rewards only say which of two is better; "
         "bco_pair is bco's loss of a pair",
     ),
     **dict.fromkeys(
         TRANSPORTED,
-        "sorts the scores of a whole batch and needs every completion in one pair, and "
-        "completions of equal reward are in "
-        "none; sigmoid is the usual loss",
+        "sorts the scores of a whole batch and needs every completion in one pair, but "
+        "completions of equal reward are in none; sigmoid is the default loss",
     ),
 }
 
@@ -84,14 +82,13 @@ class OnlineDPOOptions(SamplingOptions):
     )
     pairs: str = option(
         "best_worst",
-        "the pairs of a prompt's completions: the best and the worst alone (best_worst), or every "
-        "two (all); equal rewards "
-        "make no pair",
+        "pairs of a prompt's completions: only the best and the worst (best_worst), or all pairs "
+        "(all); completions of equal reward form no pair",
         choices=("best_worst", "all"),
     )
     loss_type: str = option(
         "sigmoid",
-        "which loss of pairs, as dpo.loss_type; simpo and orpo have no reference model",
+        "loss of a pair, as in dpo.loss_type; simpo and orpo have no reference model",
         choices=tuple(KINDS),
     )
     beta: float | None = _copy_dpo_option("beta")
@@ -154,9 +151,10 @@ class OnlineDPOConfig(SamplingConfig):
     online_dpo: OnlineDPOOptions = option(OnlineDPOOptions(), "the algorithm")
 
     def build(self) -> Experiment:
-        """Return the graph `actor_gen -> rewards -> preferences`, `ref_inf`, `actor_train`.
+        """Return the experiment; its graph samples completions, ranks them and trains on the pairs.
 
-        Some losses need no `ref_inf`. Raises `UserError` with the option, its value and the rule.
+        The nodes are `actor_gen`, those of the rewards, `preferences`, `ref_inf` (some losses do
+        not need it) and `actor_train`. Raises `UserError` with the option, its value and the rule.
         """
         options = self.online_dpo
         policy = RLGraphBuilder.from_options(
@@ -205,9 +203,9 @@ def _check_options(options: OnlineDPOOptions, policy: RLGraphBuilder) -> None:
         )
     if options.loss_type in REFERENCE_FREE and options.ref_ema_eta:
         raise ConfigError(
-            f"online_dpo.ref_ema_eta moves a reference, and "
-            f"online_dpo.loss_type={options.loss_type} has none; leave the first "
-            "out or choose another loss"
+            "online_dpo.ref_ema_eta updates the reference, but "
+            f"online_dpo.loss_type={options.loss_type} has none; leave the first out or choose "
+            "another loss"
         )
     size = options.mini_batch_size
     samples = options.samples_per_prompt
@@ -230,6 +228,7 @@ def _build_note(options: OnlineDPOOptions) -> str:
     count = options.samples_per_prompt
     if options.pairs == "all":
         return (
-            f"preferences: {count * (count - 1) // 2} pairs a prompt, less those of equal rewards"
+            f"preferences: {count * (count - 1) // 2} pairs per prompt, without those of equal "
+            f"rewards"
         )
-    return f"preferences: one pair a prompt, the best and the worst of its {count} completions, if their rewards differ"
+    return f"preferences: one pair per prompt, the best and the worst of its {count} completions, if their rewards differ"

@@ -1,4 +1,4 @@
-"""PPO: sample, reward, score, estimate advantages, train actor and critic."""
+"""PPO: sample completions, reward and score them, then train actor and critic on advantages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from weft.registry import register_quickstart
 class PPOOptions(PolicyOptions):
     """Options of PPO."""
 
-    eps_clip: float = option(
-        0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip"
+    eps_clip: float = option(0.2, "clip the importance ratio to 1 - eps_clip .. 1 + eps_clip")
+    eps_clip_high: float | None = option(
+        None, "upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher)"
     )
-    eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher)")
     samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
     max_reward_clip: float | None = option(
         20.0, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
@@ -42,7 +42,9 @@ class PPOOptions(PolicyOptions):
         6.0, "target of the adaptive kl_ctl, in nats per completion", at_least=0.0
     )
     adaptive_kl_horizon: float = option(
-        10_000.0, "how slowly the adaptive kl_ctl moves, in completions", at_least=1.0
+        10_000.0,
+        "time constant of the adaptive kl_ctl, in completions; larger is slower",
+        at_least=1.0,
     )
     discount: float = option(1.0, "discount per token (gamma)", at_least=0.0, at_most=1.0)
     gae_lambda: float = option(
@@ -50,28 +52,31 @@ class PPOOptions(PolicyOptions):
     )
     adv_norm: bool = option(True, "whiten advantages over the whole batch")
     value_eps_clip: float | None = option(
-        0.2, "a new value may differ this much from the old one; null for no bound"
+        0.2, "maximum difference of a new value from the old one; null: no bound"
     )
     value_norm: bool = option(
-        True, "let the critic predict returns in units of their running mean and deviation"
+        True, "train the critic on returns normalised by their running mean and standard deviation"
     )
     value_norm_type: str = option(
-        "exp", "running average (exp) or mean over everything seen (ma)", choices=("exp", "ma")
+        "exp",
+        "running statistics of returns: exponential average (exp) or mean over all so far (ma)",
+        choices=("exp", "ma"),
     )
     value_norm_beta: float = option(
-        0.99995, "decay of the running average", at_least=0.0, at_most=1.0
+        0.99995, "decay of the exponential average", at_least=0.0, at_most=1.0
     )
-    value_norm_eps: float = option(1e-5, "smallest variance of returns to divide by", at_least=0.0)
+    value_norm_eps: float = option(
+        1e-5, "minimum variance of returns in the division", at_least=0.0
+    )
     truncated: str = option(
         "score",
-        "what a completion that hit the length limit gets: its reward (score), or no reward but "
-        "the critic's value of what "
-        "would follow (bootstrap)",
+        "for completions that hit the length limit: use their reward (score), or no reward but "
+        "the critic's value of the missing rest (bootstrap)",
         choices=("score", "bootstrap"),
     )
     critic_init: str | None = option(
         None,
-        "what the critic starts as if critic.path is absent: rew (the default if it reads the "
+        "initial weights of the critic if critic.path is absent: rew (default if it reads the "
         "actor's tokens) or actor",
         choices=("rew", "actor"),
     )
@@ -117,14 +122,15 @@ class PPOConfig(PolicyConfig):
     critic_train: MFCOptions = option(MFCOptions(), "the call that trains the critic")
 
     def build(self) -> Experiment:
-        """Return the graph of a PPO step.
+        """Return the experiment, with the graph of a PPO step.
 
         Raises `UserError` with the option, its value and the rule.
         """
         policy = RLGraphBuilder.from_options(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (
-            "it is this configuration, with its models found"
+            "from_options returns this configuration with its models resolved"
         )
+        # Choose the models; the actor is frozen while only the critic is trained.
         critic, begins_as = policy.build_critic(policy.config.critic, self.ppo.critic_init)
         others, copied = policy.build_roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
         actor = others.pop("actor")

@@ -1,4 +1,4 @@
-"""Reward models: one call, `train`, on completions of a prompt that are ranked."""
+"""Reward models: one call, `train`, on the ranked completions of a prompt."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RWOptions:
     )
     loss_type: str = option(
         "ranking",
-        "ranking: every ranking weighs the same, however many replies it orders; classification: "
-        "every pair does",
+        "ranking: equal weight for every ranking, of any length; classification: equal weight for "
+        "every pair",
         choices=("ranking", "classification"),
     )
 
@@ -57,16 +57,16 @@ class RWConfig(RunConfig):
     algorithm: ClassVar[str] = "rw"
 
     model: ModelSpec = option(
-        ModelSpec(), "the model that is trained; model.pooling says where its score is read"
+        ModelSpec(), "the model that is trained; model.pooling sets where its score is read"
     )
     dataset: DatasetSpec = option(
-        DatasetSpec(), "rows of the form paired_comparison, preference or ranking"
+        DatasetSpec(), "rows of type paired_comparison, preference or ranking"
     )
     rw: RWOptions = option(RWOptions(), "the loss")
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """Return the graph, which is the node `train` alone.
+        """Return the experiment; its graph is the single node `train`.
 
         Raises `UserError` with the option, its value and the rule.
         """

@@ -39,9 +39,7 @@ class SFTOptions:
         "cross_entropy, or poly: cross-entropy plus poly_eps times 1 less the token's probability",
         choices=("cross_entropy", "poly"),
     )
-    poly_eps: float = option(
-        1.0, "weight of that addition; used only with loss_type=poly", at_least=0.0
-    )
+    poly_eps: float = option(1.0, "weight of the additional term of loss_type=poly", at_least=0.0)
 
 
 @register_quickstart("sft")
@@ -53,12 +51,12 @@ class SFTConfig(RunConfig):
     algorithm: ClassVar[str] = "sft"
 
     model: ModelSpec = option(ModelSpec(), "the model that is trained")
-    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt_answer, or chat")
+    dataset: DatasetSpec = option(DatasetSpec(), "rows of type prompt_answer or chat")
     sft: SFTOptions = option(SFTOptions(), "the loss")
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """Return the graph, which is the node `train` alone.
+        """Return the experiment; its graph is the single node `train`.
 
         Raises `UserError` with the option, its value and the rule.
         """
