@@ -303,7 +303,7 @@ def _check_control(control: Control) -> None:
         value = getattr(control, option)
         if not NAME.fullmatch(value):
             raise ConfigError(
-                f"{option}={value!r}: must hold letters, digits, . and - only, and not begin with "
+                f"{option}={value!r}: must contain letters, digits, . and - only, and not begin with "
                 f"a dot"
             )
     if control.recover_mode not in ("auto", "resume", "disabled"):
