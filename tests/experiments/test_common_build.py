@@ -259,7 +259,7 @@ def test_sizes_of_a_ppo_step() -> None:
             "rew_weight=0.5 weighs a reward model against a reward function",
         ),
         ("grpo", {"reward": [{"name": "json:dumps", "wieght": 1}]}, "cannot be read"),
-        ("grpo", {"reward": [{"name": "json:dumps", "weight": "1"}]}, "must be a number"),
+        ("grpo", {"reward": [{"name": "json:dumps", "weight": "1"}]}, "must be a finite number"),
         ("grpo", {"reward": "json:not a name"}, "must be a function's name"),
         (
             "sft",

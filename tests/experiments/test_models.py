@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_keeps_the_model_it_began_with(runs: Path) -> None:
     )
     assert resumed.build().config["model"]["path"].endswith("step2")
     (runs / "e" / "new" / "config.yaml").write_text("a: [\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml is no YAML"):
+    with pytest.raises(ConfigError, match=r"config\.yaml is not valid YAML"):
         given.build()
 
 

@@ -1,1 +1,1 @@
-"""Evaluation of models outside a run: open, sample, score, compare."""
+"""Evaluation of models outside a run: open models, sample answers, score and compare them."""

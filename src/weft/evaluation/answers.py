@@ -1,4 +1,4 @@
-"""Sample a model's answers to prompts with several sampling settings at once."""
+"""Sample a model's answers to prompts with several sampling settings in one generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Progress = Callable[[int, int], None]  # (finished answers, all answers)
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One completion: its text without end tokens, its token ids, and "stop" or "length"."""
+    """Completion of a prompt.
+
+    `text` does not contain end tokens. `finish_reason` is "stop" or "length".
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -33,11 +36,12 @@ def sample_answers(
     plain: bool = False,
     progress: Progress | None = None,
 ) -> list[list[list[SampledAnswer]]]:
-    """Return the answers as `[prompt][setting][sample]`.
+    """Sample answers to the prompts and return them as `[prompt][setting][sample]`.
 
-    Greedy settings give one answer per prompt, since all would be equal. All requests share one
-    generator, so a slow answer does not delay the others. Raises `DataError` for a prompt that
-    leaves no room in the model's context.
+    Greedy settings give only one answer per prompt, since all answers would be equal. All requests
+    are sent to one generator, so that a slow answer does not delay the others. `system` is the
+    system message; `plain` disables the chat template. Raises `DataError` for a prompt that leaves
+    no room for an answer in the model's context.
     """
     # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
@@ -92,7 +96,10 @@ def sample_answers(
 def _compute_max_new_tokens(
     opened: OpenedModel, prompt: EvaluationPrompt, ids: Sequence[int], most: int
 ) -> int:
-    """Return the maximum new tokens: `most`, or fewer if the model's context is shorter."""
+    """Return the maximum number of new tokens: `most`, or less if the model's context is shorter.
+
+    Raises `DataError` if the prompt, `ids`, fills the context.
+    """
     if opened.context is None:
         return most
     if len(ids) >= opened.context:

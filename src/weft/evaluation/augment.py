@@ -2,7 +2,7 @@
 
 The output is written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume
 with the same result. The first line of the unfinished file contains the options. Random draws
-depend only on the seed and on the row or the number of its part.
+depend only on the seed, and on the row or the index of its part.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROWS_PER_PART = 64
 
 @dataclass(frozen=True)
 class AugmentationOptions:
-    """Options of the bad replies.
+    """Options for the bad replies to add.
 
-    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row; if
-    there is a reward model, it selects the best of them. `share` is the fraction of rows that get
-    bad replies.
+    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row; a
+    reward model, if there is one, selects the best of them. `share` is the fraction of rows that
+    get bad replies.
     """
 
     kinds: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class AugmentationOptions:
 
 @dataclass(frozen=True)
 class WeakModel:
-    """The model whose replies rank last, with its sampling settings.
+    """Model whose replies are ranked last, with its sampling settings.
 
     `reward` is the reward model that selects the best of several replies.
     """
@@ -58,7 +58,7 @@ class WeakModel:
 
 @dataclass
 class AugmentationCounts:
-    """Numbers of rows written with bad replies, written without, and left out."""
+    """Numbers of rows that were written with bad replies, written without, and left out."""
 
     augmented: int = 0
     plain: int = 0
@@ -66,9 +66,9 @@ class AugmentationCounts:
 
 
 def read(paths: Sequence[str]) -> list[PromptReplies]:
-    """Read the rows with replies from the files; ids are made unique.
+    """Read the rows with replies from the files, and make their ids unique.
 
-    Raises `DataError` that lists the rows without replies, or if there are no rows.
+    Raises `DataError` if there are rows without replies, which it lists, or no rows at all.
     """
     rows = list[PromptReplies]()
     wrong = list[str]()
@@ -107,8 +107,8 @@ def write(
 ) -> AugmentationCounts:
     """Write `file`, or resume from the unfinished file of an interrupted command.
 
-    `options` are the command's options, written to the first line of the unfinished file. Raises
-    `ConfigError` if `file` exists, or if the unfinished file has other options.
+    `options` are the command's options, which are written to the first line of the unfinished file.
+    Raises `ConfigError` if `file` exists, or if the unfinished file was written with other options.
     """
     if file.exists():
         raise ConfigError(
@@ -146,8 +146,9 @@ def write(
 
 
 def _read_unfinished(part: Path, first: str) -> list[str]:
-    """Return the complete lines of the unfinished file; start a new one if there is none.
+    """Return the complete lines, after the first, of the unfinished file `part`.
 
+    If there is no such file, a new one is started with the line `first`, which has the options.
     Raises `ConfigError` if the file has other options.
     """
     if not part.exists():
@@ -171,7 +172,11 @@ def _augment_part(
     weak: WeakModel | None,
     number: int,
 ) -> dict[str, Any]:
-    """Return the output rows of `chunk`, which is part `number`, and the count of rows left out."""
+    """Return the output rows for `chunk`, and the number of rows left out.
+
+    `number` is the index of the chunk. `rows` are all rows, from which some kinds of bad replies
+    are taken.
+    """
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
     sampled = iter(
@@ -196,9 +201,9 @@ def _augment_part(
 
 
 def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
-    """Yield a ranking with the bad replies, or a pair of the best reply with each bad one.
+    """Yield a ranking that includes the bad replies, or a pair of the best and each bad reply.
 
-    Without a bad reply to add, a row with a single reply is left out: it is not a ranking.
+    A row with a single reply and no bad replies is left out, because it is not a ranking.
     """
     if pairs:
         for place, reply in enumerate(bad):
@@ -220,10 +225,11 @@ def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator
 def _sample_weak_replies(
     rows: Sequence[PromptReplies], plan: AugmentationOptions, weak: WeakModel, number: int
 ) -> list[str | None]:
-    """Return a reply of the weak model to each row, or None.
+    """Return the weak model's reply to each row; None for a row without a usable reply.
 
-    If there is a reward model, it selects the best of several. An entry is None if the reply is
-    empty or the prompt does not fit in the context.
+    A reward model, if there is one, selects the best of several replies. There is no usable reply
+    if all replies are empty or the prompt does not fit in the context. The seed depends on
+    `number`, the index of the part that the rows belong to.
     """
     prompts = {}
     for place, row in enumerate(rows):
@@ -264,14 +270,17 @@ def _sample_weak_replies(
 
 
 def _build_prompt(row: PromptReplies) -> EvaluationPrompt:
-    """Return the row's prompt; without a chat template a model gets only the last message."""
+    """Return the row's prompt.
+
+    If the row has only messages, models without a chat template get the text of the last message.
+    """
     return EvaluationPrompt(
         row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages
     )
 
 
 def _draw(row: PromptReplies, seed: int) -> float:
-    """Return a number in [0, 1) that depends on the seed and the row's id."""
+    """Return a random number in [0, 1) that depends only on the seed and the row's id."""
     return float(
         randomness.draw_uniforms(randomness.derive_key(seed, "augmented", id=row.id), [0])[0]
     )

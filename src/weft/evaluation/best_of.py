@@ -1,4 +1,4 @@
-"""Rejection sampling: write the best of several answers by reward, as rows to train on."""
+"""Rejection sampling: write the best of several answers by reward as rows to train on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.evaluation.sampling_report import write
 
 @dataclass(frozen=True)
 class RankedAnswers:
-    """The answers to one prompt with their scores, best first."""
+    """Answers to one prompt with their scores, best first."""
 
     prompt: EvaluationPrompt
     answers: tuple[SampledAnswer, ...]
@@ -32,9 +32,9 @@ def choose(
     *,
     finished_only: bool = True,
 ) -> list[RankedAnswers]:
-    """Sort each prompt's distinct answers by score; prompts without a non-empty answer are dropped.
+    """Sort each prompt's distinct answers by score. Prompts without a non-empty answer are dropped.
 
-    With `finished_only`, answers cut at the length limit are dropped if any other answer is
+    With `finished_only`, answers that were cut at the length limit are dropped if another answer is
     complete.
     """
     rankings = []
@@ -61,13 +61,13 @@ def choose(
 def save(
     choices: Sequence[RankedAnswers], folder: Path, *, least: float | None = None
 ) -> dict[str, int]:
-    """Write three files and return the number of rows in each.
+    """Write three files with answers, and return the number of rows in each.
 
-    `selected.jsonl`: rows of the `chat` form with the best answer, to train on with SFT; with
-    `least`, only answers whose score reaches it. `rejected.jsonl`: the same with the worst answer.
-    `comparison.jsonl`: rows of the `preference` form with the best and the worst answer, for a
-    reward model or DPO. The last two omit prompts whose answers have equal scores. Each row
-    includes its scores.
+    `selected.jsonl` has `chat` rows with the best answers, for SFT; with `least`, only answers
+    whose score is at least `least`. `rejected.jsonl` has `chat` rows with the worst answers.
+    `comparison.jsonl` has `preference` rows with the best and the worst answer, for a reward model
+    or DPO. The last two files omit prompts whose answers have equal scores. All rows include the
+    scores.
     """
     good = []
     for choice in choices:

@@ -1,6 +1,6 @@
-"""Open a model to sample from or to score with.
+"""Open a model, to sample from it or to score with it.
 
-A model is named as in commands: by a directory, an adapter, a run or a hub name.
+As in commands, a model is named by a directory, an adapter, a run or a hub name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCORED = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model with its tokenizer.
+    """Model that is ready for use, with its tokenizer.
 
     `path` is the directory or hub name. `context` is the maximum number of tokens, or None if the
     config does not state it. `adapter` is the folder of the adapter that was merged into the
@@ -46,12 +46,12 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """Name to show to the user: the adapter or the path."""
+        """Name to show to the user: the adapter's folder if there is one, else the path."""
         return str(self.adapter or self.path)
 
 
 def open_policy(spec: ModelSpec) -> OpenedModel:
-    """Open the model at `spec.path` to sample from.
+    """Open the model at `spec.path` to sample from it.
 
     Raises `UserError` if the model cannot generate text.
     """
@@ -72,7 +72,7 @@ def open_policy(spec: ModelSpec) -> OpenedModel:
 
 
 def open_scorer(spec: ModelSpec) -> OpenedModel:
-    """Open the reward model at `spec.path`. Raises `UserError` if it has no score head."""
+    """Open the reward model at `spec.path`. Raises `UserError` if the model has no score head."""
     path = str(spec.path)
     if _find_adapter(path):
         raise CheckpointError(
@@ -110,7 +110,10 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
 
 
 def find_context_length(values: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of positions in a config.json, by any of its names, or None."""
+    """Return the maximum number of positions that a config.json states, or None.
+
+    Tries the different names that models use for this number.
+    """
     lengths = (
         values.get(name)
         for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -119,7 +122,7 @@ def find_context_length(values: Mapping[str, Any]) -> int | None:
 
 
 def is_scorer(path: str) -> bool:
-    """Return whether the model at `path`, a directory or a hub name, has a score head."""
+    """Return whether the model at `path`, a directory or hub name, has a score head."""
     return kind.is_reward_model({"architectures": _read_architectures(path)})
 
 
@@ -132,7 +135,7 @@ def _read_architectures(path: str) -> list[str]:
 
 
 def check_generates_text(path: str) -> None:
-    """Raise `CheckpointError` for a model with a score head, which cannot generate text."""
+    """Raise `CheckpointError` if the model at `path` has a score head and so cannot generate text."""
     for each in _read_architectures(path):
         if any(name in each for name in SCORED):
             raise CheckpointError(
@@ -142,10 +145,10 @@ def check_generates_text(path: str) -> None:
 
 
 def _find_adapter(path: str) -> Path | None:
-    """Return the path if it is a directory of LoRA adapters, else None.
+    """Return the folder `path` if it contains LoRA adapters, else None.
 
-    A directory with a trained prefix does not count: it is opened as a model, together with its
-    base.
+    A folder with a trained prefix does not count, because it is opened as a model, together with
+    its base model.
     """
     folder = Path(path).expanduser()
     if (folder / ADAPTER).exists() and not has_prefix(folder):
@@ -158,9 +161,10 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
-    """Return the base model of an adapter, with the adapter's tokenizer if there is one.
+    """Return the spec of an adapter's base model, with the adapter's tokenizer if it has one.
 
-    Raises `CheckpointError` if the adapter scores, or does not name its base.
+    Raises `CheckpointError` if the adapter belongs to a reward model, or does not name its base
+    model.
     """
     from weft.checkpoints.peft_io import read_adapter_config
 
@@ -183,7 +187,7 @@ def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
 
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
-    """Merge the adapter into the engine's weights.
+    """Merge the adapter into the engine's weights. `base` is the path of the base model.
 
     Raises `CheckpointError` if the adapter changes the shapes of weights.
     """

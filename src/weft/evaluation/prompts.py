@@ -1,4 +1,4 @@
-"""Read files of prompts, given as texts or conversations."""
+"""Read prompts from files, as texts or conversations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from weft.errors import DataError
 
 @dataclass(frozen=True)
 class EvaluationPrompt:
-    """A prompt: `text` as in the file, and the `messages` for a chat model."""
+    """Prompt to evaluate a model with.
+
+    `text` is the prompt as plain text, and `messages` is the conversation for a chat model.
+    """
 
     id: str
     text: str
@@ -26,10 +29,10 @@ class EvaluationPrompt:
     def tokenize(
         self, tokenizer: Tokenizer, *, system: str | None = None, plain: bool = False
     ) -> list[int]:
-        """Return the token ids of the prompt, in the chat template's form if there is one.
+        """Return the token ids of the prompt, formatted with the chat template if there is one.
 
         With `plain`, or without a chat template, the text is encoded unchanged, after `system` if
-        given. A prompt's own system message takes precedence over `system`.
+        given. With a template, a system message in the prompt takes precedence over `system`.
         """
         if plain or tokenizer.chat_template is None:
             return tokenizer.encode(f"{system}\n\n{self.text}" if system else self.text)
@@ -42,11 +45,11 @@ class EvaluationPrompt:
 
 
 def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
-    """Read the prompts of a JSON, JSONL(.gz), Parquet or .txt file.
+    """Read up to `limit` prompts from a JSON, JSONL(.gz), Parquet or .txt file.
 
-    A .txt file has one prompt per line, a JSONL file can have one quoted text per line. Rows have a
-    prompt or messages in the columns that datasets use. Raises `DataError` that lists the rows
-    without a prompt.
+    A .txt file has one prompt per line, and a JSONL file can have one quoted text per line. Other
+    rows have a prompt or messages, in the same columns as datasets. Raises `DataError`, which lists
+    the rows, if there are rows without a prompt.
     """
     prompts = list[EvaluationPrompt]()
     wrong = list[str]()

@@ -1,6 +1,6 @@
-"""Compare a reward model's order of replies with people's order: accuracy and Kendall's tau.
+"""Compare the order in which a reward model ranks replies with the order that people gave them.
 
-Results are over all rows and by category.
+The results are the accuracy and Kendall's tau, over all rows and by category.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ IDS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Pair counts and score gap of one row."""
+    """Numbers of reply pairs in one row that a reward model orders right, orders wrong, or ties.
+
+    `gap` is the difference between the mean scores of the best-ranked and the worst-ranked replies.
+    """
 
     category: str
     right: int
@@ -35,18 +38,18 @@ class PairCounts:
 
     @property
     def num_pairs(self) -> int:
-        """Number of all pairs."""
+        """Total number of pairs."""
         return self.right + self.wrong + self.tied
 
 
 @dataclass(frozen=True)
 class AgreementSummary:
-    """Agreement with the order of the replies, over several rows.
+    """Agreement of scores with the order of the replies, over several rows.
 
-    `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over
-    rows. `best_accuracy`: share of rows whose best reply scores above the worst. `kendalltau`: mean
-    over rows of (right - wrong) / pairs. `margin`: mean over rows of the best reply's score minus
-    the worst's.
+    `accuracy` is the fraction of pairs that the scores order correctly (ties are incorrect), and
+    `error` its standard error over rows. `best_accuracy` is the fraction of rows whose best reply
+    scores higher than the worst. `kendalltau` is the mean over rows of (right - wrong) / pairs.
+    `margin` is the mean over rows of the best reply's score minus the worst reply's score.
     """
 
     rows: int
@@ -59,7 +62,7 @@ class AgreementSummary:
 
     @classmethod
     def from_counts(cls, groups: Sequence[PairCounts]) -> AgreementSummary:
-        """Summarize the pair counts of several rows."""
+        """Return the summary of several rows, given the pair counts of each."""
         pairs = np.array([group.num_pairs for group in groups], dtype=np.float64)
         right = np.array([group.right for group in groups], dtype=np.float64)
         wrong = np.array([group.wrong for group in groups], dtype=np.float64)
@@ -84,11 +87,11 @@ def evaluate(
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[PairCounts]:
-    """Score every row of `path`, a dataset of type `kind`, and return the pair counts of each row.
+    """Score the rows of `path`, a dataset of type `kind`, and return each row's pair counts.
 
-    Rows without two replies of different rank are omitted. `category` is the column that groups
-    rows, `name` the name of the dataset in messages. Raises `ConfigError` for a type without an
-    order of replies, `DataError` for rows that cannot be used.
+    Rows without two replies of different rank are omitted. `category` is the column by which rows
+    are grouped, and `name` the name of the dataset in messages. Raises `ConfigError` for a type
+    without ordered replies, and `DataError` for rows that cannot be used.
     """
     if kind not in ORDERED:
         raise ConfigError(
@@ -133,9 +136,9 @@ def _count_pairs(
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
 ) -> list[PairCounts]:
-    """Return [pair counts of one row], over all pairs within a comparison that differ in rank.
+    """Return a list with the pair counts of one row; an empty list if the row has no pairs.
 
-    The list is empty if there is no such pair.
+    A pair consists of two replies of the same comparison that differ in rank.
     """
     better = (rank[:, None] < rank[None, :]) & (comparison[:, None] == comparison[None, :])
     if not better.any():
@@ -150,7 +153,10 @@ def _count_pairs(
 
 
 def _read_categories(path: str, split: str | None, column: str | None) -> list[str]:
-    """Return the column's value in every row. Raises `DataError` if no row has the column."""
+    """Return the value of `column` in every row; an empty list if `column` is None.
+
+    Raises `DataError` if no row has the column.
+    """
     if column is None:
         return []
     rows = []
@@ -165,7 +171,10 @@ def _read_categories(path: str, split: str | None, column: str | None) -> list[s
 
 
 def summarize_by_category(groups: Sequence[PairCounts]) -> dict[str, AgreementSummary]:
-    """Return the summary of each category, sorted by name; key "" if there are no categories."""
+    """Return the summary of each category, sorted by name.
+
+    If rows have no categories, there is one summary with the key "".
+    """
     names = sorted({group.category for group in groups})
     by_category: dict[str, AgreementSummary] = {}
     for name in names:

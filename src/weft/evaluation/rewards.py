@@ -1,4 +1,4 @@
-"""Score replies with a reward model, each in the form that the model was trained on."""
+"""Score replies with a reward model, in the form in which the model was trained to read them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ IDS_AT_ONCE = 64
 def score_replies(
     opened: OpenedModel, prompts: Sequence[EvaluationPrompt], replies: Sequence[Sequence[str]]
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the scores as `[prompt][reply]`, computed as in `weft quickstart rw` and in PPO.
+    """Return scores as `[prompt][reply]`, computed as in `weft quickstart rw` and in PPO.
 
-    A reward model with a chat template reads messages; one without reads the prompt's text followed
-    by the reply. Both end with the end token. Sequences longer than the model's context are cut
-    like training rows: the prompt from its left. Raises `DataError` for a prompt that the template
-    refuses, or whose replies do not fit into the context.
+    A reward model with a chat template reads messages; without a template, it reads the prompt's
+    text followed by the reply. In both cases, the end token comes last. Sequences longer than the
+    model's context are cut like training rows, at the start of the prompt. Raises `DataError` for a
+    prompt that the chat template rejects, or whose replies do not fit in the context.
     """
     lengths = LengthLimits(max_seqlen=opened.context)
     encoded = list[EncodedSample]()

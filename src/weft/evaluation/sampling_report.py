@@ -1,8 +1,8 @@
 """Sampling reports: a model's answers to prompts under named settings, as JSON and as HTML.
 
 The JSON has the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts:
-[{prompt, results: [{sampling_config, sampling_params, outputs}]}]}`. A result has `scores` in
-addition once a reward model has scored its outputs.
+[{prompt, results: [{sampling_config, sampling_params, outputs}]}]}`. A result also has `scores` if
+a reward model has scored its outputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build(
     settings: Sequence[SamplingSettings],
     answers: Sequence[Sequence[Sequence[SampledAnswer]]],
 ) -> Report:
-    """Return the report of one model; `answers` is `[prompt][setting][sample]`."""
+    """Return the report of one model, given its `answers` as `[prompt][setting][sample]`."""
     rows = []
     for prompt, of_prompt in zip(prompts, answers, strict=True):
         results = []
@@ -83,9 +83,9 @@ def _read_sampling_parameters(settings: SamplingSettings) -> dict[str, Any]:
 
 
 def read(path: Path) -> Report:
-    """Read a report written by weft or by Open-Assistant.
+    """Read a report that weft or Open-Assistant has written.
 
-    Raises `DataError` for any other file.
+    Raises `DataError` if the file is not a sampling report.
     """
     report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
     wrong = _find_problem(report)
@@ -117,7 +117,10 @@ def _find_problem(report: Any) -> str | None:
 
 
 def extract_prompts(report: Report) -> list[EvaluationPrompt]:
-    """Return the prompts of a report; Open-Assistant's reports have texts but no messages."""
+    """Return the prompts of a report.
+
+    Reports of Open-Assistant have texts without messages, which become messages of the user.
+    """
     prompts = []
     for number, row in enumerate(report["prompts"]):
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
@@ -128,7 +131,8 @@ def extract_prompts(report: Report) -> list[EvaluationPrompt]:
 def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> None:
     """Add `scores` to the results of a report.
 
-    There is one array per prompt, with the scores of all outputs of its results in order.
+    `scores` has one array per prompt, with the scores of the prompt's outputs in the order in which
+    the report lists the outputs.
     """
     for row, row_scores in zip(report["prompts"], scores, strict=True):
         at = 0
@@ -139,7 +143,10 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
 
 
 def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
-    """Return setting -> (mean score, standard error over prompts, number of outputs)."""
+    """Return statistics of the scores of each setting.
+
+    These are the mean score, its standard error over prompts, and the number of outputs.
+    """
     by_setting: dict[str, list[list[float]]] = {}
     for row in report["prompts"]:
         for result in row["results"]:
@@ -157,7 +164,7 @@ def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically."""
+    """Write a text file atomically."""
     make_folder(path.parent, f"--out {path.parent}")
     with explain_read_errors(f"--out {path}", fix="name another file"):
         writing.write(path, text, errors="replace")
@@ -167,9 +174,9 @@ def write(path: Path, text: str) -> None:
 
 
 def render_page(reports: Sequence[Report]) -> str:
-    """Return one HTML page with models and settings side by side, for each prompt.
+    """Return an HTML page that shows the answers to each prompt side by side.
 
-    The page loads nothing from the network.
+    There is one column per model and setting. The page loads nothing from the network.
     """
     columns = _name_columns(reports)
     script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
@@ -191,9 +198,9 @@ def render_page(reports: Sequence[Report]) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return the end of a path that identifies the model.
+    """Return the end of a path that identifies the model to a reader.
 
-    It is the folder's name, or `chat/a/actor/step40` for a checkpoint of a run.
+    This is the folder's name or, for a run's checkpoint, a name such as `chat/a/actor/step40`.
     """
     parts = [part for part in name.split("/") if part]
     if "checkpoints" in parts:
@@ -204,9 +211,9 @@ def shorten_name(name: str) -> str:
 
 
 def _name_columns(reports: Sequence[Report]) -> list[str]:
-    """Return the column names, model and setting, in the order of the reports.
+    """Return the names of the columns, each with model and setting, in the order of the reports.
 
-    There is no column for a setting that a model was not sampled with.
+    A model has no column for a setting with which it was not sampled.
     """
     columns: dict[str, None] = {}
     for index, report in enumerate(reports):
@@ -230,7 +237,7 @@ def _collect_texts(reports: Sequence[Report]) -> list[str]:
 
 
 def _render_models(reports: Sequence[Report]) -> str:
-    """Return the table rows of models and settings, with the mean reward if there are scores."""
+    """Return table rows for all models and settings, with mean rewards if there are scores."""
     rows = list[str]()
     has_rewards = any(map(compute_means, reports))
     for index, report in enumerate(reports):

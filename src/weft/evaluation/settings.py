@@ -1,4 +1,4 @@
-"""Named sampling settings, shipped or from a user's YAML or JSON file."""
+"""Named sampling settings, which are shipped with weft or come from the user's file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Named sampling options; `file_values` are the options as written in the file."""
+    """Sampling options with a name. `file_values` are the options as written in the file."""
 
     name: str
     spec: GenerationSpec
@@ -44,9 +44,9 @@ class SamplingSettings:
 
 
 def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
-    """Return the shipped settings of this name, applied to `base`.
+    """Return the settings `name` that weft ships, applied to the options `base`.
 
-    Raises `ConfigError` for an unknown name, with the nearest ones.
+    Raises `ConfigError`, which suggests similar names, if the name is unknown.
     """
     if name not in SHIPPED:
         raise build_unknown_name_error("sampling setting", name, SHIPPED)
@@ -54,9 +54,10 @@ def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
 
 
 def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSettings], list[str]]:
-    """Return (the settings for names and files in order, notes on settings left out).
+    """Return the settings for a list of names and files, and notes on settings that are left out.
 
-    Raises `ConfigError` for unknown names, duplicate names, and if no setting is left.
+    The settings are in the order of `words`. Raises `ConfigError` for unknown names and for
+    duplicate names, and if no settings remain.
     """
     chosen = list[SamplingSettings]()
     notes = list[str]()
@@ -79,12 +80,12 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSet
 
 
 def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], list[str]]:
-    """Return (settings, notes on settings left out) of a file.
+    """Return the settings in a file, and notes on settings that are left out.
 
     The file has the form `{NAME: {top_k: 50, ...}}`, or Open-Assistant's form `{default:
-    {generate_args}, configurations: [{name, generate_args}]}`. A setting is left out, with a note,
-    if it needs beam search, a repetition penalty or another option that weft does not support.
-    Raises `ConfigError` for unknown options and invalid values.
+    {generate_args}, configurations: [{name, generate_args}]}`. Settings are left out if they need
+    an option that weft does not support, such as beam search or a repetition penalty. Raises
+    `ConfigError` for unknown options and invalid values.
     """
     values = read_yaml(Path(path).expanduser(), f"--settings {path}", ConfigError)
     if not isinstance(values, Mapping) or not values:

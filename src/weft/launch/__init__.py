@@ -1,4 +1,4 @@
-"""Running of experiments: `run`, `dry_run`, `start` for registered ones, and `stop`."""
+"""Functions that run experiments: `run`, `dry_run`, `start` for registered experiments, and `stop`."""
 
 from weft.launch.run import RunResult, dry_run, run
 from weft.launch.start import build_registered, build_scheduling, check_machines, start

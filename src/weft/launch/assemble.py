@@ -1,4 +1,4 @@
-"""Construction of a session from an experiment; cheap checks come first."""
+"""Construction of a run's session from an experiment. Cheap checks come before expensive ones."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ def assemble(
     show: DisplayOptions | None = None,
     cluster: RayCluster | None = None,
 ) -> Session:
-    """Build the session of a run; see `build_parts`.
+    """Build the session of a run from the components that `build_parts` returns.
 
-    `show` configures its output. The plan of a run on several devices is shown before they start.
+    `show` configures the terminal output. If the run uses device processes, its plan is shown
+    before the engines are built.
     """
     show = show or DisplayOptions()
     announce = None if anew else show.announce
@@ -99,12 +100,11 @@ def build_parts(
 ) -> SessionParts:
     """Build all components of a session.
 
-    With `mode` local and one device, the run is in this process; otherwise each device has a
-    process, which starts while the data are read. `anew`: replace devices that were lost. `quiet`:
-    show no progress of reading the data. `announce` is called with the plan of several devices and
-    a line on what comes next. `cluster`: running Ray cluster to start them in; closed on errors.
-
-    Raises `UserError` for anything detectable before the first step; writes nothing.
+    With `mode` "local" and one device, the run uses this process; otherwise each device gets its
+    own process, started while the data are read. `anew`: replace lost devices. `quiet`: hide the
+    progress of reading the data. `announce`: called with the plan of a run that uses device
+    processes and a line on their start. `cluster`: running Ray cluster for the processes; closed on
+    errors. Raises `UserError` for anything detectable before the first step; writes nothing.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
@@ -195,9 +195,9 @@ def build_parts(
 def check_without_data(
     experiment: Experiment, device: torch.device
 ) -> tuple[Experiment, dict[str, Tokenizer]]:
-    """Configure torch and check the experiment; return it with dtypes, and its tokenizers.
+    """Check everything that needs no data; return the experiment with dtypes, and its tokenizers.
 
-    Raises `UserError`.
+    Also configures torch. The tokenizers are returned by role. Raises `UserError` if a check fails.
     """
     set_deterministic(experiment.control.deterministic)
     set_tf32(experiment.control.tf32, device)
@@ -211,7 +211,7 @@ def check_without_data(
 def _launch_devices(
     experiment: Experiment, mode: str, undo: ExitStack, cluster: RayCluster | None, *, anew: bool
 ) -> DeviceLaunch:
-    """Start the devices; `undo` stops them."""
+    """Start the device processes, and register with `undo` that their Ray cluster is closed."""
     if anew:
         launch = relaunch_devices(experiment, mode)
     else:
@@ -221,7 +221,11 @@ def _launch_devices(
 
 
 def _get_cache_folder(experiment: Experiment, directory: RunDirectory) -> Path:
-    """Return the folder of cached outputs, inside `dataset.cache_dir` if it is set."""
+    """Return the folder for cached outputs of calls.
+
+    The folder is `outputs` in `dataset.cache_dir` if that is set, else `cache` in the run's
+    directory.
+    """
     shared = experiment.dataset.cache_dir
     if shared is None:
         return directory.path / "cache"
@@ -235,9 +239,10 @@ def build_early_plan(
     tokenizers: Mapping[str, Tokenizer],
     data: LoadedData,
 ) -> RunPlan:
-    """Return the plan of a run on several devices before they start.
+    """Return the plan of a run that uses device processes, before their engines are built.
 
-    It assumes that all devices are like this machine's.
+    If no GPU is named in the options, the plan assumes that all devices are like those of this
+    machine.
     """
     target = TargetDevices.from_experiment(experiment, mode)
     facts = predict_facts(experiment, target.device, tokenizers)
@@ -253,7 +258,7 @@ def build_early_plan(
 
 
 def format_start_line(experiment: Experiment) -> str:
-    """Return a line on the processes that are about to start."""
+    """Return a line that says how many device processes are about to start."""
     count = experiment.num_devices
     if count > 1:
         return f"starting {count} processes, one for each device"
@@ -261,10 +266,10 @@ def format_start_line(experiment: Experiment) -> str:
 
 
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
-    """Return the experiment with the dtype of every role set.
+    """Return a copy of the experiment in which every role has a dtype.
 
     The default is the dtype of the role that reads the data, so that a policy and its reference
-    have the same.
+    model have equal dtypes.
     """
     main = experiment.roles[experiment.data_role]
     if main.path is None or main.backend in NO_NETWORK:
@@ -279,9 +284,9 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
 
 
 def check_layouts(experiment: Experiment) -> None:
-    """Check that every network supports the layouts of its role and calls.
+    """Check that every role's backend supports the layouts of the role and of its calls.
 
-    Raises `ConfigError` naming the option.
+    Raises `ConfigError`, naming the layout's option, if a layout is not supported.
     """
     wanted = dict(experiment.build_meshes())
     for call in experiment.list_calls():
@@ -314,7 +319,8 @@ def check_layouts(experiment: Experiment) -> None:
 def check_longest_sequence(experiment: Experiment, rows: int) -> None:
     """Check that every call can process the longest sequence.
 
-    This is a row of `rows` tokens plus the tokens sampled after it. Raises `ConfigError`.
+    The longest sequence consists of a row of `rows` tokens and the tokens sampled after it. Raises
+    `ConfigError` if it exceeds a call's maximum number of tokens or does not fit in the KV cache.
     """
     check_kv_cache(experiment, rows)
     calls = experiment.graph.list_model_calls()
@@ -343,7 +349,8 @@ def check_longest_sequence(experiment: Experiment, rows: int) -> None:
 def check_kv_cache(experiment: Experiment, rows: int) -> None:
     """Check that the KV cache of one sequence fits in `gen.kv_cache_gb`.
 
-    `rows` as in `check_longest_sequence`. Raises `ConfigError`.
+    `rows` is the number of tokens of the longest row. Raises `ConfigError` if the cache is too
+    small.
     """
     for call in collect_calls(experiment).values():
         limit_gb = call.args.get("kv_cache_gb")
@@ -372,9 +379,9 @@ def check_kv_cache(experiment: Experiment, rows: int) -> None:
 
 
 def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Check that stop ids are in the model's vocabulary.
+    """Check that all stop ids are in the model's vocabulary.
 
-    Raises `ConfigError` with its size.
+    Raises `ConfigError`, which states the vocabulary's size, if an id is not.
     """
     for call in collect_calls(experiment).values():
         spec = experiment.roles[call.role]
@@ -393,7 +400,7 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
 
 
 def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Load and check every role's tokenizer. Raises `UserError`."""
+    """Load and check every role's tokenizer. Raises `UserError` if a tokenizer is not usable."""
     tokenizers = load_tokenizers(experiment)
     check_tokens(experiment, tokenizers)
     check_stop_ids(experiment, tokenizers)
@@ -403,8 +410,9 @@ def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def check_configs(experiment: Experiment) -> None:
     """Check that every role's config.json describes a network.
 
-    Raises `CheckpointError` naming the option and the file. It runs before tokenizers are loaded,
-    since their library reads config.json too and would blame the tokenizer.
+    Raises `CheckpointError` naming the option and the file. Called before tokenizers are loaded,
+    because the library that loads them also reads config.json and would report the tokenizer as the
+    cause.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
@@ -417,9 +425,9 @@ def check_configs(experiment: Experiment) -> None:
 
 
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Load every role's tokenizer; roles with the same one share it.
+    """Load every role's tokenizer. Roles with equal tokenizer options and paths share one object.
 
-    Raises `UserError`, as `check_configs` does.
+    Raises `ConfigError` for a role without a path. Also raises `UserError` as `check_configs` does.
     """
     check_configs(experiment)
     shared: dict[str, Tokenizer] = {}
@@ -440,9 +448,9 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def load_fixed_prompts(
     experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
 ) -> SequenceSample | None:
-    """Return the prompts of `eval_prompts` as samples of the run's format, or None.
+    """Return the tokenized prompts in the file `eval_prompts`; None if the run does not use it.
 
-    Raises `DataError`.
+    Raises `DataError` if the file cannot be used.
     """
     path = experiment.control.eval_prompts
     if path is None or experiment.fixed_prompts is None:

@@ -1,4 +1,4 @@
-"""Allocation of a run's devices: in a private Ray cluster on this machine, or in an existing one."""
+"""Launch of a run's devices, in a private Ray cluster on this machine or in an existing cluster."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 
 
 def relaunch_devices(experiment: Experiment, mode: str) -> DeviceLaunch:
-    """Start devices in place of lost ones, retrying until the cluster has enough of them.
+    """Start devices in place of lost ones.
 
-    Raises `RunError` if it does not within `RETURN_SECONDS`.
+    In an existing cluster, retries until the cluster has enough devices. Raises `RunError` if it
+    still has too few after `RETURN_SECONDS`.
     """
     end = time.monotonic() + RETURN_SECONDS
     while True:
@@ -61,10 +62,10 @@ def relaunch_devices(experiment: Experiment, mode: str) -> DeviceLaunch:
 def launch_devices(
     experiment: Experiment, mode: str, cluster: RayCluster | None = None
 ) -> DeviceLaunch:
-    """Start a process for each device of the experiment, in `cluster` if given (`start_early`).
+    """Start a process for each device of the experiment.
 
-    Raises `ConfigError` before any process starts if there are too few devices, and closes the
-    cluster.
+    `cluster` is the Ray cluster from `start_early`, if there is one. Raises `ConfigError` before
+    any process starts if there are too few devices. Closes the cluster on errors.
     """
     count = experiment.num_devices
     kind = get_device_kind(experiment)
@@ -110,7 +111,7 @@ def launch_devices(
 def can_start_early(experiment: Experiment, mode: str) -> bool:
     """Return whether the run has several devices that are all CPUs of this machine.
 
-    Decided without importing torch.
+    Looks for GPUs without importing torch, by their device files.
     """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:
@@ -121,15 +122,19 @@ def can_start_early(experiment: Experiment, mode: str) -> bool:
 
 
 def start_early(experiment: Experiment) -> RayCluster:
-    """Start the private Ray cluster of a run that `can_start_early`, without device processes.
+    """Start the private Ray cluster of a run, without its device processes.
 
-    Raises `ConfigError` for too many devices.
+    Only for runs for which `can_start_early` is True. Raises `ConfigError` if the run has more
+    devices than this machine's cores can serve.
     """
     return _start_cluster(find_local_resources(experiment.num_devices, "cpu", experiment.control))
 
 
 def check_ray(experiment: Experiment) -> None:
-    """Set ray's environment variables. Raises `ConfigError` if ray is not installed."""
+    """Check that ray is installed and set the environment variables that it reads on import.
+
+    Raises `ConfigError` if ray is not installed.
+    """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"the run needs {experiment.num_devices} devices, and more than one, or mode=ray, "
@@ -150,9 +155,9 @@ def _start_cluster(resources: tuple[int, int]) -> RayCluster:
 
 
 def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
-    """Return the (CPUs, GPUs) of this machine for the run's private Ray cluster.
+    """Return the numbers of CPUs and GPUs that a private Ray cluster on this machine gets.
 
-    Raises `ConfigError` if they are too few.
+    Raises `ConfigError` if there are too few for `count` devices of type `kind`.
     """
     if kind == "cpu":
         check_processes(count)
@@ -189,9 +194,9 @@ def check_processes(count: int) -> None:
 
 
 def get_device_kind(experiment: Experiment) -> str:
-    """Return the type of all devices of a run on several: `cuda` or `cpu`.
+    """Return the type of the devices of a run with device processes: `cuda` or `cpu`.
 
-    Raises `ConfigError` for the name of a single device.
+    Raises `ConfigError` if the option `device` names a single device, such as `cuda:1`.
     """
     name = experiment.control.device
     if name is None:
@@ -208,7 +213,10 @@ def get_device_kind(experiment: Experiment) -> str:
 
 
 def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> None:
-    """Raise `ConfigError`, listing the machines, if they have too few devices together."""
+    """Raise `ConfigError` if the machines of the cluster together have too few devices.
+
+    The message lists the devices of each machine.
+    """
     has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
     num_available = sum(
         min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes
@@ -224,7 +232,7 @@ def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> Non
 
 
 def collect_environment() -> Mapping[str, str]:
-    """Return the environment variables that device processes need."""
+    """Return this process's environment variables that are passed on to device processes."""
     environment = {}
     for name, value in os.environ.items():
         if name in PASSED_VARIABLES or name.startswith(PASSED_PREFIXES):

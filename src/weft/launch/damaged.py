@@ -1,4 +1,4 @@
-"""Search for the cause of non-finite numbers in the initial weights."""
+"""Search for damaged weight files, after a run has failed with non-finite numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weft.experiments._models import find_option_role
 
 
 def find_damaged_weights(experiment: Experiment) -> CheckpointError | None:
-    """Return the error for a role whose weight files have non-finite values, or None.
+    """Return an error that names a role whose weight files have non-finite values, or None.
 
-    Reads all files again, so it is called only after a run has failed.
+    Reads all weight files again, so it is called only after a run has failed.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:

@@ -1,8 +1,9 @@
 """Plan of a run for `--dry-run`, from its options, config.json, tokenizers and data.
 
-No weights are read and no devices are needed. `build_plan_lines(experiment, "local")` returns the
-lines that a run prints before its first step, and a verdict on memory. With `data=False`, as for
-`--dry-run=config`, only options and config.json are read.
+The plan is made without reading weights and without using the run's devices.
+`build_plan_lines(experiment, "local")` returns the lines that a run prints before its first step,
+and whether the run fits in memory. With `data=False`, as for `--dry-run=config`, only options and
+config.json are read.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from weft.runtime.schedule import RunLength
 def build_plan_lines(
     experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None
 ) -> list[str]:
-    """Return the lines of the plan, `width` columns wide.
+    """Return the lines of the plan for a terminal of `width` columns.
 
     Raises `UserError` for everything that a run would reject before its first step, apart from
-    errors that only weights or devices show.
+    errors that can only be found with the weights or the devices.
     """
     roles = experiment.roles.items()
     control = experiment.control
@@ -89,7 +90,7 @@ def build_plan_lines(
 
 
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
-    """Return the plan without its memory lines, which the verdict repeats."""
+    """Return the plan without its memory lines, because the verdict on memory has the same numbers."""
     return replace(
         plan,
         hidden=["memory"],
@@ -98,7 +99,7 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
 
 
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """Return (batch of the longest rows that the options allow, note on the assumption).
+    """Return a batch of the longest rows that the options allow, and a note on their length.
 
     Used if no data are read.
     """
@@ -141,7 +142,10 @@ def _forecast(
     batches: Sequence[SequenceSample],
     target: TargetDevices,
 ) -> tuple[TargetDevices, MemoryForecast]:
-    """Return the smallest target on which the run fits, else the largest, with its forecast."""
+    """Return the smallest target on which the run fits, and the memory forecast for that target.
+
+    If the run fits on no target, the largest target is returned.
+    """
     for each in target.list_candidates():
         memory_forecast = forecast(experiment, facts, batches, each.device, capacity=each.usable)
         assert each.usable is not None
@@ -151,7 +155,7 @@ def _forecast(
 
 
 def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
-    """Return (bytes of the device that needs the most, its forecast)."""
+    """Return the bytes that the most loaded device needs, and the forecast for that device."""
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})

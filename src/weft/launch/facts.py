@@ -1,4 +1,4 @@
-"""Descriptions of engines before they are built, from config.json."""
+"""Predicted descriptions of engines, made from config.json before the engines are built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from weft.experiment import Experiment
 def predict_facts(
     experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the predicted engine descriptions of every role and its copies."""
+    """Return each role's predicted engine description.
+
+    The key `copies` of a description maps the meshes of the role's copies to their descriptions.
+    """
     meshes = experiment.build_meshes()
     facts_by_role = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():

@@ -1,4 +1,4 @@
-"""Check that the hub has the models and data that are not on this machine, without torch."""
+"""Check, without torch, that the hub has the models and data that this machine does not have."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from weft.experiments._models import find_option_role
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
     """Check missing models, tokenizers and datasets on the hub, and download config.json files.
 
-    Returns whether any file was downloaded; lengths that are not set are then read from it. Without
-    `data` only models are checked. Raises `CheckpointError` or `DataError` naming the option if the
-    hub lacks it or does not answer.
+    Returns whether any file was downloaded; the caller then builds the experiment again, with the
+    lengths in the files. Without `data`, only models are checked. Raises `CheckpointError` or
+    `DataError`, naming the option, if the hub does not have the model or dataset or does not
+    answer.
     """
     fileroot = experiment.control.fileroot
     fetched = False
@@ -42,7 +43,7 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
 
 
 def _iterate_datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield (option, path) of all data given by a path."""
+    """Yield the option and the path of every dataset that is specified by a path."""
     dataset = experiment.dataset
     for option in ("train_path", "valid_path", "path"):
         path = getattr(dataset, option)

@@ -1,4 +1,4 @@
-"""Forecast of a run's memory, from its configuration and rows, and comparison with its real use."""
+"""Forecast of a run's memory from its configuration and rows, and comparison with the measured use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROCESS = 0.4 * GIB
 
 @dataclass(frozen=True)
 class RoleDevice:
-    """Device of a role, with the number of data and context parallel ranks.
+    """Device of a role, with its numbers of data-parallel and context-parallel ranks.
 
     `capacity` is the memory in bytes of a device that is not on this machine, if known.
     """
@@ -59,9 +59,10 @@ class RoleDevice:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Memory in bytes by role.
+    """Forecast of the memory that each role needs, in bytes.
 
-    `incomplete` are roles of unknown network sizes, for which only weights and states are counted.
+    `incomplete` lists the roles whose network sizes are unknown; for these, only weights and
+    optimizer states are counted.
     """
 
     roles: Mapping[str, RoleMemory]
@@ -77,7 +78,7 @@ class MemoryForecast:
 
     @property
     def total(self) -> float:
-        """Total bytes at the peak."""
+        """Total memory in bytes at the peak."""
         whole = memory.compute_peak(self.roles)
         held = sum(role.permanent for role in self.roles.values())
         if self.device.type != "cpu":
@@ -88,7 +89,10 @@ class MemoryForecast:
         return held + kernels.HOLES * (whole - held) + caches + PROGRAM + self.process
 
     def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
-        """Yield readable lines for the plan; `on` gives the roles on each of several devices."""
+        """Yield lines for the plan on the memory of each role, KV cache and device.
+
+        `on` maps devices to their roles; without it, all roles are on one device.
+        """
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
             parts = []
@@ -110,7 +114,7 @@ class MemoryForecast:
             )
 
     def select_roles(self, names: Sequence[str]) -> MemoryForecast:
-        """Return the forecast for these roles only."""
+        """Return the forecast for only the roles in `names`."""
         roles = {}
         for name in names:
             if name in self.roles:
@@ -121,16 +125,17 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Limitation of the total: activations are unknown for roles with unknown sizes."""
+        """Words that limit the total: "at most", or the roles whose activations are not counted."""
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
 
     def compute_needed(self, most: float) -> float:
-        """Return the GiB, out of the measured peak `most`, that the run itself needed.
+        """Return the GiB that the run itself needed, given the measured peak `most` in GiB.
 
-        Without separate device processes, file pages are excluded on a CPU: the code pages of
-        torch's libraries vary with the processor, and the system can drop them.
+        The memory used before the engines were built is subtracted. For a run in one process on a
+        CPU, file pages are subtracted too: the code pages of torch's libraries vary with the
+        processor, and the system can drop them.
         """
         alone = self.device.type == "cpu" and not self.process
         return most - self.baseline - (measure_file_pages_gb() if alone else 0.0)
@@ -147,7 +152,10 @@ class MemoryForecast:
 
 
 def measure_held_memory(device: torch.device) -> float:
-    """Return the GiB that this process uses now: device memory, or RSS without file pages."""
+    """Return the GiB that this process uses now.
+
+    On a GPU this is the memory allocated by torch, on a CPU the resident size without file pages.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
     if sys.platform != "linux":
@@ -167,8 +175,9 @@ def forecast(
 ) -> MemoryForecast:
     """Forecast the memory of a run.
 
-    `facts` are the engines' descriptions by role, including copies; `given` are the batches that
-    need the most memory; `capacity` is the size in bytes of a GPU that is not on this machine.
+    `facts` maps roles to the descriptions of their engines and copies. `given` are the batches that
+    need the most memory. `baseline` is the GiB that the process used before the engines were built.
+    `capacity` is the memory in bytes of a GPU that is not on this machine.
     """
     # Estimate each role on each of its meshes, also on a GPU for comparison.
     batches = [_add_completions(experiment, batch) for batch in given]
@@ -247,16 +256,19 @@ def _collect_works(
 
 
 def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
-    """Return the data-parallel part of a batch with the most tokens."""
+    """Return the part with the most tokens of a batch that is split among `ranks` ranks.
+
+    The ranks are data parallel.
+    """
     if ranks == 1 or batch.num_ids < ranks:
         return batch
     return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
 
 
 def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
-    """Return the KV cache limit of a generation call in bytes.
+    """Return the maximum size in bytes of a generation call's KV cache.
 
-    Returns None if the user sets no limit and the device's memory is known only to other processes.
+    Returns None if the user sets no limit and the size of the device's memory is unknown.
     """
     limit_gb = call.args.get("kv_cache_gb")
     device = place.device
@@ -267,7 +279,10 @@ def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
 
 
 def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
-    """Return a readable name of a role or copy: `actor`, `actor (actor_gen)`."""
+    """Return a readable name for the engine of a role on `mesh`.
+
+    The name is the role or, for a copy, the role with its calls: `actor (actor_gen)`.
+    """
     if mesh == experiment.build_meshes()[role]:
         return role
     calls = []
@@ -278,10 +293,10 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
 
 def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """Return the state of a role that is offloaded after each of its calls.
+    """Return which state of a role, weights or optimizer, is offloaded after each of its calls.
 
-    Weights offloaded only by hooks, without the option, are on the device with all others until the
-    first call, so they count as not offloaded.
+    Weights that only hooks offload, without the option `offload`, are on the device until the first
+    call, together with all other roles, so they count as not offloaded.
     """
     after = []
     for call in calls:
@@ -305,7 +320,11 @@ def build_case(
     device: torch.device,
     leaves: frozenset[What] = frozenset(),
 ) -> MemoryCase:
-    """Return the estimate's input for one role, from its engine's `facts` and its work."""
+    """Return the input of the memory estimate for one role.
+
+    `facts` is the description of the role's engine, `works` are the demands of its calls. `leaves`
+    is the state that is offloaded between calls.
+    """
     sizes = facts.get("sizes")
     if sizes is None:
         works = []
@@ -344,9 +363,10 @@ def _build_settings(
 
 
 def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
-    """Return the batch with the completions that generation adds, of maximum length.
+    """Return the batch with completions of the maximum length that generation can add.
 
-    With mixed data, a completion of the dataset counts if it is longer.
+    If a part of the completions is taken from the dataset, a completion of the dataset counts
+    instead if it is longer.
     """
     for call in experiment.graph.list_model_calls():
         mixed = "share" in call.args
@@ -373,10 +393,10 @@ def _iterate_works(
     place: RoleDevice,
     shared: Mapping[str, Any],
 ) -> Iterator[CallDemand]:
-    """Yield the work of a call on its role's network, one per micro-batch.
+    """Yield the memory demands of a call on its role's network, one per micro-batch.
 
-    `shared` gives the longest sequence for which shared prefixes are computed once, and whether
-    this applies to training.
+    `shared` has the length of the longest sequence for which shared prefixes are computed once, and
+    whether training also does so.
     """
     if "completion" not in batch.data:
         return
@@ -427,7 +447,7 @@ def _iterate_works(
 
 
 def format_size(number: float) -> str:
-    """Format bytes in GiB or MiB."""
+    """Format a number of bytes in GiB or MiB."""
     if number >= 0.1 * GIB:
         return f"{number / GIB:.2f} GiB"
     return f"{number / MIB:.1f} MiB"

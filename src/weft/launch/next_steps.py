@@ -1,4 +1,4 @@
-"""Last lines of a run's output: its report and commands for what to do next."""
+"""Last lines of a run's output: the path of its report, and commands for what to do next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ REPORT = "report.html"
 
 
 def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
-    """Return two to four lines of follow-up commands; none if the run saves no model."""
+    """Return a line with the path of the report, and follow-up commands.
+
+    Returns an empty list if the run saves no model.
+    """
     heads = {experiment.roles[role].head: role for role in reversed(experiment.saved_roles)}
     if "lm" in heads:
         commands = _build_policy_lines(experiment, heads["lm"], run)
@@ -75,7 +78,7 @@ def _build_quickstart(name: str, trial: str, control: Control) -> str:
 
 
 def _find_free_trial(control: Control, name: str) -> str:
-    """Return an unused trial name of the experiment."""
+    """Return an unused trial name in the experiment's folder: `name`, else `name-2` and so on."""
     folder = Path(control.fileroot).expanduser() / control.experiment_name
     return next(
         each

@@ -1,6 +1,7 @@
 """Detection of torchrun, accelerate and deepspeed.
 
-weft starts its processes itself, so a run started by these fails with the equivalent weft command.
+weft starts its processes itself. A run that one of these has started fails with an error message
+that contains the equivalent weft command.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SHARDING = re.compile(r"(^|\.)(zero_stage|deepspeed)$")
 
 @dataclass(frozen=True)
 class OtherLauncher:
-    """Process started by another launcher, as `rank` of `world`."""
+    """Launcher, such as torchrun, that started this process as rank `rank` of `world` processes."""
 
     launcher: str
     rank: int
@@ -33,11 +34,11 @@ class OtherLauncher:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines."""
+        """Number of machines on which the launcher has started processes."""
         return max(1, self.world // self.per_node)
 
     def build_command(self, words: Sequence[str]) -> str:
-        """Return the equivalent weft command; `words` are those after `weft`."""
+        """Return the equivalent weft command; `words` are the command-line words after `weft`."""
         arguments = []
         for word in words:
             if not LAUNCHER_OPTIONS.fullmatch(word):
@@ -63,7 +64,7 @@ class OtherLauncher:
         return shlex.join(mask_words(["weft", *arguments, *options]))
 
     def format_message(self, words: Sequence[str]) -> str:
-        """Return the error message with the equivalent command."""
+        """Return the error message, with the weft command that is equivalent to `words`."""
         many = "one process" if self.world == 1 else f"{self.world} processes"
         if words:
             command = self.build_command(words)
@@ -77,7 +78,7 @@ class OtherLauncher:
 
 
 def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
-    """Return the launcher that started this process, or None if it was started directly."""
+    """Return the other launcher that started this process; None if there is none."""
     accelerate = any(
         name.startswith("ACCELERATE_") and name != "ACCELERATE_CONFIG_FILE" for name in environ
     )
@@ -107,7 +108,7 @@ def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
 
 
 def check_started_directly(environ: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if another launcher started this process; for runs started from Python."""
+    """Raise `ConfigError` if another launcher started this process. For runs started from Python."""
     launcher = detect_launcher(environ)
     if launcher is not None:
         raise ConfigError(launcher.format_message(()))

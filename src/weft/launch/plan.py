@@ -1,4 +1,4 @@
-"""Plan of a run as a short table with details: computations, counts, devices and memory."""
+"""Plan of a run, as a short table with details: nodes, data, counts, models, devices and memory."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def build_plan(
 ) -> RunPlan:
     """Return the plan of a run.
 
-    `facts` are the engines' descriptions by role. `numerics` has the number of threads, `hardware`
-    (a line on the device) and `memory` (its bytes); only `hardware` for devices that are not on
-    this machine. `expected` is the memory forecast. `data` and `horizon` are None if the data were
-    not read.
+    `facts` has the engines' descriptions by role. `numerics` has a line on the `hardware` and, if
+    known, the number of `threads` and the `memory` in bytes. `expected` is the memory forecast.
+    `data` and `horizon` are None if the data were not read.
     """
     # Rows above the models: nodes, data and counts.
     rows = [("nodes", " -> ".join(", ".join(names) for names in _group_into_levels(experiment)))]
@@ -86,7 +85,10 @@ def build_plan(
 
 
 def _collect_model_notes(experiment: Experiment) -> list[str]:
-    """Return the notes of all models, such as the run it was taken from; always shown."""
+    """Return the notes on all models, such as the run that a model comes from.
+
+    They are always shown.
+    """
     return list(dict.fromkeys(note for spec in experiment.roles.values() for note in spec.notes))
 
 
@@ -94,7 +96,10 @@ def _collect_model_notes(experiment: Experiment) -> list[str]:
 
 
 def _group_into_levels(experiment: Experiment) -> list[list[str]]:
-    """Group the nodes into levels, in running order; nodes of a level are independent."""
+    """Group the nodes into levels, in the order in which the levels run.
+
+    The nodes of one level do not depend on each other.
+    """
     depth: dict[str, int] = {}
     for name in experiment.graph.order:
         depth[name] = max(
@@ -122,14 +127,17 @@ def _choose_unit(experiment: Experiment) -> str:
 
 
 def _iterate_sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
-    """Yield the generation calls with their completions per prompt."""
+    """Yield each generation call with its number of completions per prompt."""
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":
             yield call, int(call.args.get("samples_per_prompt", 1))
 
 
 def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tuple[str, str]]:
-    """Yield rows with the steps, completions and optimizer steps per step, epoch and run."""
+    """Yield the table's rows with the work per step, per epoch and in the whole run.
+
+    The work is counted in steps, completions and optimizer steps.
+    """
     # Per step.
     sampling = list(_iterate_sampling(experiment))
     step = []
@@ -178,7 +186,10 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
 
 
 def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
-    """Format the optimizer steps of training nodes, grouping roles with equal counts."""
+    """Format the numbers of optimizer steps by training node.
+
+    Roles with equal numbers are named together.
+    """
     roles = {node.name: node.role for node in experiment.list_trained_nodes()}
     roles_by_count: dict[int, list[str]] = {}
     for name, count in counts.items():
@@ -193,10 +204,10 @@ def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[s
 
 
 def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
-    """Return a row per model, at most `most`.
+    """Return at most `most` table rows, one per model.
 
-    Roles with the same model share a row. If there are too many, frozen models are merged into one
-    row, then the last ones.
+    Roles with the same model share a row. If there are too many rows, first the frozen models are
+    merged into one row; if that is not enough, so are the last rows.
     """
     roles_by_model: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
@@ -217,7 +228,7 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
 def _merge_rows(
     rows: Sequence[tuple[list[str], str]], num_kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
-    """Return the first `num_kept` rows and one that summarizes the rest."""
+    """Return the first `num_kept` rows, and one row that summarizes the others."""
     names = []
     for roles, _ in rows[num_kept:]:
         for role in roles:
@@ -254,9 +265,10 @@ def _shorten_model(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
 def format_memory_row(
     expected: MemoryForecast, on: Mapping[int, Sequence[str]], room: int
 ) -> str | None:
-    """Return the memory that each device needs, of `room` bytes (shared by CPU devices).
+    """Return a text with the memory that each device needs.
 
-    Returns None for a single device that needs less than a tenth of it.
+    `on` maps devices to their roles. `room` is a device's memory in bytes, or the memory that all
+    CPU devices share. Returns None for a single device that needs less than a tenth of its memory.
     """
     parts = {rank: expected.select_roles(names).total for rank, names in on.items()}
     several = len(on) > 1
@@ -281,9 +293,10 @@ def format_memory_row(
 
 
 def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
-    """Return a function from peak memory (GiB) to a final line and whether to show it.
+    """Return a function that formats the measured peak memory, in GiB, at the end of a run.
 
-    `room` is the device's memory in bytes.
+    The function returns a line and whether the line is worth showing. `room` is the device's memory
+    in bytes.
     """
     return lambda most: (
         expected.format_comparison(most),
@@ -292,7 +305,7 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
 
 
 def _group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
-    """Return the roles and copies on each device."""
+    """Return the names of the roles and copies on each device, by the device's rank."""
     named = _name_meshes(experiment)
     result: dict[int, list[str]] = {}
     for rank in range(experiment.num_devices):
@@ -318,7 +331,10 @@ def _format_layouts(experiment: Experiment) -> str:
 
 
 def _format_degrees(layout: Layout) -> str:
-    """Format a layout without degrees of 1: `d2f2t1p1c1e1` is `d2f2`, `d2f1t1p1c1e1` is `d2`."""
+    """Format a layout without the degrees that are 1.
+
+    For example, `d2f2t1p1c1e1` becomes `d2f2`, and `d2f1t1p1c1e1` becomes `d2`.
+    """
     degrees = {letter: getattr(layout, name) for letter, name in LETTERS.items()}
     return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "d1"
 
@@ -371,9 +387,10 @@ def _iterate_details(
 
 
 def _format_sources(data: LoadedData) -> list[str]:
-    """Return the table of data sources, or one line for a single plain source.
+    """Return the lines of a table of data sources, or one line for a single plain source.
 
-    The table is used for several sources, validation rows, or rows that were cut.
+    A source is plain if it has no validation rows and none of its rows were cut or need another
+    note.
     """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].build_notes("")
@@ -383,7 +400,11 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 
 def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
-    """Yield lines on single nodes: differing numbers of samples, and later starts of training."""
+    """Yield lines on nodes that differ from the others.
+
+    These are generation calls with different numbers of completions per prompt, and nodes that take
+    no optimizer step in the first epochs.
+    """
     sampling = list(_iterate_sampling(experiment))
     if len(sampling) > 1:
         yield from (
@@ -402,7 +423,10 @@ def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator
 def _iterate_roles(
     experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
-    """Yield details on each role: long paths, learning rates, and models merged in the table."""
+    """Yield a line for each role with the details that the table leaves out.
+
+    The details are long paths, learning rates, and models that the table merges.
+    """
     merged = []
     for roles, text in models:
         if MERGED.match(text):
@@ -440,7 +464,7 @@ def format_plural(count: int, what: str) -> str:
 
 
 def format_number(count: int) -> str:
-    """Format with commas from five digits on."""
+    """Format a number, with thousands separators if it has five digits or more."""
     return f"{count:,}" if count >= 10_000 else str(count)
 
 

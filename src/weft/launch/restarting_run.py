@@ -1,4 +1,4 @@
-"""Driving a run to its end, restarting it from the last recovery point if devices are lost."""
+"""Execution of a run to its end, with restarts from the last recovery point if devices are lost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 
 
 class RestartingRun:
-    """Run a session; if devices are lost and `comes_back` is on, replace it by `anew()`.
+    """Run that restarts after a loss of devices, if `comes_back` is True.
 
-    `damaged` is called to explain non-finite numbers.
+    A restart replaces `session` by the session that `anew()` returns. `damaged` is called after a
+    failure with non-finite numbers, to look for their cause.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class RestartingRun:
     def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
         """Run to the end and return the lines of metrics.jsonl.
 
-        Records how the run ended; errors in doing so are added as notes to the first error.
+        With `goes_on`, an earlier run in the same directory is resumed. Records how the run ended.
+        If recording fails, the error is added as a note to the error that ended the run.
         """
         try:
             self._run_session(goes_on=goes_on)
@@ -71,7 +73,11 @@ class RestartingRun:
                 raise self._find_damage() or error from error
 
     def _restart(self, lost: DevicesLost) -> None:
-        """Replace the session that lost its devices by one at the last recovery point."""
+        """Replace the session that lost its devices with a new one.
+
+        The new session resumes from the last recovery point. Raises `RunError` after too many
+        restarts.
+        """
         while True:
             self._count_restart(lost)
             attempt = f"restart {MOST_RESTARTS - self._restarts_left} of {MOST_RESTARTS}"
@@ -92,7 +98,7 @@ class RestartingRun:
             return
 
     def _count_restart(self, lost: DevicesLost) -> None:
-        """Count a restart. Raises `RunError` after too many restarts without a new step."""
+        """Count a restart. Raises `RunError` after `MOST_RESTARTS` restarts without a new step."""
         if self._session.step > self._last_step:
             self._restarts_left = MOST_RESTARTS
             self._last_step = self._session.step

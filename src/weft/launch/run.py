@@ -1,4 +1,4 @@
-"""Running a configuration in this process; everything that does not need torch is checked first."""
+"""Run a configuration in this process. All checks that do not need torch are made first."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ MODES = ("local", "ray", "slurm")
 
 @dataclass(frozen=True)
 class RunResult:
-    """Metrics of a finished run, one mapping per step, and its directory."""
+    """Result of a finished run: its metrics, with one mapping per step, and its directory."""
 
     metrics: list[dict[str, Any]]
     directory: Path
 
     def checkpoint(self, role: str) -> Path:
-        """Return the newest checkpoint of a role, a Hugging Face directory.
+        """Return the directory of a role's newest checkpoint, in Hugging Face format.
 
-        Raises `CheckpointError` if there is none.
+        Raises `CheckpointError` if the role has no checkpoint.
         """
         folder = self.directory / "checkpoints"
         steps = [p for p in (folder / role).glob("step*") if p.name.removeprefix("step").isdigit()]
@@ -65,10 +65,12 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local` for this machine (one device runs in this process), or `ray` for an existing
-    cluster; None uses the configuration's. `show` configures the output. Raises `UserError` for
-    invalid input, before anything is trained or written; `RunError` if the run fails; `Interrupted`
-    after Ctrl-C or SIGTERM, once the step is finished and a recovery point is written.
+    `mode` is `local` for this machine (a single device uses this process), or `ray` for an existing
+    cluster; None uses the mode in the configuration. `show` configures the output.
+
+    Raises `UserError` for invalid input, before anything is trained or written. Raises `RunError`
+    if the run fails. Raises `Interrupted` after Ctrl-C or SIGTERM, once the current step is
+    finished and a recovery point is written.
     """
     experiment, mode = _build_checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
@@ -90,13 +92,12 @@ def dry_run(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """Return the plan of a run, with a verdict on memory; writes nothing.
+    """Return the plan of a run as lines, with a verdict on memory; writes nothing.
 
-    `width` is that of the terminal.
-
-    No weights are read and no devices are needed: `device=cuda` or `search.gpu` plan for a GPU.
-    Without `data`, neither rows nor tokenizers are read; sizes per step are known, the number of
-    steps is not. Raises `UserError` as `run` does.
+    No weights are read and no devices are needed: with `device=cuda` or `search.gpu`, the plan is
+    for a GPU that this machine need not have. Without `data`, neither rows nor tokenizers are read,
+    so the number of steps is unknown. `width` is the number of columns of the terminal. Raises
+    `UserError` as `run` does.
     """
     experiment, mode = _build_checked(mark_as_planned(config), mode, data=data)
     from weft.launch.dry_run_plan import build_plan_lines
@@ -116,7 +117,7 @@ def dry_run(
 
 
 def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig | Experiment:
-    """Return the configuration with all models marked as planned, so no weights are read."""
+    """Return a copy of the configuration with all models marked as planned, so no weights are read."""
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
     own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
@@ -130,9 +131,9 @@ def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig |
 def _build_checked(
     config: ExperimentConfig | Experiment, mode: str | None, *, data: bool = True
 ) -> tuple[Experiment, str]:
-    """Return (experiment, mode) after all checks that don't need torch.
+    """Return the experiment and the mode, after all checks that don't need torch.
 
-    Without `data`, the data are not checked.
+    Without `data`, tokenizers and datasets are not checked.
     """
     other_launchers.check_started_directly(os.environ)
     experiment = build_with_choices(config)
@@ -160,7 +161,8 @@ def build_with_files(
 ) -> Experiment:
     """Return the experiment of `config`, after downloading missing config.json files of models.
 
-    Raises `UserError` if neither this machine nor the hub has a model or, with `data`, the data.
+    Raises `UserError` if a model is neither on this machine nor on the hub. With `data`, tokenizers
+    and datasets are checked too.
     """
     from weft.launch.hub import fetch_configs
 
@@ -170,7 +172,7 @@ def build_with_files(
 
 
 def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
-    """Build the experiment and note which options left open in `config` were chosen by weft."""
+    """Build the experiment and record the options that `config` leaves open and weft has chosen."""
     if isinstance(config, Experiment):
         return resolve_roles(config)
     experiment = build_experiment(config)
@@ -186,7 +188,7 @@ def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
 
 
 def check_devices(experiment: Experiment) -> None:
-    """Raise `ConfigError` for layouts that need more devices than the run may use."""
+    """Raise `ConfigError` if the layouts need more devices than `n_nodes` x `n_gpus_per_node`."""
     control = experiment.control
     count = experiment.num_devices
     if control.n_gpus_per_node is not None and count > (
@@ -201,7 +203,7 @@ def check_devices(experiment: Experiment) -> None:
 
 
 def check_no_masks(experiment: Experiment) -> None:
-    """Raise `ConfigError` if the configuration has masked secrets, as stored configurations do."""
+    """Raise `ConfigError` if an option is a masked secret, as in the file that a run stores."""
     hidden = list(iterate_masked_options(experiment.config))
     if hidden:
         raise ConfigError(
@@ -212,7 +214,7 @@ def check_no_masks(experiment: Experiment) -> None:
 
 
 def check_mode(mode: str) -> None:
-    """Raise `ConfigError` for an unknown mode, and for `slurm`, which needs a command line."""
+    """Raise `ConfigError` if the mode is unknown, or is `slurm`, which needs a command line to run."""
     if mode not in MODES:
         raise build_unknown_name_error("mode", mode, MODES)
     if mode == "slurm":
@@ -249,10 +251,10 @@ def _run(
 
 
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
-    """Start Ray while another thread imports `weft.launch.assemble`; None if not possible.
+    """Start a private Ray cluster while another thread imports `weft.launch.assemble` and torch.
 
-    Only for runs on several CPUs of this machine. Ray must start in the main thread, since it ends
-    with the thread that starts it.
+    Returns None if the run cannot start early: it must have several devices that are all CPUs of
+    this machine. Ray is started in the main thread, since it ends with the thread that started it.
     """
     from weft.launch.cluster import can_start_early, check_ray, start_early
 

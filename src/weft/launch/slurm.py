@@ -1,8 +1,8 @@
 """`mode=slurm`: an sbatch script that starts Ray on a job's nodes and runs the command there.
 
-The command runs with `mode=ray`. `start_job` writes and submits the script, `plan_job` shows what
-it would do, `find_running_job` and `cancel_job` find and end the job. Script, logs and job number
-are in `slurm/` in the run's directory.
+The command runs with `mode=ray`. `start_job` writes and submits the script, and `plan_job` shows
+what the job would do. `find_running_job` and `cancel_job` find and end the job. The script, the
+logs and the job's id are in `slurm/` in the run's directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODULE = "weft.cli.main"
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """Command and resources of a job. `command` are the words after `weft`."""
+    """Command and resources of a Slurm job. `command` has the command-line words after `weft`."""
 
     name: str
     run: Path  # the run's directory
@@ -64,10 +64,10 @@ def start_job(
     *,
     print_only: bool = False,
 ) -> str:
-    """Submit `command` (the words after `weft`), which runs `config`.
+    """Submit a job that runs `config` with `command`, the command-line words after `weft`.
 
-    Returns a message for the user, or only the script with `print_only`. Raises `UserError` for
-    anything detectable before nodes are requested.
+    Returns a message for the user. With `print_only`, submits nothing and returns the script.
+    Raises `UserError` for anything detectable before nodes are requested.
     """
     from weft.runtime.directory import RunDirectory, admit
 
@@ -106,7 +106,7 @@ def plan_job(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """Return the lines of `--dry-run` for the run on the devices that the job would request.
+    """Return the lines of `--dry-run` for a run on the devices that the job would request.
 
     Raises `UserError` as `start_job` does.
     """
@@ -131,9 +131,9 @@ def plan_job(
 
 
 def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = True) -> Experiment:
-    """Build and check the experiment without torch.
+    """Build the experiment and check it without torch.
 
-    Assumes that the nodes see the same files as this machine.
+    The checks assume that the nodes see the same files as this machine.
     """
     experiment = build_with_choices(config)
     import_user_code(experiment.control.imports)
@@ -142,9 +142,9 @@ def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = Tru
 
 
 def _check_networks(experiment: Experiment) -> None:
-    """Check that every network supports its layouts, reading only config.json.
+    """Check that every network supports its layouts. Reads only config.json, no weights.
 
-    Raises `UserError` naming the option.
+    Raises `UserError`, naming the option, if a layout is not supported.
     """
     from weft.engine.backends.auto import choose_backend
     from weft.launch.assemble import check_configs, check_layouts
@@ -166,8 +166,10 @@ def build_request(
 ) -> SlurmRequest:
     """Return the request for a job.
 
-    The options `slurm.*`, `n_nodes` and `n_gpus_per_node` are completed by the experiment's
-    `Scheduling`. Raises `ConfigError` if the request has fewer devices than the layouts need.
+    The resources come from the options `slurm.*`, `n_nodes` and `n_gpus_per_node`. If the
+    experiment has a `Scheduling`, this sets the numbers of nodes and devices, and the options of
+    `slurm.*` that the user left unset. Raises `ConfigError` if the layouts need more devices than
+    are requested.
     """
     control = experiment.control
     config = experiment.config
@@ -221,7 +223,7 @@ def build_request(
 
 
 def build_script(request: SlurmRequest) -> str:
-    """Return the sbatch script."""
+    """Return the text of the sbatch script."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # only needed here
 
     spec = request.spec
@@ -292,9 +294,10 @@ def _build_directives(request: SlurmRequest) -> list[str]:
 
 
 def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
-    """Return (kind, srun options for pyxis, command prefix for apptainer).
+    """Return the container's kind, the srun options for pyxis, and the prefix for apptainer.
 
-    All are empty without a container.
+    The kind is "pyxis" or "apptainer", and the text for the other kind is empty. The prefix
+    precedes each command in the container. Without a container, all three are empty.
     """
     spec = request.spec
     if spec.container is None:
@@ -324,9 +327,10 @@ def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
 
 
 def submit_job(request: SlurmRequest) -> str:
-    """Write the script into the run's directory, submit it with sbatch and return the job's number.
+    """Write the script into the run's directory, submit it with sbatch and return the job's id.
 
-    Raises `ConfigError` if the run's job is still in the queue, or if sbatch is missing or fails.
+    Raises `ConfigError` if an earlier job of the run is still in the queue, or if sbatch is missing
+    or rejects the job.
     """
     # Check that the job can be submitted.
     there = find_running_job(request.run)
@@ -367,7 +371,7 @@ def submit_job(request: SlurmRequest) -> str:
 
 
 def find_running_job(run: Path) -> tuple[str, str] | None:
-    """Return (number, state such as PENDING or RUNNING) of the run's queued job, or None."""
+    """Return the id and state, such as PENDING, of the run's unfinished job; None if it has none."""
     number = read_json(run / FOLDER / JOB_FILE).get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None
@@ -376,10 +380,10 @@ def find_running_job(run: Path) -> tuple[str, str] | None:
 
 
 def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
-    """Cancel a waiting job, or send SIGTERM to a running one and wait until it has ended.
+    """Cancel a waiting job, or send SIGTERM to a running job and wait until it has ended.
 
-    A running job writes a recovery point first. Returns a readable result. Raises `RunError` if it
-    does not end in time.
+    A running job writes a recovery point before it ends. Returns a message for the user. Raises
+    `RunError` if the job does not end within `deadline_s` seconds.
     """
     state = _read_state(number)
     if state in ("PENDING", "CONFIGURING"):
@@ -399,7 +403,10 @@ def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
 
 
 def _read_state(number: str) -> str | None:
-    """Return the state of an unfinished job, else None. Raises `RunError` if Slurm does not answer."""
+    """Return the state of an unfinished job; None if the job has ended.
+
+    Raises `RunError` if Slurm does not answer.
+    """
     if shutil.which("squeue") is None:
         raise RunError(
             f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of "

@@ -1,4 +1,4 @@
-"""Starting of experiments registered by name."""
+"""Functions that start experiments registered by name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from weft.registry import experiments
 def build_registered(
     name: str, trial_name: str, *, allocation_mode: str | None = None
 ) -> Experiment:
-    """Return the experiment that `register_experiment(name)` registered, as trial `trial_name`.
+    """Return the experiment registered as `name`, as trial `trial_name`.
 
-    It is a function returning an `Experiment` (or a configuration that builds one), or a class with
-    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Either may be
-    a `functools.partial`.
+    `register_experiment` can register a function that returns an `Experiment`, or a configuration
+    that builds one. It can also register a class with `initial_setup() -> Experiment` and
+    optionally `scheduling_setup() -> Scheduling`. Both can be wrapped in `functools.partial`.
 
-    Raises `ConfigError` with the nearest names, or with the problem of the registered object.
+    Raises `ConfigError` if the name is unknown, with similar names in the message, or if the
+    registered object is none of these.
     """
     # The registered object returns a configuration, an object with a setup, or an experiment.
     thing = experiments.get(name)
@@ -65,7 +66,10 @@ def build_registered(
 
 
 def build_scheduling(name: str) -> Scheduling | None:
-    """Return the `scheduling_setup()` of a registered class, or None if it has none."""
+    """Return the result of a registered class's `scheduling_setup()`, or None.
+
+    None means that the registered object is not a class, or has no such method.
+    """
     thing = experiments.get(name)
     if not inspect.isclass(_unwrap_partial(thing)) or not hasattr(
         _unwrap_partial(thing), "scheduling_setup"
@@ -77,21 +81,21 @@ def build_scheduling(name: str) -> Scheduling | None:
 
 
 def _unwrap_partial(thing: Any) -> Any:
-    """Return the class or function behind any `functools.partial`."""
+    """Return the class or function that is wrapped in any number of `functools.partial`."""
     return _unwrap_partial(thing.func) if isinstance(thing, partial) else thing
 
 
 def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
-    """Run a registered experiment. Raises as `run` does."""
+    """Run the experiment registered as `name`. Raises the same errors as `run`."""
     check_mode(mode)
     check_machines(name, mode)
     return run(build_registered(name, trial_name), mode=mode)
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
-    """Return notes on requested resources that `mode` ignores.
+    """Return notes on the resources that the experiment requests but `mode` ignores.
 
-    Raises `ConfigError` if the experiment needs more machines than the mode has.
+    Raises `ConfigError` if the experiment requests several nodes and `mode` is `local`.
     """
     scheduling = build_scheduling(name)
     if scheduling is None:

@@ -1,4 +1,4 @@
-"""Status of a run, from its directory, its process and its Slurm job."""
+"""Status of a run, read from its directory, its process and its Slurm job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.launch import slurm
 
 
 def format_status(run: Path) -> str:
-    """Return a readable line such as `runs/e/t: running, job 12 RUNNING`."""
+    """Return the status as a line for the user, such as `runs/e/t: running, job 12 RUNNING`."""
     from weft.runtime.directory import find_owner
 
     status = read_run_status(run)
@@ -22,14 +22,17 @@ def format_status(run: Path) -> str:
 
 
 def read_run_status(run: Path) -> str:
-    """Return "finished", "stopped", "failed", "running" or "not begun"."""
+    """Return the status stored in the run's directory, or "not begun".
+
+    The stored status is "running", "finished", "stopped" or "failed".
+    """
     from weft.runtime.directory import RunDirectory
 
     return RunDirectory(run).read_status() or "not begun"
 
 
 def is_alive(run: Path) -> bool:
-    """Return whether a process or a Slurm job, running or queued, belongs to the run."""
+    """Return whether the run has a live process, or a Slurm job that is running or queued."""
     from weft.runtime.directory import find_owner
 
     return find_owner(run) is not None or slurm.find_running_job(run) is not None

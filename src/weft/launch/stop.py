@@ -1,4 +1,4 @@
-"""Stopping of a run from another process, by its Slurm job or the process that locks it."""
+"""Functions that stop a run from another process, through its Slurm job or its own process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.1
 def stop(
     experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0
 ) -> str:
-    """Stop a run by its names, as `stop_run` does.
+    """Stop the run with these names, as `stop_run` does.
 
     Also raises `ConfigError` if there is no such run.
     """
@@ -28,8 +28,9 @@ def stop(
 def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
     """Send SIGTERM to the run's job or process and wait until it has ended.
 
-    The run finishes its step and writes a recovery point. Returns a readable result. Raises
-    `ConfigError` if the run is not running, `RunError` if it does not end in time.
+    The run first finishes its step and writes a recovery point. A waiting job is cancelled. Returns
+    a message for the user. Raises `ConfigError` if the run has no job or process, and `RunError` if
+    it does not end within `deadline_s` seconds.
     """
     from weft.runtime.directory import find_owner
 
@@ -55,7 +56,7 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
 def find_run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
     """Return the directory of a run.
 
-    Raises `ConfigError`, listing the existing runs, if there is none.
+    Raises `ConfigError`, which lists existing runs, if the directory does not exist.
     """
     run = Path(fileroot).expanduser() / experiment_name / trial_name
     if not run.is_dir():

@@ -1,7 +1,7 @@
 """Supervision of a run in a child process, which is replaced if it is killed.
 
-Runs that use Ray need this, since Ray can kill the process that uses it. The new child resumes from
-the last recovery point.
+Runs with Ray need this, because Ray kills a process that uses it if the raylet of the same machine
+dies. A new child resumes from the last recovery point.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ EXIT_SECONDS = 120.0  # time for a child to exit after it has reported its exit 
 
 
 def needs_ray(experiment: Experiment, mode: str) -> bool:
-    """Return whether the run uses Ray, and thus needs supervision."""
+    """Return whether the run uses Ray, and therefore needs supervision."""
     return mode == "ray" or experiment.num_devices > 1
 
 
 def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
-    """Yield the lines that a child writes, until it has ended.
+    """Yield the lines that a child process writes to `pipe`, until the child has ended.
 
-    Waiting for the end of the pipe is not enough: orphans of the child can keep it open.
+    The end of the pipe is not a sufficient sign, because orphans of the child can keep it open.
     """
     held = b""
     while True:
@@ -56,7 +56,10 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Run this process's command in a child, restarting it until one reports its exit code."""
+    """Supervisor of a run, which runs this process's command in a child process.
+
+    If a child is killed, another one is started, until a child reports its exit code.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
@@ -68,10 +71,10 @@ class Supervisor:
         self._exit_code: int | None = None
 
     def run(self) -> int:
-        """Run the children and return the exit code.
+        """Run the children and return the exit code that the last one reports.
 
-        Raises `RunError`, naming process, machine and calls, if a child was killed and is not
-        replaced.
+        Raises `RunError` if a child was killed and is not replaced. The message names the process,
+        the machine and the calls that were running.
         """
         lost = ""
         restarts = 0
@@ -102,7 +105,7 @@ class Supervisor:
                 )
 
     def _run_child(self, restarts: int) -> None:
-        """Run one child to its end."""
+        """Run one child until it ends. `restarts` is the number of children before it."""
         self._calls = {}
         self._lost_part = None
         self._exit_code = None
@@ -143,10 +146,10 @@ class Supervisor:
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:
-        """Forward signals to the child within the block.
+        """Forward signals to the child during the body of a `with` statement.
 
-        The child has its own process group, so it gets Ctrl-C only once, from this process. Ctrl-Z
-        stops both, and fg resumes both.
+        The child has its own process group, so it receives Ctrl-C only once, from this process.
+        Ctrl-Z stops both processes, and `fg` resumes both.
         """
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -184,7 +187,7 @@ class Supervisor:
                 os.killpg(self._child.pid, number)
 
     def _describe_killed(self) -> str:
-        """Describe the killed child: process, machine, signal and running calls."""
+        """Return a text on the killed child: process, machine, signal and running calls."""
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
         if code < 0:
@@ -207,7 +210,10 @@ class Supervisor:
         return f"the run's process {self._child.pid} on {socket.gethostname()} {how}{at}; {why}"
 
     def _explain_no_restart(self, left: int, step: int) -> str | None:
-        """Return why the child is not replaced, or None if it is."""
+        """Return the reason why the child is not replaced; None if it is to be replaced.
+
+        `left` is the number of restarts left, `step` the last step that the run completed.
+        """
         if self._stop_signal is not None:
             return (
                 "; it had been asked to stop; the same command resumes from the last recovery point"
@@ -219,7 +225,7 @@ class Supervisor:
         return None if self._directory.has_run() else "; it had not started"
 
     def _read_last_step(self) -> int:
-        """Return the last step in metrics.jsonl."""
+        """Return the last step in metrics.jsonl; 0 if there is none."""
         return max(
             (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
         )

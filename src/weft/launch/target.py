@@ -1,4 +1,4 @@
-"""Devices that a plan is made for: those of this machine, or GPUs named by options."""
+"""Devices that a plan is made for: those of this machine, or GPUs that the options name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU_OPTION_HINT = "name one with search.gpu=H100"
 
 @dataclass(frozen=True)
 class TargetDevices:
-    """Devices of a plan: `count` devices with `usable` bytes each.
+    """Devices that a plan is made for: `count` devices with `usable` bytes of memory each.
 
     `usable` is None for GPUs of unknown type.
     """
@@ -32,9 +32,11 @@ class TargetDevices:
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, mode: str) -> TargetDevices:
-        """Return the GPU of `search.gpu`, else the option `device`, else the best local device.
+        """Return the devices that the options name, or else those of this machine.
 
-        Raises `ConfigError` for an unknown name.
+        `search.gpu` names a GPU, which this machine need not have; the option is ignored with
+        `device=cpu`. If a GPU is requested without a name and this machine has none, the type is
+        unknown. Raises `ConfigError` for an unknown name.
         """
         device_option = experiment.control.device
         count = experiment.num_devices
@@ -71,9 +73,9 @@ class TargetDevices:
         return cls(device, line, count, usable, line)
 
     def list_candidates(self) -> list[TargetDevices]:
-        """Return the target itself or, if its GPU is unknown, one target per GPU size.
+        """Return a list of only this target or, if its GPU is unknown, one target per GPU size.
 
-        The smallest is first.
+        The sizes are in increasing order.
         """
         if self.usable is not None:
             return [self]
@@ -94,7 +96,10 @@ class TargetDevices:
         return candidates
 
     def format_verdict(self, needed: float, scope: str = "") -> str:
-        """Return a readable line on whether the memory needed by a device fits."""
+        """Return a line that says whether the `needed` bytes of a device fit in its memory.
+
+        `scope` is appended to the needed memory.
+        """
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
         holds = "fits" if needed <= self.usable else "does NOT fit"
@@ -103,7 +108,10 @@ class TargetDevices:
 
 
 def get_usable_memory(gpu: str) -> float:
-    """Return the GiB of a GPU usable by a run: its memory less that of the driver and torch."""
+    """Return the GiB of a GPU's memory that a run can use.
+
+    This is the memory less the share that the driver and torch use.
+    """
     sold = GPUS[gpu][3]
     return (
         next((gib for gb, gib in memory_options.GPUS if gb == sold), 0.97 * sold)

@@ -1,1 +1,1 @@
-"""Observability of runs: metrics, samples, loggers, live view, timeline, report and dashboard."""
+"""Observation of runs: metrics, samples, loggers, live view, timeline, report and dashboard."""

@@ -1,4 +1,4 @@
-"""Comparison of the answers that several runs gave to the same prompts, as HTML."""
+"""HTML that compares the answers of several runs to the same prompts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ ComparedRun = tuple[str, ColourPair, RunFiles]  # (name on the page, colour, run
 
 
 def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
-    """Return (HTML of the shared prompts with each run's latest answer, token data).
+    """Return HTML with each run's latest answer to the shared prompts, and the tokens' data.
 
-    A prompt is shown if at least two runs answered it. At most `PROMPTS` prompts are shown, first
-    the ones that most runs answered. The token data lets the page's script colour tokens.
+    A prompt is shared if at least two runs answered it. At most `PROMPTS` prompts are included;
+    prompts that more runs answered come first. The page's script uses the tokens' data to colour
+    them.
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}
@@ -56,7 +57,10 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
 
 
 def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
-    """Return the run's last group for each prompt, without ranked pairs of the dataset."""
+    """Return the run's last sampled group for each prompt.
+
+    Ranked pairs that the dataset contains are left out.
+    """
     latest_groups: dict[str, SampleGroup] = {}
     for listed in group_rows(run.samples, most=1000).values():
         for group in listed:

@@ -1,7 +1,7 @@
 """Grouping of metrics into charts, so that each metric is drawn once.
 
-One chart holds the same measure of several nodes, of training and evaluation, chosen and rejected,
-or a mean and its maximum.
+One chart can show the same measure of several nodes, training and evaluation values of a measure,
+values for chosen and rejected answers, or a mean and the corresponding maximum.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Scope = TypeVar("Scope")
 class MetricGroup:
     """Metrics that share one chart.
 
-    `measure` is the metric without its node, `nodes` are the nodes it comes from, `names` the full
-    metric names, one for each line.
+    `measure` is the name of the metrics without the node, `nodes` are the nodes that report them,
+    and `names` are the full names, one for each line of the chart.
     """
 
     measure: str
@@ -39,14 +39,17 @@ class MetricGroup:
     names: list[str] = field(default_factory=list)
 
     def add(self, node: str, name: str) -> None:
-        """Add the metric `name` of `node`."""
+        """Add the metric `name`, which `node` reports."""
         if node not in self.nodes:
             self.nodes.append(node)
         self.names.append(name)
 
 
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
-    """Group metric names into charts; each name except the counters is in exactly one."""
+    """Group metric names into charts.
+
+    Each name is in exactly one chart, except for counters, such as the step, which are in none.
+    """
     groups: dict[tuple[str, str], MetricGroup] = {}
     known = frozenset(names)
     for name in names:
@@ -59,10 +62,10 @@ def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
 
 
 def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
-    """Split a metric's name into (node, measure).
+    """Split a metric's name into the node and the measure.
 
-    `chosen` and `rejected` share a measure, as do a mean and its `_max` if the mean is in `names`.
-    All `time/` metrics belong to the node `run` and share one measure.
+    `chosen` and `rejected` have the same measure, as do a mean and the corresponding `_max` if the
+    mean is in `names`. All `time/` metrics belong to the node `run` and have one common measure.
     """
     if name.startswith(TIME):
         return RUN, SECONDS
@@ -84,7 +87,7 @@ def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]
 
 
 def _with_evaluation(groups: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
-    """Merge each chart that has only evaluation metrics into the training chart of its measure."""
+    """Merge charts that have only evaluation metrics into the training chart of the same measure."""
     evaluation = EVAL.rstrip("/")
     by_last: dict[str, list[MetricGroup]] = {}
     for group in groups.values():
@@ -107,8 +110,9 @@ def drop_repeats(
 ) -> list[MetricGroup]:
     """Return the groups, most informative first, without lines that repeat another line.
 
-    A line is dropped if it equals one of the same chart, or if it varies and equals a line of the
-    same node in an earlier chart (`policy_loss` and `loss`).
+    A line is dropped if it equals another line of the same chart. It is also dropped if its values
+    vary and equal those of a line of the same node in an earlier chart, such as `policy_loss` and
+    `loss`. `series` returns a metric's steps and values, and `rank` its sort key.
     """
     distinct_groups: list[MetricGroup] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
@@ -133,21 +137,21 @@ def drop_repeats(
 
 
 class SeriesIndex(Generic[Scope]):
-    """Index of series that finds equal ones without comparing every pair.
+    """Index that finds equal series without comparing every pair.
 
-    The index reduces the time of a report with thousands of metrics from minutes to seconds.
+    With thousands of metrics, a report takes seconds to build with the index, and minutes without.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
-        """Add a series under `scope`, such as its node, with a number that `find_equal` returns."""
+        """Add a series under `scope`, such as its node. `find_equal` returns `number` for it."""
         key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
         self._found.setdefault(key, []).append((values, number))
 
     def find_equal(self, scope: Scope, values: Values) -> list[int]:
-        """Return the numbers of the series in `scope` that equal `values`."""
+        """Return the `number` of each series in `scope` that equals `values`, as passed to `add`."""
         near = (
             [(sign, place + by) for by in (-1, 0, 1)]
             for sign, place in map(_find_bin, _pick_probes(values))
@@ -166,15 +170,15 @@ def _build_key(scope: object, values: Values) -> tuple[Any, ...]:
 
 
 def _pick_probes(values: Values) -> list[float]:
-    """Return the first, the middle and the last value; nothing for an empty series."""
+    """Return the first, the middle and the last value; an empty list for an empty series."""
     y = values[1]
     return [y[0], y[len(y) // 2], y[-1]] if y else []
 
 
 def _find_bin(value: float) -> tuple[int, int]:
-    """Return the sign of a value and the index of its bin on a log scale.
+    """Return the sign of a value and the index of its bin on a logarithmic scale.
 
-    Values that count as equal are in the same bin or in neighbouring ones.
+    Two values that count as equal are in the same bin or in neighbouring bins.
     """
     if value == 0:
         return (0, 0)
@@ -182,12 +186,12 @@ def _find_bin(value: float) -> tuple[int, int]:
 
 
 def _compute_sort_key(name: str) -> tuple[bool, int]:
-    """Sort key: training metrics first, then evaluation over all sources, then single sources."""
+    """Return a sort key: training metrics, evaluation over all sources, evaluation of one source."""
     return name.startswith(EVAL), name.count("/") if name.startswith(EVAL) else 0
 
 
 def find_node(name: str) -> str:
-    """Return the node in a metric's name; `run` for metrics without a node and for `time/`."""
+    """Return the node in a metric's name; `run` for metrics without a node and for `time/` metrics."""
     if "/" in name and not name.startswith(TIME):
         return name.partition("/")[0]
     return RUN
@@ -203,8 +207,8 @@ def is_same_series(
 ) -> bool:
     """Return whether two series have equal values at the same steps.
 
-    Values may differ by a relative `ALIKE`. Of the steps only the number, the first and the last
-    are compared.
+    Values count as equal up to a relative difference of `ALIKE`. Only the number of steps and the
+    first and last step are compared.
     """
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False

@@ -1,7 +1,8 @@
-"""Charts of one run or several, as HTML and SVG, ordered by how informative they are.
+"""Charts of one or several runs as HTML and SVG, most informative first.
 
-A chart's lines are one SVG stretched to its box; axis labels are HTML, so they keep their size on
-any screen. The page's script redraws the lines when the reader zooms or selects another axis.
+The lines of a chart are one SVG that is stretched to the chart's box. The axis labels are HTML, so
+that they keep their size on any screen. The page's script redraws the lines when the reader zooms
+or selects another x axis.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measur
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One line of a chart: steps `x` and values `y`, thinned.
+    """Line of a chart, with the thinned steps `x` and values `y`.
 
-    `run` is the index of the run it belongs to.
+    `run` is the index of the line's run among those on the page.
     """
 
     name: str
@@ -66,8 +67,8 @@ class ChartLine:
 class Chart:
     """Lines over one pair of axes.
 
-    `node` names the nodes that the lines belong to, `missing` is the number of values that were not
-    finite. If `of_runs` is True, each line is a different run and the legend names the run.
+    `node` names the nodes of the lines, and `missing` is the number of values that were not finite.
+    If `of_runs` is True, each line belongs to a different run, and the legend names the runs.
     """
 
     title: str
@@ -101,7 +102,7 @@ class Chart:
 
 
 def build_charts(run: RunFiles) -> list[Chart]:
-    """Return every chart of a run, most informative first."""
+    """Return all charts of a run, most informative first."""
     groups = drop_repeats(group_metrics(run.metric_names), run.get_series, compute_rank)
     most = compute_points_per_line(sum(len(group.names) for group in groups))
     return [_build_chart(run, group, most) for group in groups]
@@ -110,22 +111,22 @@ def build_charts(run: RunFiles) -> list[Chart]:
 def compute_points_per_line(num_lines: int) -> int:
     """Return the maximum number of points per line on a page of `num_lines` lines.
 
-    The limit keeps a page of a thousand metrics quick to build and to open.
+    Because of this limit, even a page with a thousand metrics is quick to build and to open.
     """
     return max(FEWEST, min(KEPT, PAGE_POINTS // max(1, num_lines)))
 
 
 def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
-    """Split charts into (those shown at once, those behind a click)."""
+    """Split charts into those shown immediately and those shown after a click."""
     telling = [chart for chart in charts if _is_informative(chart)][:FIRST]
     return telling, [chart for chart in charts if not any(chart is each for each in telling)]
 
 
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
-    """Return a node's colour, which is the colour of its role.
+    """Return the colour of a node, which is the colour of the node's role.
 
-    `roles` maps nodes to colours, from the timeline; for other nodes the role is read from the name
-    (`actor_train`).
+    `roles` maps nodes to colours, as found in the timeline. For other nodes the role is taken from
+    the node's name, such as `actor_train`.
     """
     known = roles or {}
     return (
@@ -140,7 +141,7 @@ def thin_series(
 ) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `count` points, keeping every spike.
 
-    Each stretch of the series contributes its lowest and its highest value.
+    The series is cut into stretches, and the lowest and the highest value of each stretch are kept.
     """
     if len(x) <= count:
         return list(x), list(y)
@@ -156,7 +157,7 @@ def thin_series(
 def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
     """Return at most `most` equally spaced round numbers within [low, high].
 
-    Their distance is a round number; if `whole` is True, also a whole one.
+    The distance between them is also round; if `whole` is True, it is a whole number.
     """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for factor in (1, 2, 2.5, 5, 10, 20):
@@ -169,9 +170,10 @@ def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> 
 
 
 def read_axes(run: RunFiles) -> dict[str, list[float]]:
-    """Return values for the x axis: `step`, `tokens` trained and `time` in seconds.
+    """Return the values of the x axes of a run's charts: `step`, `tokens` and `time`.
 
-    Tokens and seconds are totals since the run began, at the same thinned steps.
+    `tokens` are the tokens trained and `time` the seconds, both counted from the start of the run.
+    All three are lists of the same length, at the same thinned steps.
     """
     tokens = 0.0
     seconds = 0.0
@@ -193,7 +195,7 @@ def read_axes(run: RunFiles) -> dict[str, list[float]]:
 
 
 def build_page_data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Return the JSON data for the page's script: the charts and the x axes of each run."""
+    """Return the JSON data for the page's script: the charts, and the x axes of each run."""
     return {
         "axes": [read_axes(run) for run in runs],
         "charts": [_build_chart_data(chart) for chart in charts],
@@ -215,7 +217,7 @@ def _build_chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
-    """Render the chart as a figure; `index` is its position in the script's data."""
+    """Render the chart as a figure. `index` is the chart's index in the data for the page's script."""
     telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
     last = "" if chart.of_runs else format_number(telling.y[-1])
     many = chart.of_runs or len(chart.lines) > 1
@@ -245,7 +247,7 @@ def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
 
 
 def _render_help(chart: Chart) -> str:
-    """Render the metric's description, shown by a click on a question mark."""
+    """Render the metric's description, which the reader opens with a click on a question mark."""
     if chart.help is None:
         return ""
     way = {1: "Higher is better. ", -1: "Lower is better. "}.get(
@@ -263,7 +265,7 @@ def _render_help(chart: Chart) -> str:
 
 
 def describe_chart(chart: Chart) -> str:
-    """Describe the chart in words, for screen readers."""
+    """Describe the chart in words for screen readers."""
     descriptions = []
     for line in chart.lines:
         what = f"{line.label}: " if len(chart.lines) > 1 else ""
@@ -307,7 +309,10 @@ def _render_plot(chart: Chart, large: bool) -> str:
 
 
 def _choose_edge_class(at: float) -> str:
-    """Return the class that keeps the label of a tick near an end of the axis inside the chart."""
+    """Return the CSS class that keeps a tick's label inside the chart near the ends of the axis.
+
+    `at` is the position of the tick in percent of the axis. Elsewhere on the axis, returns "".
+    """
     if at < 4:
         return " first"
     if at > 96:
@@ -328,7 +333,7 @@ def _render_path(line: ChartLine, chart: Chart) -> str:
 
 
 def _render_dot(chart: Chart, line: ChartLine, x: float, y: float) -> str:
-    """Render one measured point; lines with few points show them."""
+    """Render a dot at one value of a line, as is done for lines with few points."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     left = 100 * (x - x0) / (x1 - x0)
     top = 100 - 100 * (y - y0) / (y1 - y0)
@@ -343,7 +348,7 @@ def _render_legend(place: int, line: ChartLine) -> str:
 
 
 def format_hue(hue: ColourPair) -> str:
-    """Return a colour as an inline style, from which the style sheet picks light or dark."""
+    """Return a colour as an inline style with both variants, from which the style sheet chooses."""
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
@@ -370,7 +375,7 @@ def _build_chart(run: RunFiles, group: MetricGroup, most: int) -> Chart:
 
 
 def find_heading(measure: str) -> str:
-    """Return the title of the chart of a measure."""
+    """Return the title of the chart that shows a measure."""
     if "|" in measure:
         return (
             measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ")
@@ -382,7 +387,7 @@ def find_heading(measure: str) -> str:
 
 
 def _choose_label(name: str, nodes: Sequence[str]) -> str:
-    """Return the label of a line in a chart that shows the given nodes."""
+    """Return the legend's label for the metric `name`, in a chart that shows the nodes `nodes`."""
     if name.startswith(TIME):
         return name.removeprefix(TIME)
     last = get_last_part(name)

@@ -1,4 +1,4 @@
-"""Comparison page of several runs: the better one, setup differences, curves and answers."""
+"""Page that compares several runs: which is better, different options, curves and answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ APART = (
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run with its name and colour on the page."""
+    """Run with its name and colour on the page."""
 
     run: RunFiles
     label: str
@@ -73,14 +73,14 @@ class NamedRun:
 
     @property
     def label_with_status(self) -> str:
-        """The run's name, marked `(running)` if its numbers can still change."""
+        """Name of the run, followed by `(running)` if its numbers can still change."""
         if self.run.status == RUNNING:
             return f"{self.label} ({RUNNING})"
         return self.label
 
 
 def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares runs to `path` and return the path.
+    """Write to `path` a page that compares the runs, and return `path`.
 
     Raises `UserError` if a directory is not a run.
     """
@@ -91,7 +91,7 @@ def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Page:
     """Build the page that compares `runs`.
 
-    Raises `ConfigError` for fewer than two runs or more than there are colours.
+    Raises `ConfigError` if there are fewer than two runs or more runs than colours.
     """
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
@@ -136,8 +136,8 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
 def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     """Give each run a name and a colour.
 
-    The name is the trial if that is unique, else experiment and trial, else the last two folders or
-    the whole path.
+    The names are the trials if these are unique, else experiment and trial, else the last two
+    folders of the path, else the whole path.
     """
     titles = [run.title for run in runs]
     ways = (
@@ -170,7 +170,7 @@ def read_values_until(run: RunFiles, name: str, step: float | None) -> list[floa
 
 
 def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> float | None:
-    """Return a metric's value at `step`, or at the run's end; None if it has none.
+    """Return a metric's value at `step`, or at the run's end; None if the run has no value.
 
     For an evaluation metric this is the last value, for a training metric the mean of the last
     steps.
@@ -182,9 +182,9 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return each run's name of the metric that decides which run is better.
+    """Return the name, in each run, of the metric that decides which run is better.
 
-    None if the runs share no metric that can be compared.
+    Returns None if the runs have no common metric that can be compared.
     """
     names = _find_headline_metric(listed)
     runs = [each.run for each in listed]
@@ -194,9 +194,9 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return each run's name of its headline metric; None if the headlines differ.
+    """Return the name of the headline metric in each run; None if the headlines differ.
 
-    The validation metric is preferred if all runs have it.
+    If all runs have a matching validation metric, its names are returned instead.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -216,7 +216,7 @@ def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
-    """Return whether the metric is a policy's loss, which says nothing about model quality."""
+    """Return whether the metric is a policy's loss, which does not measure the model's quality."""
     policy = any(configuration.find_algorithm(run) in POLICIES for run in runs)
     return policy and any(get_last_part(name).endswith("loss") for name in names)
 
@@ -235,7 +235,7 @@ def _render_top(listed: Sequence[NamedRun], hero: Chart | None) -> str:
 
 
 def write_verdict(listed: Sequence[NamedRun]) -> str:
-    """Return one or two sentences that say which run is better, or why that is unknown."""
+    """Return one or two sentences that say which run is better, or why this is unknown."""
     # Without a common headline metric, or with one that cannot be compared, no run is better.
     runs = [each.run for each in listed]
     names = _find_headline_metric(listed)
@@ -287,7 +287,7 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
 
 
 def _write_doubts(winner: NamedRun) -> str:
-    """Return a warning if the better run has a metric out of range; else ""."""
+    """Return a warning if a metric of the better run is out of range; else ""."""
     diagnosis = winner.run.diagnosis
     if diagnosis is None or diagnosis.is_sound:
         return ""
@@ -295,7 +295,7 @@ def _write_doubts(winner: NamedRun) -> str:
 
 
 def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
-    """Return the step of the comparison as text; "" if all runs have ended at the same step."""
+    """Return a phrase that names the step of the comparison; "" if all runs ended at the same step."""
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
     if len(ends) > 1 or going:
@@ -306,7 +306,7 @@ def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
 def _compute_difference_noise(
     runs: Sequence[RunFiles], names: Sequence[str], step: float | None
 ) -> float:
-    """Return the noise of the difference between the two noisiest runs; 0 if unknown."""
+    """Return the noise of the difference between the two noisiest runs; 0 if it is unknown."""
     if names[0].startswith(EVAL):
         drawn = []
         for run, name in zip(runs, names, strict=True):
@@ -324,7 +324,7 @@ def _compute_difference_noise(
 
 
 def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
-    """Return the noise of a run's evaluation due to its number of rows; None if unknown."""
+    """Return the noise of an evaluated metric that is due to few rows; None if it is unknown."""
     value = compute_final_value(run, name, step)
     rows = read_values_until(run, ROWS, step)
     if value is None or not rows:
@@ -333,7 +333,7 @@ def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> flo
 
 
 def _explain_refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Return a sentence that says why the runs' headline metrics cannot be compared."""
+    """Return a sentence that says why the headline metrics of the runs cannot be compared."""
     what = get_last_part(names[0])
     different = find_incomparable_options(runs, names)
     if what == REWARD and any(option in SOURCES for option in different):
@@ -348,7 +348,7 @@ def _explain_refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 
 def _describe_differences(listed: Sequence[NamedRun]) -> str:
-    """Return a sentence with the options that differ, or their number if it exceeds three."""
+    """Return a sentence with the options that differ, or only their number if more than three do."""
     different = find_differences([each.run for each in listed])
     if not different:
         return "Their options are the same."
@@ -362,7 +362,7 @@ def _describe_differences(listed: Sequence[NamedRun]) -> str:
 
 
 def is_close(one: float, other: float) -> bool:
-    """Return whether two values differ by at most a relative `CLOSE`."""
+    """Return whether the relative difference of two values is at most `CLOSE`."""
     return abs(one - other) <= CLOSE * max(abs(one), abs(other))
 
 
@@ -432,7 +432,7 @@ def _render_table(listed: Sequence[NamedRun], rows: Sequence[tuple[str, Sequence
 
 
 def _render_cells(listed: Sequence[NamedRun], values: Sequence[str]) -> str:
-    """Render a row's values, each with its run's name for screens that stack the cells."""
+    """Render the cells of a table row, each with the name of its run, for narrow screens."""
     return "".join(
         f'<td data-run="{escape(each.label_with_status)}">{escape_text(value)}</td>'
         for each, value in zip(listed, values, strict=True)
@@ -472,7 +472,7 @@ def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> st
 def _render_metric_rows(
     listed: Sequence[NamedRun], measures: Sequence[Names]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the measure is a known one, table row) for each of `measures`."""
+    """Yield, for each measure, whether it is among the informative ones, and its table row."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
@@ -501,7 +501,7 @@ def _render_metric_rows(
 
 
 def _has_reward_instead(listed: Sequence[NamedRun], name: str) -> bool:
-    """Return whether the metric is a loss and a run also has a reward, which then decides."""
+    """Return whether the metric is a loss but a run has a reward, which then decides instead."""
     return get_last_part(name).endswith("loss") and any(
         get_last_part(n) == REWARD for each in listed for n in each.run.metric_names
     )
@@ -517,10 +517,10 @@ def _render_cell(value: float | None, top: float | None) -> str:
 
 
 def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
-    """Return each measure as a list of its name in each run, most informative first.
+    """Return for each measure its name in each run, most informative measure first.
 
-    Measures that repeat another one are left out. Metrics of the same name are separate measures if
-    they mean different things, such as the losses of two algorithms.
+    Measures that repeat another one are left out. Metrics with the same name are separate measures
+    if they mean different things, such as the losses of two algorithms.
     """
     # Match metrics across runs by key and meaning.
     names_by_key: dict[tuple[Any, ...], Names] = {}
@@ -550,7 +550,7 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
-    """Return whether a measure has several charts, with different runs in each."""
+    """Return whether the same measure has several charts, each with different runs."""
     runs_by_title: dict[str, list[set[int]]] = {}
     for chart in drawn:
         runs_by_title.setdefault(chart.title, []).append({line.run for line in chart.lines})
@@ -564,7 +564,7 @@ def _has_split_measure(drawn: Sequence[Chart]) -> bool:
 def _is_repeat(
     listed: Sequence[NamedRun], names: Sequence[str | None], other: Sequence[str | None]
 ) -> bool:
-    """Return whether in every run the measure `names` equals the measure `other` of the same node.
+    """Return whether the measure `names` repeats the measure `other` of the same node in every run.
 
     An example is `value_loss`, which repeats `loss`.
     """
@@ -584,7 +584,7 @@ def _is_same_curve(run: RunFiles, name: str, other: str) -> bool:
 
 
 def _build_measure_key(name: str) -> tuple[Any, ...]:
-    """Return the key that makes a metric comparable across runs.
+    """Return the key by which a metric is matched across runs.
 
     The key contains the measure, and also the node if the measure's meaning depends on the node.
     """
@@ -596,7 +596,7 @@ def _build_measure_key(name: str) -> tuple[Any, ...]:
 
 
 def _differs_by_node(name: str) -> bool:
-    """Return whether each node has its own measure of this name."""
+    """Return whether metrics with this name have a different meaning for each node."""
     return get_last_part(name) in (
         "loss",
         "grad_norm",
@@ -608,7 +608,7 @@ def _differs_by_node(name: str) -> bool:
 
 
 def _build_title(name: str) -> str:
-    """Return the title of a measure's chart."""
+    """Return the title of the chart that compares a metric across the runs."""
     if name.startswith(TIME):
         return f"seconds of {name.removeprefix(TIME)}"
     if name.startswith(EVAL):
@@ -617,7 +617,7 @@ def _build_title(name: str) -> str:
 
 
 def _build_label(name: str) -> str:
-    """Return a measure's label in the table, with its node if the nodes differ in their measures."""
+    """Return a metric's label in the table, with the node if the meaning depends on the node."""
     if _differs_by_node(name) and "/" in name:
         return f"{_build_title(name)}, {name.partition('/')[0]}"
     return _build_title(name)
@@ -632,7 +632,7 @@ def _render_numbers(listed: Sequence[NamedRun], rows: Sequence[str]) -> str:
 
 
 def build_comparison_charts(listed: Sequence[NamedRun]) -> list[Chart]:
-    """Return one chart for each measure, with a line for each run that has it."""
+    """Return a chart for each measure, with one line for each run that has the measure."""
     return _build_charts(listed, _list_measures(listed))
 
 

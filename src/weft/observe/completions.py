@@ -1,7 +1,7 @@
-"""Samples of a run as HTML: groups side by side, pairs with scores, rows with their loss.
+"""Samples of a run as HTML: sampled groups of answers, pairs with scores, or rows with losses.
 
-Without the page's script all steps are listed one below the other. With it the reader can select a
-step, search, and colour tokens.
+Without the page's script, all steps are listed one below the other. With the script, the reader can
+select a step, search, and colour the tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
 def choose_heading(run: RunFiles) -> str:
-    """Return the section's title: completions of the model, or pairs or rows of the dataset."""
+    """Return the title of the page's section, depending on what the samples are.
+
+    The samples can be completions of the model, or pairs or other rows of the dataset.
+    """
     rows = run.samples
     if not rows or any(not is_dataset_row(row) for row in rows):
         return "Completions"
@@ -57,12 +60,12 @@ def choose_heading(run: RunFiles) -> str:
 
 
 def is_dataset_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample is a row of the dataset, not written by the model."""
+    """Return whether a sample is a row of the dataset, rather than written by the model."""
     return not TRAINED_ON.isdisjoint(row) and WRITTEN.isdisjoint(row)
 
 
 def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
-    """Return (HTML of the samples of several steps, token data for the page's script)."""
+    """Return HTML of the samples of several steps, and the tokens' data for the page's script."""
     by_step = group_rows(run.samples)
     tokens: list[dict[str, Any]] = []
     rewards = [value for row in run.samples if (value := _read_score(row)) is not None]
@@ -86,7 +89,7 @@ def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Render the search field and the menu of values by which tokens can be coloured."""
+    """Render the search field, and the menu that selects the values by which tokens are coloured."""
     choices = []
     for key, word in COLOURS.items():
         if any(key in t for t in tokens):
@@ -103,9 +106,9 @@ def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _read_headline(run: RunFiles) -> tuple[str, Mapping[float, float]]:
-    """Return (title of the headline metric, step -> its mean over the batch).
+    """Return the title of the headline metric, and its mean over the batch by step.
 
-    These are the numbers of the metric's chart.
+    The means are the values that the metric's chart shows.
     """
     name = find_headline(run.metric_names)
     if name is None:
@@ -130,7 +133,11 @@ def _format_batch_mean(step: float, headline: tuple[str, Mapping[float, float]])
 def render_group(
     group: SampleGroup, span: tuple[float, float], tokens: list[dict[str, Any]]
 ) -> str:
-    """Render one prompt with all of its answers side by side."""
+    """Render one prompt with all of its answers side by side.
+
+    `span` is the lowest and the highest reward on the page. The answers' tokens are appended to
+    `tokens`.
+    """
     if group.prompt:
         prompt = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'
     else:
@@ -149,7 +156,7 @@ def render_group(
 
 
 def choose_num_columns(count: int) -> int:
-    """Return the number of columns for `count` answers, such that no row is nearly empty."""
+    """Return the number of columns for `count` answers, such that the last row is well filled."""
     if count <= 4:
         return count
     if count in (5, 6, 9):
@@ -158,7 +165,7 @@ def choose_num_columns(count: int) -> int:
 
 
 def _render_group_line(group: SampleGroup) -> str:
-    """Render a line about the group: its id, and the margin or the range of its rewards."""
+    """Render a line about a group: its id, and the margin or the mean and range of the rewards."""
     facts = [f"id {group.id}"] if group.id is not None else []
     worth = [value for row in group.rows if (value := _read_score(row)) is not None]
     if group.is_ranked and len(worth) > 1:
@@ -173,7 +180,10 @@ def _render_group_line(group: SampleGroup) -> str:
 
 
 def _read_score(row: Mapping[str, Any]) -> float | None:
-    """Return an answer's reward, score, or log-ratio if it is ranked; None without any of them."""
+    """Return an answer's reward or score or, for a ranked answer, its log-ratio.
+
+    Returns None if the answer has none of these.
+    """
     score = next((row[name] for name in ("reward", "score") if is_finite(row.get(name))), None)
     if score is None and is_finite(row.get("log_ratio")) and "rank" in row:
         score = row["log_ratio"]
@@ -194,7 +204,10 @@ def _render_answer(
 
 
 def _render_rank(group: SampleGroup, place: int) -> str:
-    """Render an answer's place in a pair or ranking: chosen, rejected, or its rank."""
+    """Render the rank of an answer in a pair or ranking as chosen, rejected, or a number.
+
+    `place` is the index of the answer, best first. Returns "" if the answers are not ranked.
+    """
     if not group.is_ranked:
         return ""
     best = place == 0
@@ -209,7 +222,7 @@ def _render_rank(group: SampleGroup, place: int) -> str:
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
-    """Append the answer's tokens to `tokens` and return an attribute with their index.
+    """Append the answer's tokens to `tokens`, and return an HTML attribute with the new index.
 
     Returns "" if the tokens are not known.
     """
@@ -232,9 +245,9 @@ def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
 
 
 def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
-    """Render the known values of an answer, most important first.
+    """Render the values that are known of an answer, such as its reward, most important first.
 
-    `span` is the (lowest, highest) reward of the page, for the reward's meter.
+    `span` is the lowest and the highest reward on the page, which are the ends of the reward's bar.
     """
     facts = ""
     reward = row.get("reward", row.get("score"))

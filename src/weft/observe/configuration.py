@@ -1,4 +1,4 @@
-"""Configuration of a run as HTML: its starts, the options that are not defaults, all options."""
+"""Configuration of a run as HTML: how it was started, changed options, and all options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ CHOSEN = "chosen by weft"  # shown in place of the default if weft chose the val
 
 
 def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested options as (dotted name, value); an empty mapping counts as a value."""
+    """Yield the dotted name and the value of each nested option.
+
+    An empty mapping counts as a value.
+    """
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten_options(value, f"{prefix}{name}.")
@@ -32,7 +35,7 @@ def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def find_algorithm(run: RunFiles) -> str | None:
-    """Return the name of the run's quickstart; None if unknown."""
+    """Return the name of the quickstart that the run was started with; None if it is unknown."""
     algorithm = run.record.get("algorithm")
     if algorithm:
         return str(algorithm)
@@ -40,7 +43,10 @@ def find_algorithm(run: RunFiles) -> str | None:
 
 
 def find_defaults(run: RunFiles) -> dict[str, Any] | None:
-    """Return the default of each option of the run's quickstart; None if they are unknown here."""
+    """Return the default of each option of the run's quickstart.
+
+    Returns None if the defaults are unknown, as for a quickstart that is not registered here.
+    """
     name = find_algorithm(run)
     try:
         # A report must not import a user's code, which a name with ":" would do.
@@ -53,7 +59,10 @@ def find_defaults(run: RunFiles) -> dict[str, Any] | None:
 
 
 def compute_defaults(base: Any) -> dict[str, Any]:
-    """Return the default of each option of a quickstart's configuration, as YAML would load it."""
+    """Return the default of each option of a quickstart's configuration `base`, by dotted name.
+
+    Values have the types that YAML loads, so tuples are lists.
+    """
     defaults: dict[str, Any] = {}
     for leaf in iterate_options(base):
         defaults[leaf.name] = (
@@ -63,7 +72,10 @@ def compute_defaults(base: Any) -> dict[str, Any]:
 
 
 def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
-    """Return option -> (value, default) for options that differ; None if defaults are unknown."""
+    """Return the value and the default of each option that differs from its default.
+
+    Returns None if the defaults are unknown.
+    """
     usual = find_defaults(run)
     if usual is None:
         return None
@@ -75,7 +87,7 @@ def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
 
 
 def find_chosen_options(run: RunFiles) -> frozenset[str]:
-    """Return the options that the user left unset and weft chose to suit the others."""
+    """Return the options that the user left unset and for which weft chose a value."""
     names = run.record.get("chosen")
     if isinstance(names, list):
         return frozenset(map(str, names))
@@ -83,7 +95,7 @@ def find_chosen_options(run: RunFiles) -> frozenset[str]:
 
 
 def render_configuration(run: RunFiles) -> str:
-    """Render the section: how the run was started, changed options, and all options, folded."""
+    """Render how the run was started, its changed options, and all options behind a click."""
     parts = [render_starts(run)]
     different = find_changed_options(run)
     by_weft = find_chosen_options(run)
@@ -119,7 +131,10 @@ def _render_all_options(run: RunFiles) -> str:
 
 
 def render_starts(run: RunFiles) -> str:
-    """Render the last start in `run.json` (command, commit, host, versions) and earlier starts."""
+    """Render the last start of the run in detail, and earlier starts in one line.
+
+    The details are the command, commit, host and versions, from `run.json`.
+    """
     starts = run.record.get("starts")
     if isinstance(starts, list):
         listed = [each for each in starts if isinstance(each, Mapping)]
@@ -174,7 +189,7 @@ def _format_time(seconds: Any) -> str:
 
 
 def render_options(config: Mapping[str, Any]) -> str:
-    """Render every option under its dotted name, with a block for each top-level group."""
+    """Render all options with their dotted names, in one section for each top-level group."""
     alone = {}
     for name, value in config.items():
         if not isinstance(value, Mapping):
@@ -199,17 +214,17 @@ def _render_option(name: str, value: Any) -> str:
 
 
 def unset(value: Any) -> bool:
-    """Return whether an option has no value: None, an empty string or an empty container."""
+    """Return whether an option has no value, that is None, an empty string or an empty container."""
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
 
 
 def is_left_open(value: Any) -> bool:
-    """Return whether an option leaves the choice to weft: unset or `auto`."""
+    """Return whether an option leaves the choice to weft, being unset or `auto`."""
     return unset(value) or value == "auto"
 
 
 def format_briefly(value: Any) -> str:
-    """Format a value for people, with checkpoints by their short names."""
+    """Format a value for people, with short names for the checkpoints of runs."""
     return shorten_path(format_value(value))
 
 

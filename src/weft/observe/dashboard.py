@@ -1,6 +1,6 @@
-"""Pages over a folder of runs: the list, each run's report, and comparisons.
+"""Pages for a folder of runs: the list, each run's report, and comparisons.
 
-Builds the answers to HTTP requests; the server itself is elsewhere.
+This module builds the answers to HTTP requests. The HTTP server is in another module.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Alive = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class DashboardAnswer:
-    """An HTTP answer: status, page and tag.
+    """Answer to an HTTP request.
 
-    `tag` changes when the page changes. `body` is empty if the reader already has the page.
+    `tag` changes whenever the page changes. `body` is empty if the client already has the page.
     """
 
     status: int
@@ -41,9 +41,9 @@ NOT_FOUND = DashboardAnswer(404, "There is no such page.")
 
 
 class Dashboard:
-    """Answers requests for the runs below `root`.
+    """Builder of answers to requests about the runs below `root`.
 
-    A run can only be requested by the name it is listed under, so no path from a request reaches
+    A run can only be requested by its name in the list, so a request cannot reach any other path of
     the file system.
     """
 
@@ -56,7 +56,7 @@ class Dashboard:
     ) -> DashboardAnswer:
         """Answer a request for the page `""`, `run?name=...` or `compare?run=...&run=...`.
 
-        `known` is the tag of the page that the reader already has.
+        `known` is the tag of the page that the client already has.
         """
         if page == "":
             return self._answer_index(known)
@@ -79,7 +79,7 @@ class Dashboard:
         return DashboardAnswer(200, built_page.render(), tag)
 
     def find_run_name(self, run: Path) -> str:
-        """Return a run's name: the path of its folder relative to the root."""
+        """Return the name of a run: the path of its folder relative to the root."""
         name = run.relative_to(self.root).as_posix()
         return run.absolute().name if name == "." else name
 
@@ -98,9 +98,9 @@ class Dashboard:
 
 
 def _describe_files(path: Path) -> str:
-    """Return the sizes and times of a run's files as text, and whether the run is inactive.
+    """Return a text that changes whenever the run writes something or becomes inactive.
 
-    The text changes whenever the run writes something.
+    The text contains the sizes and modification times of the run's files.
     """
     files = sorted(each for each in path.iterdir() if each.is_file() and each.name != report.NAME)
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -116,7 +116,7 @@ def _compute_tag(*parts: str) -> str:
 
 
 def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
-    """Build the page with the list of runs."""
+    """Build the page with the list of runs, given with their names."""
     going = sum(run.status == "running" for _, run in runs)
     summary = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f", {going} of them running" if going else ""
@@ -193,7 +193,7 @@ def _render_row(name: str, run: RunSummary) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format a time span in its largest unit: `8 min`, `3 h`, `2 days`."""
+    """Format a duration in its largest unit, such as `8 min`, `3 h` or `2 days`."""
     for size_of, word in ((86400, "day"), (3600, "h"), (60, "min")):
         if seconds >= size_of:
             whole = int(seconds // size_of)
@@ -206,7 +206,7 @@ def _render_cell(key: str, content: str) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Format a number of bytes: `12 MB`."""
+    """Format a number of bytes with a unit, such as `12 MB`."""
     value = float(num_bytes)
     unit = "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):

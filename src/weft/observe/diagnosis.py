@@ -1,7 +1,7 @@
 """Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
 
-The bounds are part of each metric's description (`metric_help`). Checks of the values over
-several steps are here: a rising loss, a falling reward, worse validation, repetitive text.
+The bounds of a metric are in its description in `weft.observe.metric_help`. This module also checks
+values over several steps: a rising loss, a falling reward, worse validation, repetitive text.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ Config = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DiagnosisFinding:
-    """One problem of a run, such as a metric that is out of range.
+    """Problem of a run, such as a metric that is out of range.
 
-    `fact` states the problem with its number, `means` its usual cause, `fixes` the options to try.
-    A `weak` finding also occurs in good runs, and counts only together with one that is not weak.
+    `fact` states the problem with a number, `means` its usual cause, and `fixes` the options to
+    try. A `weak` finding also occurs in good runs, and counts only if there is another one that is
+    not weak.
     """
 
     key: str
@@ -67,18 +68,18 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """The findings on a run; empty if nothing is out of range."""
+    """Findings on a run; there are none if nothing is out of range."""
 
     findings: Sequence[DiagnosisFinding] = ()
 
     @property
     def is_sound(self) -> bool:
-        """Return whether nothing is out of range."""
+        """Return whether there are no findings."""
         return not self.findings
 
     @property
     def summary(self) -> str:
-        """The findings in one line for people."""
+        """The first findings, their usual cause and options to try, in one line for people."""
         if self.is_sound:
             return FINE
         facts = "; ".join(each.fact for each in self.findings[:FACTS])
@@ -89,10 +90,10 @@ class RunDiagnosis:
 
 @dataclass(frozen=True)
 class DiagnosedRun:
-    """The data of a run that the checks read.
+    """Data of a run that the checks read.
 
-    `config` returns the options; it is called only if a check needs one. `columns` maps a metric to
-    its (steps, finite values).
+    `config` returns the options, and is called only if a check needs one. `columns` maps each
+    metric that the checks use to its steps and its finite values.
     """
 
     lines: Lines
@@ -120,17 +121,20 @@ class DiagnosedRun:
 
     @property
     def kind(self) -> str:
-        """Name of the shipped algorithm, from `algorithm` or a group of options; else ""."""
+        """Name of the run's algorithm, if weft ships it; else "".
+
+        The name is `algorithm`, or the group of options that the configuration has.
+        """
         if self.algorithm in ALGORITHMS:
             return str(self.algorithm)
         return next((name for name in ALGORITHMS if name in self.config()), "")
 
     def find_values(self, name: str | None) -> list[float]:
-        """Return the finite values of a metric; empty if unknown."""
+        """Return the finite values of a metric; an empty list if the run does not have it."""
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric whose last part is `last`; None if there is none."""
+        """Return the first training metric with `last` as the last part of its name, or None."""
         return next(
             (
                 n
@@ -141,14 +145,17 @@ class DiagnosedRun:
         )
 
     def find_option(self, name: str, default: Any = None) -> Any:
-        """Return an option by its dotted name; `default` if it is missing or None."""
+        """Return the value of the option with the dotted name `name`.
+
+        Returns `default` if the value is missing or None.
+        """
         value: Any = self.config()
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def format_scaled_option(self, name: str, factor: float) -> str:
-        """Return `NAME=VALUE` with the option's value times `factor`.
+        """Return `NAME=VALUE`, with `factor` times the option's present value.
 
         If the value is not known, returns "a higher NAME" or "a lower NAME".
         """
@@ -158,11 +165,17 @@ class DiagnosedRun:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """Return the option of the learning rate of the node's role, times `factor`."""
+        """Return an option that multiplies the learning rate of a role by `factor`.
+
+        The role is the one that the node of the metric `name` trains.
+        """
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
     def find_role(self, name: str | None) -> str:
-        """Return the role that the metric's node trains; for other nodes, the policy."""
+        """Return the role that the node of the metric `name` trains.
+
+        If the node does not train a role, returns the main trained role: `actor` or `model`.
+        """
         node = (name or "").partition("/")[0]
         own = "actor" if self.kind in (*POLICIES, "dpo", "distill") else "model"
         return node.removesuffix("_train") if node.endswith("_train") else own
@@ -171,10 +184,10 @@ class DiagnosedRun:
 def diagnose_run(
     lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()
 ) -> RunDiagnosis | None:
-    """Diagnose a run; returns None if it has too few steps.
+    """Diagnose a run. Returns None if the run has too few steps.
 
-    `lines` are the lines of metrics.jsonl, oldest first; for a long run the first and the last ones
-    suffice. `samples` are rows of samples.jsonl. `config` returns the run's options.
+    `lines` are the lines of metrics.jsonl, oldest first; for a long run, the first and the last
+    ones suffice. `samples` are rows of samples.jsonl. `config` returns the run's options.
     """
     if len(lines) > sum(ENDS):
         lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
@@ -206,9 +219,10 @@ def diagnose_run(
 
 
 def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Yield a finding for every metric whose last values are outside its bounds.
+    """Yield a finding for each metric whose last values are outside the metric's bounds.
 
-    Only the first metric of each description, and the first of the KL metrics, is reported.
+    Of the metrics that share a description, only the first is reported, and of all KL metrics only
+    one.
     """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
@@ -233,7 +247,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether the bounds of the metric `pattern` apply to this run."""
+    """Return whether the bounds of metrics with the description `pattern` apply to this run."""
     kind = run.kind
     if pattern.startswith("kl"):
         return kind in (*POLICIES, "")
@@ -276,7 +290,7 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return (usual cause, options to try, True if good runs can have it too)."""
+    """Return the usual cause, the options to try, and whether good runs can have the problem too."""
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
@@ -403,7 +417,11 @@ def _check_finite(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _check_supervised(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Find a rising loss, pair accuracy no better than chance, and validation that gets worse."""
+    """Yield findings on runs with supervised losses.
+
+    The checks are for a rising loss, pair accuracy no better than chance, and a validation loss
+    that gets worse.
+    """
     if run.kind in (*POLICIES, "distill", "gen") or run.find_metric("reward") is not None:
         return
     name = run.find_metric("loss")
@@ -443,7 +461,7 @@ def _check_chance(run: DiagnosedRun, name: str) -> Iterator[DiagnosisFinding]:
 def _check_overfitting(
     run: DiagnosedRun, training: trend.MetricChange | None
 ) -> Iterator[DiagnosisFinding]:
-    """Find a validation loss above its best value while the training loss falls."""
+    """Yield a finding if the validation loss rises above its minimum while the training loss falls."""
     name = next((n for n in (f"{EVAL}loss", f"{EVAL}nll") if n in run.columns), None)
     if name is None or training is None or training.delta >= 0:
         return
@@ -468,7 +486,7 @@ def _check_overfitting(
 
 
 def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Find a reward that falls, and rewards that lose their spread."""
+    """Yield findings if the reward falls, or if the rewards of different answers become equal."""
     reward = run.find_metric("reward")
     spread = run.find_values(run.find_metric("reward_std"))
     moved = trend.compute_change(run.find_values(reward)) if reward else None
@@ -498,7 +516,10 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Find repetitive completions in the last step if the first step had few of them."""
+    """Yield a finding if most of the last completions are repetitive and the first were not.
+
+    The last and the first step are compared.
+    """
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = []
     for row in answers:
@@ -540,9 +561,10 @@ def _is_repetitive(text: str) -> bool:
 
 
 def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding | None:
-    """Return a finding if several signs together show that the reward is exploited; else None.
+    """Return a finding if several findings together show that the policy exploits the reward.
 
-    `fact` is empty; the caller fills it in.
+    `keys` are the keys of the findings so far. The finding's `fact` is empty, and the caller sets
+    it. Returns None if the reward does not seem to be exploited.
     """
     far = any(key.startswith("kl") for key in keys)
     collapsed = []

@@ -1,4 +1,4 @@
-"""Differences between runs: options, algorithms, reward sources and versions."""
+"""Search for differences between runs: options, algorithms, reward sources and versions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FACTS = ("commit", "host", "hardware")
 
 
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return option -> its value in each run for options that differ; the algorithm comes first.
+    """Return the values, one per run, of each option that differs; the algorithm comes first.
 
-    An option in the algorithm's group is matched with the same option of another algorithm:
-    `grpo|ppo.gen.max_new_tokens`. An option that not all runs have, or that belongs to two
+    Options in the groups of two algorithms are matched if the rest of the name is equal:
+    `grpo|ppo.gen.max_new_tokens`. An option that not all runs have, or that is matched across
     algorithms, counts only if a user set it. Values that weft chose for unset options do not count.
     """
     # The algorithm itself.
@@ -74,13 +74,16 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
 
 
 def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
-    """Return an option's name with the algorithm's group replaced by `algorithm`."""
+    """Return an option's name, with the group of any of the algorithms replaced by `algorithm`."""
     group, dot, rest = name.partition(".")
     return f"{ALGORITHM}.{rest}" if dot and group in algorithms else name
 
 
 def _format_option_name(name: str, real: Sequence[str | None]) -> str:
-    """Return an option's name for the table, with the groups of all algorithms: `grpo|ppo.lr`."""
+    """Return an option's name for the table, with the groups of all algorithms: `grpo|ppo.lr`.
+
+    `real` has the name of the option in each run.
+    """
     groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
     if not name.startswith(f"{ALGORITHM}."):
         return name
@@ -88,11 +91,11 @@ def _format_option_name(name: str, real: Sequence[str | None]) -> str:
 
 
 def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
-    """Return the options, with their values, that define what a metric measures.
+    """Return the options that determine what the metric `name` measures, with their values.
 
-    Numbers of two runs can be compared if these are equal. A loss depends on the algorithm and its
-    options, a reward on its source, and both on the rows they are measured on. Time, memory,
-    lengths and the like depend on none of these.
+    Values of two runs can be compared if these options are equal. A loss depends on the algorithm
+    and the algorithm's options, a reward on its source, and both on the rows. Metrics such as
+    times, memory and lengths depend on none of these.
     """
     about = find(name)
     last = get_last_part(name)
@@ -129,9 +132,9 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
 
 
 def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
-    """Return the options whose difference makes the runs' numbers incomparable.
+    """Return the options whose differences make a metric incomparable between the runs.
 
-    `names` is the metric's name in each run. Runs whose configuration is not known are ignored.
+    `names` has the name of the metric in each run. Runs with unknown configuration are ignored.
     """
     defining_options = []
     for run, name in zip(runs, names, strict=True):
@@ -146,7 +149,7 @@ def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) ->
 
 
 def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Return (name, value in each run) of versions and hardware that differ."""
+    """Return the versions and hardware facts that differ: the name, and the value in each run."""
     starts = [run.record.get("starts") for run in runs]
     last = []
     for run_starts in starts:

@@ -1,4 +1,4 @@
-"""Answers to the fixed prompts of a run over its steps, as HTML: one strip for each prompt."""
+"""HTML of the answers to a run's fixed prompts at several steps, with one strip per prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def render_filmstrip(rows: Rows) -> str:
-    """Render one strip for each prompt, with the model's answers at several steps in a row.
+    """Render one strip per prompt: the model's answers at several steps, side by side.
 
-    Returns "" without answers.
+    Returns "" if there are no answers.
     """
     answers_by_prompt: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
-"""Files with one JSON object of a step per line: `metrics.jsonl` and `samples.jsonl`.
+"""Files with one JSON object per line, each for a step: `metrics.jsonl` and `samples.jsonl`.
 
-A kill at any moment loses at most the line being written.
+If the process is killed, at most the line that is being written is lost.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weft.writing import open_file, replace_file
 
 
 def convert_to_json(value: Any) -> Any:
-    """Convert `value` to JSON types.
+    """Convert `value` to types that JSON can represent.
 
-    Numbers of numpy and zero-dimensional arrays become Python numbers; values that are not finite
-    become None, since JSON has no NaN.
+    Numbers and zero-dimensional arrays of numpy become Python numbers. NaN and infinities become
+    None, since JSON has neither.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -39,8 +39,8 @@ def convert_to_json(value: Any) -> Any:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file that have a step, oldest first.
 
-    Lines that cannot be read, such as a half-written last one, are skipped. Yields nothing if
-    `path` is not a regular file.
+    Lines that cannot be read, such as an incomplete last one, are skipped. Yields nothing if `path`
+    is not a regular file.
     """
     if not path.is_file():
         return
@@ -52,7 +52,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_row(line: str) -> dict[str, Any] | None:
-    """Return the object in a line; None for a line that cannot be read or has no step."""
+    """Return the object in a line; None if the line cannot be read or has no step."""
     try:
         row = json.loads(line)
         if not isinstance(row, dict) or not is_step(row.get("step")):
@@ -65,7 +65,10 @@ def read_row(line: str) -> dict[str, Any] | None:
 
 
 def format_ranges(steps: Sequence[int], most: int = 8) -> str:
-    """Format rising whole numbers with ranges: `1-3, 7, 9-20`; at most `most` ranges are named."""
+    """Format increasing whole numbers as ranges, such as `1-3, 7, 9-20`.
+
+    Only the first `most` ranges are written out.
+    """
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and step == ranges[-1][1] + 1:
@@ -79,7 +82,7 @@ def format_ranges(steps: Sequence[int], most: int = 8) -> str:
 
 
 class StepFile:
-    """A file to which objects with a `step` are appended.
+    """File to which objects with a `step` are appended, one per line.
 
     Each append is a single write and is flushed, so a kill loses at most one line.
     """
@@ -92,7 +95,7 @@ class StepFile:
         self.extend([row])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write objects as lines, in a single write."""
+        """Write several objects as lines, in a single write."""
         lines = "".join(
             json.dumps(convert_to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
             for row in rows
@@ -102,19 +105,19 @@ class StepFile:
             file.write(lines)
 
     def truncate(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and a half-written last line."""
+        """Remove the lines of steps after `step`, and an incomplete last line."""
         if self.path.is_file():
             self._rewrite(
                 lambda line: line if line.endswith(b"\n") and _read_step(line) <= step else b""
             )
 
     def find_missing(self, first: int, last: int) -> list[int]:
-        """Return the steps from `first` to `last` without a readable line, in order."""
+        """Return the steps from `first` to `last`, inclusive, that have no readable line."""
         there = {int(row["step"]) for row in self.read_rows()}
         return [step for step in range(first, last + 1) if step not in there]
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Merge `more` into the object of `step`, atomically."""
+        """Merge `more` into the object of `step`, replacing the file atomically."""
 
         def amend_line(line: bytes) -> bytes:
             row = json.loads(line) | convert_to_json(more) if _read_step(line) == step else None
@@ -125,7 +128,7 @@ class StepFile:
         self._rewrite(amend_line)
 
     def _rewrite(self, change: Callable[[bytes], bytes]) -> None:
-        """Replace the file atomically, with `change` applied to every line."""
+        """Replace the file atomically, with each line replaced by the result of `change`."""
         with (
             self.path.open("rb") as old,
             replace_file(self.path) as partial,
@@ -134,11 +137,11 @@ class StepFile:
             new.writelines(change(line) for line in old)
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the objects of the file, oldest first."""
+        """Yield the objects of the file that have a step, oldest first."""
         return read_rows(self.path)
 
 
 def _read_step(line: bytes) -> float:
-    """Return the step of a line; infinity for an unreadable line, so that it is dropped."""
+    """Return the step of a line, or infinity for an unreadable line, so that `truncate` removes it."""
     row = read_row(line.decode("utf-8", errors="replace"))
     return math.inf if row is None else row["step"]

@@ -1,6 +1,6 @@
-"""Lenient readers of a run's files, which return whatever is readable.
+"""Readers of a run's files that return what is readable instead of raising errors.
 
-Any file can be damaged, and one bad run must not keep the others from being shown.
+Any file can be damaged, and one damaged run must not prevent the others from being shown.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from weft.reading import MOST_DEPTH, read_object, read_yaml
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:
-    """Return nested plain values in a form that any output can write.
+    """Return nested plain values in a form that can be written to any output format.
 
-    Keys become strings, lone surrogates in strings are replaced, and values that are neither
-    number, string nor container, such as dates, become strings. Raises `ValueError` for values that
-    nest too deep.
+    Keys become strings, lone surrogates in strings are replaced, and values of other types, such as
+    dates, become strings. Raises `ValueError` if values are nested too deeply.
     """
     if depth > MOST_DEPTH:
         raise ValueError(f"nests deeper than {MOST_DEPTH} levels")
@@ -34,7 +33,10 @@ def clean_value(value: Any, depth: int = 0) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if it is missing, damaged or not an object."""
+    """Return the JSON object in a file.
+
+    Returns an empty dict if the file is missing or damaged, or contains no object.
+    """
     try:
         return dict(clean_value(read_object(path, str(path))))
     except ValueError:  # includes `UserError`
@@ -42,9 +44,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options in a `config.yaml`; empty if the file does not exist.
+    """Return the options in a `config.yaml`; an empty dict if the file does not exist.
 
-    Raises `ConfigError` if it cannot be read.
+    Raises `ConfigError` if the file cannot be read.
     """
     if not path.exists():
         return {}

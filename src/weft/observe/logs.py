@@ -1,4 +1,4 @@
-"""Log files of a run: list them, find the first failure, follow new lines."""
+"""Log files of a run: find the files, find the first failure, follow new lines."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ BLOCK_LINES = 60  # maximum lines of a traceback to show
 
 @dataclass(frozen=True)
 class LogFile:
-    """One log file.
+    """Log file of a run.
 
-    `name` is its name for people, `worker` the index of the worker process that wrote it.
+    `name` is shown to the user. `worker` is the index of the worker process that wrote the file;
+    None if no worker did.
     """
 
     name: str
@@ -41,15 +42,16 @@ class LogFile:
     worker: int | None = None
 
     def read_lines(self) -> list[str]:
-        """Return the file's lines; invalid UTF-8 is replaced."""
+        """Return the lines of the file. Invalid UTF-8 is replaced."""
         return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 @dataclass(frozen=True)
 class LoggedFailure:
-    """The failure that one log file reports.
+    """Failure that a log file reports.
 
-    `line` counts from 1, `when` is in seconds since the epoch, `text` holds the lines to show.
+    `line` is the failure's line number in the file, from 1; `when` is the time in seconds since the
+    epoch; and `text` are the lines to show.
     """
 
     file: LogFile
@@ -59,24 +61,28 @@ class LoggedFailure:
 
     @property
     def summary(self) -> str:
-        """The last line of the failure that is not blank, which names the exception."""
+        """Last line of the failure that is not blank, which names the exception."""
         return next((line for line in reversed(self.text) if line.strip()), "")
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the failure only reports a lost peer, a consequence of another failure."""
+        """Return whether the failure reports only a lost peer, and so follows from another failure."""
         return any(sign in self.summary for sign in TRANSPORTS)
 
 
 def append(run: Path, line: str) -> None:
-    """Append `line` to the run's own log, with the time."""
+    """Append `line` with a time stamp to the run's own log."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     with open_file(run / RUN_LOG, "a", encoding="utf-8") as file:
         file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
 
 
 def find_log_files(run: Path) -> list[LogFile]:
-    """Return the run's own log, its workers' logs, and the logs of its Slurm jobs, oldest first."""
+    """Return the log files of a run.
+
+    The run's own log comes first, then those of the workers, then those of Slurm jobs, oldest
+    first.
+    """
     log_files = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
     for path in sorted(path for path in (run / WORKERS).glob("*.log") if path.is_file()):
@@ -91,7 +97,7 @@ def find_log_files(run: Path) -> list[LogFile]:
 
 
 def find_failure(file: LogFile) -> LoggedFailure | None:
-    """Return the first failure in a file; None if there is none."""
+    """Return the first failure in a log file; None if there is none."""
     lines = file.read_lines()
     starts = (
         n
@@ -116,24 +122,24 @@ def find_failure(file: LogFile) -> LoggedFailure | None:
 
 
 def find_failures(files: Iterable[LogFile]) -> list[LoggedFailure]:
-    """Return the failure of each file that has one, earliest first.
+    """Return the first failure of each file that has one, earliest first.
 
-    Failures that only report a lost peer come last. In a file without times the failure has the
-    time of the last write: a process that fails first is the first to stop writing.
+    Failures that report only a lost peer come last. If a file has no times, the time of the last
+    write to it is used: the process that fails first is also the first to stop writing.
     """
     failures = [each for file in files if (each := find_failure(file)) is not None]
     return sorted(failures, key=lambda each: (each.is_consequence, each.when))
 
 
 def _is_traceback_end(line: str) -> bool:
-    """Return whether a line within a traceback names the exception, that is, is not indented."""
+    """Return whether a line of a traceback names the exception, which is not indented."""
     # Remove a prefix in () or [], which other programs put before each line.
     bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
     return bool(bare) and not bare[0].isspace()
 
 
 def _find_time(lines: Iterable[str]) -> float | None:
-    """Return the time in the first line that has one, in seconds since the epoch; else None."""
+    """Return the first time stamp in the lines, in seconds since the epoch; None if there is none."""
     for line in lines:
         stamp = STAMP.search(line)
         if stamp:
@@ -142,16 +148,16 @@ def _find_time(lines: Iterable[str]) -> float | None:
 
 
 class LogFollower:
-    """Follows log files and yields the lines added to them.
+    """Follower of log files, which yields the lines that are added.
 
-    Files that appear later are read from their beginning.
+    Files that did not exist at the start are read from their beginning.
     """
 
     def __init__(self, files: Iterable[LogFile]) -> None:
         self._read = {file.path: file.path.stat().st_size for file in files}
 
     def read_new_lines(self, files: Iterable[LogFile]) -> Iterator[tuple[LogFile, str]]:
-        """Yield (file, line) for every line completed since the last call."""
+        """Yield the file and the text of each line that was completed since the last call."""
         for file in files:
             start = self._read.get(file.path, 0)
             with file.path.open("rb") as handle:

@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and what the allocators do with freed memory."""
+"""Memory of this process: its peak, and settings for how allocators reuse freed memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def build_segment_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make torch use expandable segments on GPUs.
 
-    They must be set before a process imports torch. Freed memory can then serve tensors of any
-    size, which matters since packs and KV caches of many sizes follow one another. Empty if the
-    user has configured torch's allocator.
+    Must be set before a process imports torch. With expandable segments, freed memory can be reused
+    for tensors of any size, which matters because packs and KV caches of many sizes are allocated
+    in turn. The result is empty if the user has configured torch's allocator.
     """
     if any(name in environment for name in ALLOCATOR):
         return {}
@@ -33,7 +33,7 @@ def build_segment_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def measure_peak_memory_gb() -> float:
-    """Return the largest resident size of this process so far, in GiB."""
+    """Return the largest resident set size of this process so far, in GiB."""
     # On Linux ru_maxrss starts at the parent's resident size at the fork, so it can be too large.
     if sys.platform == "linux" and STATUS.exists():
         return 1024 * int(STATUS.read_text().partition("VmHWM:")[2].split(maxsplit=1)[0]) / GIB
@@ -42,9 +42,9 @@ def measure_peak_memory_gb() -> float:
 
 
 def measure_file_pages_gb() -> float:
-    """Return the GiB of this process's memory that are pages of files, mostly library code.
+    """Return the resident memory of this process that maps files, mostly library code, in GiB.
 
-    Returns 0 if the system does not report it.
+    Returns 0 if the operating system does not report this.
     """
     if sys.platform == "linux" and STATUS.exists():
         _, separator, rest = STATUS.read_text().partition("RssFile:")
@@ -53,12 +53,12 @@ def measure_file_pages_gb() -> float:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory, in a single heap for all threads.
+    """Make glibc's malloc keep freed memory, in one heap for all threads.
 
-    Returning pages to the system and requesting them again costs a page fault each: up to a quarter
-    of a training step of a 13M-parameter model. The setting affects all allocations of the process,
-    so only processes that weft itself starts call this function. Does nothing with another C
-    library.
+    Returning memory to the operating system and requesting it again causes a page fault for each
+    page. For a 13M-parameter model, these faults take up to a quarter of a training step. The
+    setting affects all allocations of the process, so it is only used in processes that weft itself
+    starts. Does nothing with another C library.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library

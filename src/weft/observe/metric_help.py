@@ -1,4 +1,4 @@
-"""Descriptions of metrics: meaning, unit, healthy range and bounds for warnings.
+"""Descriptions of metrics: meaning, unit, healthy range, and bounds for warnings.
 
 `python -m weft.observe.metric_help` prints the table as Markdown.
 """
@@ -15,9 +15,9 @@ from functools import cache
 class MetricHelp:
     """Description of one kind of metric.
 
-    `pattern` matches the name without its node, or the whole name if it has none; `healthy` can be
-    empty if no range is meaningful. A run is reported if the metric is below `least` or above
-    `most`; these bounds are wider than the healthy range, to avoid false reports.
+    `pattern` matches the metric's name without the node. `healthy` describes the healthy range, or
+    is empty if there is none. A run is reported if the metric is below `least` or above `most`,
+    which are wider than the healthy range, to avoid false reports.
     """
 
     pattern: str
@@ -657,7 +657,7 @@ ENDS = {"_max": "largest", "_min": "smallest"}  # suffix -> which value of the s
 
 @cache
 def find(name: str) -> MetricHelp | None:
-    """Return the description of a metric in metrics.jsonl; None if there is none."""
+    """Return the description of a metric of metrics.jsonl; None if it has none."""
     if name.startswith("time/") or "/" not in name:
         rest = name
     else:
@@ -678,12 +678,12 @@ def find(name: str) -> MetricHelp | None:
 
 
 def find_undescribed(names: Iterable[str]) -> list[str]:
-    """Return the names that have no description."""
+    """Return the metric names that have no description."""
     return [name for name in names if find(name) is None]
 
 
 def render_markdown() -> str:
-    """Return all descriptions as Markdown, a table for each group."""
+    """Return all descriptions as Markdown, with one table per group."""
     groups = list(dict.fromkeys(one.group for one in HELP))
     parts = []
     for group in groups:

@@ -1,7 +1,7 @@
 """Meaning of metric names in `metrics.jsonl`: headline, evaluation, direction, rank, title.
 
-Names are `{node}/{metric}`, `time/{mfc}`, `eval/...`, and a few without a node (`step`, `epoch`,
-`step_seconds`).
+Names have the form `{node}/{metric}`, `time/{mfc}` or `eval/...`. A few names have no node, such as
+`step`, `epoch` and `step_seconds`.
 """
 
 from __future__ import annotations
@@ -78,12 +78,15 @@ Line = Mapping[str, float | None]
 
 
 def get_last_part(name: str) -> str:
-    """Return the last part of a metric's name: `actor_train/kl` -> `kl`."""
+    """Return the last part of a metric's name, such as `kl` of `actor_train/kl`."""
     return name.rsplit("/", 1)[-1]
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value can be shown as a number; NaN and infinities are stored as null."""
+    """Return whether a value is a number that can be shown.
+
+    NaN, infinities and numbers that are too large cannot be shown.
+    """
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -92,12 +95,12 @@ def is_finite(value: object) -> bool:
 
 
 def is_step(value: object) -> bool:
-    """Return whether a value can be the number of a step."""
+    """Return whether a value is a valid step: a whole number from 0 to `LAST_STEP`."""
     return is_finite(value) and 0 <= value <= LAST_STEP and value == int(value)  # type: ignore[operator,call-overload]
 
 
 def get_direction(name: str) -> int:
-    """Return 1 if higher values are better, -1 if lower ones are, 0 if neither."""
+    """Return 1 if higher values are better, -1 if lower values are better, and 0 otherwise."""
     last = get_last_part(name)
     if name.startswith(TIME):
         return 0
@@ -109,10 +112,10 @@ def get_direction(name: str) -> int:
 
 
 def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """Return the training metric that best shows how a run is doing; None if there is none.
+    """Return the training metric that best shows how well a run is doing; None if there is none.
 
-    The reward if there is one; for reward models and DPO the accuracy; else the loss; else the
-    accuracy.
+    This is the reward if the run has one. Otherwise it is the accuracy for reward models and DPO,
+    and the loss for other algorithms. If the run has no loss, it is the accuracy.
     """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     lasts = [get_last_part(name) for name in known]
@@ -129,8 +132,8 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
 def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     """Return the validation metric, over all sources, that matches the training metric `name`.
 
-    If there is none, returns the validation metric of the reward, accuracy or loss; None if the run
-    is not evaluated.
+    If there is none, returns the validation metric of the reward, accuracy or loss. Returns None if
+    the run is not evaluated.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], get_last_part(name))
@@ -145,9 +148,9 @@ def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
 
 
 def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """Return the one metric to show if there is room for one; None if there is none.
+    """Return the metric to show if there is room for only one; None if there is none.
 
-    This is the validation metric if the run has one, else the headline.
+    This is the validation metric if the run has one, else the headline metric.
     """
     known = list(names)
     name = find_headline(known, algorithm)
@@ -155,7 +158,7 @@ def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | No
 
 
 def compute_rank(name: str) -> tuple[int, int]:
-    """Sort key for metric names: most informative first, evaluation before training."""
+    """Return a sort key for metric names: most informative first, evaluation before training."""
     last = get_last_part(name)
     if last in TELLING and not name.startswith(TIME):
         place = TELLING.index(last)
@@ -165,9 +168,10 @@ def compute_rank(name: str) -> tuple[int, int]:
 
 
 def find_title(name: str) -> str:
-    """Return a metric's name for headings: `rew_inf/reward` -> `reward`.
+    """Return the title of a metric, such as `reward` for `rew_inf/reward`.
 
-    Other examples are `actor_train/clip_ratio` -> `clip ratio` and `eval/reward` -> `eval reward`.
+    Other examples are `clip ratio` for `actor_train/clip_ratio` and `eval reward` for
+    `eval/reward`.
     """
     last = get_last_part(name)
     title = TITLES.get(last) or last.replace("_", " ")
@@ -175,9 +179,9 @@ def find_title(name: str) -> str:
 
 
 def compute_tokens_per_second(line: Line) -> float | None:
-    """Return tokens trained per second of the whole step; None if unknown.
+    """Return the number of tokens trained per second of the whole step; None if it is unknown.
 
-    If no node counted tokens, returns the largest rate that a node reports.
+    If no node counts tokens, returns the highest rate that a node reports.
     """
     seconds = line.get("step_seconds")
     counts = []
@@ -194,7 +198,7 @@ def compute_tokens_per_second(line: Line) -> float | None:
 
 
 def read_call_seconds(line: Line) -> dict[str, float]:
-    """Return the seconds of each call in one step, in the order of the line."""
+    """Return the duration of each call in one step, in seconds, in the order of the line."""
     call_seconds: dict[str, float] = {}
     for name, value in line.items():
         if name.startswith(TIME) and value is not None:
@@ -203,7 +207,7 @@ def read_call_seconds(line: Line) -> dict[str, float]:
 
 
 def format_number(value: float | None) -> str:
-    """Format a number with four significant digits: `0.0213`, `1,234`, `3.1e-05`."""
+    """Format a number with four significant digits, such as `0.0213`, `1,234` or `3.1e-5`."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -219,7 +223,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration: `12.3 s`, `4:05`, `1:02:03`, `2 d 3 h`."""
+    """Format a duration, such as `12.3 s`, `4:05`, `1:02:03` or `2 d 3 h`."""
     if seconds < 60 or seconds >= 1e12:
         return f"{seconds:.1f} s" if seconds < 1e12 else f"{format_number(seconds)} s"
     whole = round(seconds)

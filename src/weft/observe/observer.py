@@ -1,4 +1,4 @@
-"""Observer of a run: writes its files and informs the terminal and the loggers."""
+"""Observer of a run, which writes the run's files and informs the terminal and the loggers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ LOG = RUN_LOG
 
 
 class RunObserver:
-    """Observer of one run; nothing it does affects the computation.
+    """Observer of one run. It never affects the computation.
 
     All methods can be called from the thread that drives the run. `memory` returns the peak memory
-    of the run in GiB, logged as `peak_memory_gb` in lines that lack this metric.
+    of the run in GiB, which is recorded as `peak_memory_gb` for steps without this metric.
     """
 
     def __init__(
@@ -71,11 +71,12 @@ class RunObserver:
         memory: Callable[[], float] = measure_peak_memory_gb,
         view: ProgressView | None = None,
     ) -> RunObserver:
-        """Return the observer of a run whose directory exists, with loggers and view started.
+        """Return the observer of a run, with loggers and view started.
 
-        Cuts the run's files to `run.resumed_step` steps. Without `view`, uses the live view if the
-        output is a terminal and `progress` is on, else plain lines. Raises `UserError` if a logger
-        cannot start, or if a file's path is taken by something that is not a file.
+        The run's directory must exist. Lines of steps after `run.resumed_step` are removed from the
+        files in it. Without `view`, a live view is used if the output is a terminal and `progress`
+        is True; otherwise plain lines are printed. Raises `UserError` if a logger cannot start, or
+        if the path of a file exists but is not a regular file.
         """
         # Check the files before a logger starts.
         earlier = max(
@@ -99,7 +100,7 @@ class RunObserver:
         return observer
 
     def _report_lost_lines(self, run: RunInfo) -> None:
-        """Warn about completed steps of this run that have no readable line in metrics.jsonl."""
+        """Print a warning if completed steps of this run have no readable line in metrics.jsonl."""
         starts = RunRecord.read(run.directory).starts
         # A run that started from another run's recovery point has no lines of the earlier steps.
         before = starts[0].step if starts else 0
@@ -113,7 +114,10 @@ class RunObserver:
             )
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
-        """Set the total steps (None if unknown) and the steps `done` by earlier processes."""
+        """Set the total number of steps (None if unknown), and the number of steps already done.
+
+        `done` counts the steps that earlier processes of the run have completed.
+        """
         if done:
             earlier = []
             for row in read_rows(self.directory / METRICS):
@@ -132,12 +136,15 @@ class RunObserver:
         return self._view
 
     def log_plan(self, plan: RunPlan) -> None:
-        """Write the complete plan of the run to log.txt."""
+        """Write the run's complete plan to log.txt."""
         for line in plan.format_whole():
             self._log(line)
 
     def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Record one completed step and return the line as written; `metrics` must have `step`."""
+        """Record the metrics of a completed step and return the line as written.
+
+        `metrics` must include `step`.
+        """
         line = dict(metrics)
         line.setdefault("peak_memory_gb", round(self._memory(), 4))
         with self._explain_write_errors(METRICS):
@@ -156,7 +163,7 @@ class RunObserver:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add late metrics to the already written line of `step`, and to the loggers."""
+        """Add metrics that arrive late to the line of `step`, and send the metrics to the loggers."""
         with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
         numbers = {}
@@ -169,9 +176,9 @@ class RunObserver:
     def record_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record samples of a step.
 
-        Each sample has a `prompt`, a `completion` and other known keys (`id`, `reward`,
-        `finished`). Rows of the dataset, which have a `rank` or a `loss`, are written to the file
-        but not sent to the terminal and the loggers.
+        Each sample has a `prompt`, a `completion` and other known keys, such as `id`, `reward` and
+        `finished`. Rows of the dataset, which have a `rank` or a `loss`, are written to the file,
+        but are not sent to the terminal and the loggers.
         """
         with self._explain_write_errors(SAMPLES):
             for row in rows:
@@ -185,9 +192,10 @@ class RunObserver:
 
     @contextmanager
     def time_span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
-        """Time a phase on a track of the timeline.
+        """Show and time a phase of the run: the body of a `with` statement.
 
-        Tracks are `roles/actor` or `host/reward`; the default is `run/{name}`.
+        `track` is the phase's track in the timeline, such as `roles/actor` or `host/reward`. The
+        default is `run/{name}`.
         """
         with (
             self._view.show_activity(name),
@@ -196,7 +204,10 @@ class RunObserver:
             yield
 
     def add_span(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
-        """Add a completed span measured elsewhere; `began` is in seconds since the epoch."""
+        """Add a completed span, which was measured elsewhere, to the timeline.
+
+        `began` is in seconds since the epoch, and `seconds` is the span's duration.
+        """
         self.timeline.add(name, track, began, seconds, **args)
 
     def note(self, line: str) -> None:
@@ -210,23 +221,23 @@ class RunObserver:
         self._log(line)
 
     def show_stop_request(self, line: str) -> None:
-        """Show that the run was asked to stop. Called from a signal handler."""
+        """Show that the run has been asked to stop. Called from a signal handler."""
         self._view.show_stop_request(line)
 
     def renew_report(self) -> None:
-        """Rebuild report.html if it is due; called after each step."""
+        """Rebuild report.html if enough time has passed. Called after each step."""
         self._renewal.renew_if_due()
 
     def truncate(self, step: int) -> None:
-        """Drop the lines of steps after the recovery point that a restart resumes from."""
+        """Remove the lines of steps after `step`, the step from which a restart resumes."""
         with self._explain_write_errors(METRICS):
             self._metrics.truncate(step)
             self._samples.truncate(step)
 
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
-        """Close the view and the loggers; a second call does nothing.
+        """Close the view and the loggers. A second call does nothing.
 
-        The view ends with a line that summarizes the run, one with its diagnosis, and the lines
+        The last lines of the output summarize the run, state the diagnosis, and end with the lines
         `last`.
         """
         if self._closed:
@@ -245,7 +256,7 @@ class RunObserver:
             sink.close()
 
     def build_last_report(self, status: str) -> None:
-        """Build the final report.html, with the status the run ended with."""
+        """Build the final report.html with `status`, the outcome of the run."""
         self._renewal.finish(status)
 
     def _log(self, line: str) -> None:

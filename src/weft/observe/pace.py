@@ -1,4 +1,4 @@
-"""Progress of a run as text: counts, pace, remaining time and the course of its headline metric."""
+"""Progress of a run as text: counts, speed, remaining time, and change of the headline metric."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BESIDE = (
 
 @dataclass
 class RunPace:
-    """Progress and headline metric of a run; times are of this process only.
+    """Progress and headline metric of a run. Durations refer to this process only.
 
     `clock` returns monotonic seconds.
     """
@@ -61,9 +61,10 @@ class RunPace:
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Set the total steps, and the steps and metric lines of earlier processes.
+        """Set the total number of steps (None if unknown), and the number of steps already done.
 
-        Starts the clock of the first step.
+        `done` counts the steps that earlier processes of the run have completed, and `earlier` has
+        the metric lines of these steps. Also starts the clock of the first step.
         """
         self.total, self.done, self._since = total, done, done
         self._whole = bool(earlier) or done == 0
@@ -72,7 +73,7 @@ class RunPace:
         self._last = self.clock()
 
     def record_step(self, numbers: Mapping[str, float]) -> None:
-        """Record the finite numbers of one line."""
+        """Record the finite metrics of one step."""
         now = self.clock()
         self._seconds.append(now - self._last)  # includes evaluation and saving between steps
         self._last = now
@@ -92,27 +93,28 @@ class RunPace:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began the run."""
+        """Seconds since this process started the run."""
         return self.clock() - self.began
 
     @property
     def remaining(self) -> float | None:
-        """Estimated seconds to the end, at the pace of the last steps; None if unknown."""
+        """Estimated seconds until the end, at the speed of the last steps; None if unknown."""
         if self.total is None or not self._seconds:
             return None
         return max(0, self.total - self.done) * sum(self._seconds) / len(self._seconds)
 
     @property
     def best(self) -> float | None:
-        """Best value of the headline so far, as a mean over several steps; None if unknown."""
+        """Best value of the headline metric so far, as a mean over several steps; None if unknown."""
         if not self.values or self.name is None:
             return None
         return trend.find_best(self.name, self.values)[0]
 
     def list_other_metrics(self, count: int = 3) -> list[tuple[str, float]]:
-        """Return (title, value) of the latest line's other metrics, most informative first.
+        """Return the titles and latest values of up to `count` metrics besides the headline.
 
-        Metrics with the same title are given once.
+        The most informative ones come first. Of metrics with the same title, only the first is
+        returned.
         """
         values_by_title: dict[str, float] = {}
         for word in BESIDE:
@@ -126,13 +128,13 @@ class RunPace:
         return list(values_by_title.items())[:count]
 
     def format_step(self) -> str:
-        """Return `step 12/60`, or `step 12` if the total is not known."""
+        """Return `step 12/60`, or `step 12` if the total is unknown."""
         if self.total is not None:
             return f"step {self.done:>{len(str(self.total))}}/{self.total}"
         return f"step {self.done}"
 
     def format_line(self) -> str:
-        """Format the latest step as one plain line."""
+        """Format the latest step as one line of plain text."""
         parts = [self.format_step(), f"epoch {self.epoch:.2f}"]
         for name, value in self.list_evaluations():
             parts.append(f"{find_title(name)} {format_number(value)}")
@@ -149,19 +151,23 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return [(metric, value)] of the latest line's evaluation over all sources, or [].
+        """Return a list with the name and value of the latest step's validation metric.
 
-        The metric matches the headline if possible, else it is the reward, accuracy or loss.
+        The metric matches the headline if possible; otherwise it is the reward, accuracy or loss.
+        The list is empty if the step was not evaluated.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
 
     def format_summary(self, status: str) -> str:
-        """Summarize the finished run in one line."""
+        """Summarize the run in one line. `status` is the outcome of the run."""
         return ", ".join(self.format_summary_parts(status))
 
     def format_summary_parts(self, status: str) -> list[str]:
-        """Return the outcome of the run, then the course of each evaluation and of the headline."""
+        """Return phrases on the run's outcome, and on the changes of its main metrics.
+
+        These are the validation metrics and the headline metric.
+        """
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
         parts = [f"{status} after step {self.done}{of} in {format_duration(self.elapsed)}{since}"]
@@ -176,9 +182,9 @@ class RunPace:
 
 
 def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
-    """Format the first and last value of a metric: `0.33 -> 0.3375 (+0.0075, within noise)`.
+    """Format the change of a metric, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
-    `name` and `rows` have the meaning of `trend.compute_change`.
+    `name` and `rows` have the same meaning as in `trend.compute_change`.
     """
     if len(values) == 1:
         return format_number(values[0])
@@ -187,7 +193,7 @@ def format_course(values: Sequence[float], name: str = "", rows: float | None = 
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` in at most `width` characters, each the mean of an equal share of them."""
+    """Draw `values` as a line of at most `width` bars, each the mean of equally many values."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

@@ -1,4 +1,4 @@
-"""Frame of every page: one self-contained HTML file with a content security policy.
+"""Frame of all pages: a self-contained HTML file with a content security policy.
 
 A page loads nothing from the network and runs only its own script.
 """
@@ -26,7 +26,7 @@ SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page, linked from the bar at the top."""
+    """Section of a page, to which the bar at the top links."""
 
     name: str
     heading: str
@@ -35,9 +35,9 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """Title, sections and data of a page.
+    """Page with a title, sections, and data for the page's script.
 
-    A page with a `live` tag polls its server and updates itself when the page there has another
+    If `live` has a tag, the page polls its server, and updates itself when the server has another
     tag. `home` is the link of the logo.
     """
 
@@ -50,7 +50,7 @@ class Page:
     home: str = "#top"
 
     def render(self) -> str:
-        """Render the whole page."""
+        """Render the whole page as HTML."""
         there = [section for section in self.sections if section.content]
         code = read_script()
         return Template(_read("report.html")).substitute(
@@ -70,7 +70,7 @@ class Page:
 
 
 def read_script() -> str:
-    """Return the page's script."""
+    """Return the script that every page contains."""
     return "(() => {\n" + '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS) + "\n})();"
 
 
@@ -82,27 +82,30 @@ def _render_section(one: PageSection) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a page to `path` atomically and return the path."""
+    """Write the HTML of a page to `path` atomically, and return the path."""
     return writing.write(path, text, errors="replace")
 
 
 def render_folded(summary: str, content: str, key: str) -> str:
-    """Render content behind a click; `key` identifies it when a live page renews itself."""
+    """Render content that a click on `summary` opens.
+
+    `key` identifies the content, so that it stays open when a live page updates itself.
+    """
     return f'<details data-key="{escape(key)}"><summary>{summary}</summary>{content}</details>'
 
 
 def embed_json(value: Any) -> str:
-    """Return JSON that is safe inside a script element: no text in it can end the element."""
+    """Return JSON that is safe inside a script element, because no text in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def escape_text(text: str) -> str:
-    """Escape untrusted text for HTML and make control characters visible."""
+    """Escape untrusted text for HTML, and make control characters visible."""
     return escape(replace_control_characters(text))
 
 
 def replace_control_characters(text: str) -> str:
-    """Replace control characters by visible symbols."""
+    """Replace control characters with visible symbols."""
     return text.translate(CONTROL)
 
 

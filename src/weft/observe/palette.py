@@ -1,7 +1,7 @@
-"""Colours of roles, the same in the graph, the timeline and the report.
+"""Colours of roles, which are the same in the graph, the timeline and the report.
 
-Each has a variant for light and for dark backgrounds. Neighbouring colours are distinguishable with
-the common colour-vision deficiencies, and have a contrast of at least 3:1.
+Each colour has a variant for light and one for dark backgrounds. Neighbouring colours can be
+distinguished with the common colour-vision deficiencies, and have a contrast of at least 3:1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ColourPair:
-    """One colour of a line or a fill, for light and for dark backgrounds."""
+    """Colour of a line or a fill, with variants for light and for dark backgrounds."""
 
     light: str
     dark: str
@@ -39,7 +39,10 @@ KNOWN = {
 
 
 def assign_role_hues(roles: Iterable[str]) -> dict[str, ColourPair]:
-    """Return role -> colour; roles without a fixed colour get the unused ones in order."""
+    """Return the colour of each role.
+
+    Roles without a fixed colour get the unused colours in order.
+    """
     names = list(dict.fromkeys(roles))
     taken = [KNOWN[name] for name in names if name in KNOWN]
     free = [hue for hue in HUES if hue not in taken] or list(HUES)

@@ -1,4 +1,4 @@
-"""Plan of a run for people, shown before the first step: a short table and details."""
+"""Plan of a run for people, shown before the first step: a short table, with details."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GLUED = " ->\N{NO-BREAK SPACE}"  # keeps an arrow on the line of the text after 
 class RunPlan:
     """Plan of a run as text.
 
-    `rows` are (label, text) of the table, `notes` are lines below it, `details` are shown only in
-    the log and with `--verbose`. Rows whose label is in `hidden` are left out.
+    `rows` are the labels and texts of the table, and `notes` are lines below the table. `details`
+    are shown only in the log and with `--verbose`. Rows whose label is in `hidden` are left out.
     """
 
     rows: Sequence[tuple[str, str]] = ()
@@ -29,14 +29,14 @@ class RunPlan:
     def format_short(self, width: int | None = None) -> list[str]:
         """Return the lines of the table and the notes.
 
-        `width` is the terminal's number of columns; with None nothing is cut or wrapped.
+        `width` is the number of columns of the terminal; if it is None, nothing is cut or wrapped.
         """
         return [*self._format_table(width, short=True), *self.notes]
 
     def format_whole(self, width: int | None = None) -> list[str]:
         """Return the lines of the table, the notes and the details.
 
-        `width` has the meaning of `format_short`.
+        `width` is the number of columns of the terminal; if it is None, nothing is wrapped.
         """
         return [*self._format_table(width), *self.notes, *self.details]
 
@@ -65,9 +65,9 @@ class RunPlan:
 
 
 def _allot_lines(needed: Sequence[int]) -> list[int]:
-    """Return the number of lines for each row: as many as needed, at most `ROW_LINES`.
+    """Return the number of lines of each row: as many as `needed`, but at most `ROW_LINES`.
 
-    If the table exceeds `LINES`, rows are cut to one line, the last rows first.
+    If the table would exceed `LINES`, rows get only one line, beginning with the last row.
     """
     rooms = [min(lines, ROW_LINES) for lines in needed]
     for at in reversed(range(len(rooms))):
@@ -78,7 +78,7 @@ def _allot_lines(needed: Sequence[int]) -> list[int]:
 
 
 def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
-    """Return the first `room` lines, the last of them ending in an ellipsis."""
+    """Return the first `room` lines. The last of these ends in an ellipsis."""
     *head, last = lines[:room]
     return [*head, f"{last[: max(0, width - 2)].rstrip()} …"]
 
@@ -86,7 +86,8 @@ def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
 def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:
     """Wrap text for a terminal of `width` columns.
 
-    `first` columns of the first line and `others` columns of the others are already taken.
+    The first `first` columns of the first line, and the first `others` columns of the other lines,
+    are already used.
     """
     filler = textwrap.TextWrapper(
         max(width, others + 20),

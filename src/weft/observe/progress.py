@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live view on a terminal, plain lines anywhere else."""
+"""Terminal output of a run: a live view on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -52,11 +52,14 @@ OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed"
 
 
 class ProgressView(Protocol):
-    """Shows a run. `record_step` and `close` return lines for log.txt."""
+    """View of a run's progress. `record_step` and `close` return lines for log.txt."""
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None if the output is not a terminal and lines can be long."""
+        """Number of columns of the terminal; None if the output is not a terminal.
+
+        Without a terminal, lines can have any length.
+        """
         ...
 
     def start(self) -> None:
@@ -66,19 +69,23 @@ class ProgressView(Protocol):
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Set the total steps, and the steps and metric lines of earlier processes."""
+        """Set the total number of steps (None if unknown), and the number of steps already done.
+
+        `done` counts the steps that earlier processes of the run have completed, and `earlier` has
+        the metric lines of these steps.
+        """
         ...
 
     def record_step(self, numbers: Mapping[str, float], *, is_shown: bool) -> list[str]:
-        """Record the finite metrics of a step; `is_shown` selects steps that get a line."""
+        """Record the finite metrics of a step. If `is_shown` is True, a line is shown for the step."""
         ...
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a completion of a step."""
+        """Show a completion that was sampled in a step."""
         ...
 
     def show_activity(self, what: str) -> AbstractContextManager[None]:
-        """Show `what` as the current activity inside a `with` statement."""
+        """Show `what` as the current activity during the body of a `with` statement."""
         ...
 
     def print_note(self, line: str) -> None:
@@ -86,16 +93,16 @@ class ProgressView(Protocol):
         ...
 
     def show_stop_request(self, line: str) -> None:
-        """Show that the run was asked to stop.
+        """Show that the run has been asked to stop.
 
         Called from a signal handler, possibly in the middle of any other method.
         """
         ...
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
-        """End the view with a line that summarizes the run.
+        """End the view with a line that summarizes the run, whose outcome is `status`.
 
-        `flagged` means that a metric of the run is out of range.
+        `flagged` is True if a metric of the run is out of range.
         """
         ...
 
@@ -104,30 +111,31 @@ class ProgressView(Protocol):
 class DisplayOptions:
     """Options of the terminal output.
 
-    `verbose` prints the whole plan; `view` replaces the terminal's own view.
+    If `verbose` is True, the whole plan is printed. `view`, if given, is shown instead of the
+    default terminal display.
     """
 
     verbose: bool = False
     view: ProgressView | None = None
 
     def print_plan(self, plan: RunPlan, view: ProgressView) -> None:
-        """Print the plan: a short table, or everything if `verbose` is on."""
+        """Print the plan with `view`: a short table, or everything if `verbose` is True."""
         for line in (
             plan.format_whole(view.width) if self.verbose else plan.format_short(view.width)
         ):
             view.print_note(line)
 
     def announce(self, plan: RunPlan, line: str) -> None:
-        """Print the plan and `line` before the run has its own view."""
+        """Print the plan and `line`, before the view of the run is started."""
         view = self.view or make_view("", progress=False)
         self.print_plan(plan, view)
         view.print_note(line)
 
 
 class _PipeSafeConsole(Console):
-    """Console that stops printing when its reader exits (`weft ... | head`); the run continues.
+    """Console that stops printing when the reader of the output exits, as in `weft ... | head`.
 
-    All lines are still written to log.txt.
+    The run continues, and all lines are still written to log.txt.
     """
 
     ends = False  # the run is stopping; Ctrl-C ends the reader of the pipe too
@@ -143,13 +151,13 @@ class _PipeSafeConsole(Console):
 
 
 def find_terminal_width() -> int | None:
-    """Return the columns of the terminal; None if the standard output is not a terminal."""
+    """Return the terminal's number of columns; None if standard output is not a terminal."""
     console = Console()
     return console.width if console.is_terminal else None
 
 
 def make_view(run: str, *, progress: bool = True, console: Console | None = None) -> ProgressView:
-    """Return the live view if the output is a terminal and `progress` is on, else plain lines."""
+    """Return a live view if the output is a terminal and `progress` is True, else a plain view."""
     console = console or _PipeSafeConsole(highlight=False)
     if progress and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(run, console)
@@ -157,7 +165,7 @@ def make_view(run: str, *, progress: bool = True, console: Console | None = None
 
 
 class PlainView:
-    """Prints one line per step, for files and pipes."""
+    """View for files and pipes, which prints one line per step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -168,7 +176,7 @@ class PlainView:
         return self._console.width if self._console.is_terminal else None
 
     def start(self) -> None:
-        """Do nothing; there is nothing to set up."""
+        """Do nothing, because there is nothing to set up."""
 
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
@@ -183,7 +191,7 @@ class PlainView:
         return lines
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Ignore the sample; completions are in samples.jsonl."""
+        """Ignore the sample, because completions are in samples.jsonl."""
 
     def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -204,7 +212,7 @@ class PlainView:
 
 
 class LiveView:
-    """View redrawn several times a second at the bottom of the terminal, with notes above it."""
+    """View at the bottom of the terminal, redrawn several times a second, with notes above it."""
 
     def __init__(self, run: str, console: Console) -> None:
         self._run = run
@@ -358,7 +366,7 @@ class LiveView:
         return Group(*lines, *pack_lines(fact_texts, width, "   "))
 
     def _render_calls(self, width: int, count: int) -> Table | None:
-        """Render the longest calls of the latest step, at most `count`, with their seconds."""
+        """Render up to `count` of the latest step's longest calls, with their durations in seconds."""
         seconds = read_call_seconds(self._pace.latest)
         if not seconds or count < 1:
             return None
@@ -396,7 +404,7 @@ class LiveView:
         return Group(Text(), *map(_set_ellipsis, lines)) if lines else None
 
     def _render_completion(self, width: int, lines: int) -> RenderableType | None:
-        """Render one completion after its prompt, cut to the space available."""
+        """Render a prompt and its completion, cut to the space available."""
         if self._sample is None or lines < 2:
             return None
         step, row = self._sample
@@ -420,9 +428,10 @@ class LiveView:
 
 
 class _ReflowHook(RenderHook):
-    """Render hook that wipes the extra rows of a terminal that has become narrower.
+    """Render hook that erases the extra rows of a terminal that has become narrower.
 
-    Such a terminal wraps the lines it shows, but rich erases only as many rows as it wrote lines.
+    Such a terminal wraps the lines that it already shows, but rich erases only as many rows as it
+    wrote lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -441,7 +450,7 @@ class _ReflowHook(RenderHook):
 
 
 def elide_middle(text: str, width: int) -> str:
-    """Cut `text` to at most `width` characters, in the middle, since both ends identify a name."""
+    """Cut `text` in the middle to at most `width` characters, since both ends identify a name."""
     if len(text) <= width:
         return text
     end = max(0, (width - 1) * 2 // 3)
@@ -449,9 +458,9 @@ def elide_middle(text: str, width: int) -> str:
 
 
 def pack_lines(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
-    """Place the parts on as few lines as possible, without breaking a part.
+    """Join the parts to as few lines as possible, without breaking any part.
 
-    Lines after the first are indented by `indent`.
+    `between` separates the parts of a line. Lines after the first are indented by `indent`.
     """
     lines: list[Text] = []
     for part in parts:
@@ -467,7 +476,7 @@ def _group_renderables(*parts: RenderableType | None) -> Group:
 
 
 def _set_ellipsis(text: Text) -> Text:
-    """Set the text to be cut with an ellipsis at the terminal's edge."""
+    """Make the text end in an ellipsis where the terminal is too narrow, and return the text."""
     text.no_wrap = True
     text.overflow = "ellipsis"
     return text

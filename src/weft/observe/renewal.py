@@ -1,4 +1,4 @@
-"""Rebuilds `report.html` during a run, from the first step on, without slowing the run."""
+"""Repeated building of `report.html` during a run, from the first step on, without slowing the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NICE = 10  # niceness of the process that builds the report
 
 
 class ReportProcess(Protocol):
-    """A build in another process."""
+    """Process that builds a report."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
@@ -30,16 +30,16 @@ class ReportProcess(Protocol):
 
 
 def start(directory: Path) -> ReportProcess:
-    """Build the report in another process, which the terminal's Ctrl-C does not reach."""
+    """Build the report in another process, which does not receive Ctrl-C from the terminal."""
     command = [sys.executable, "-m", "weft.observe.renewal", str(directory)]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
 
 
 class ReportRenewal:
-    """Rebuilds the report of one run.
+    """Builder that keeps the report of one run up to date.
 
-    `tell` is called with a message when a build first fails; the run continues.
+    `tell` is called with a message when a build first fails. The run continues.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class ReportRenewal:
         self._failure_reported = False
 
     def renew_if_due(self) -> None:
-        """Build the report if it is due; called after each step. Never waits for a long build."""
+        """Build the report if enough time has passed. Called after each step.
+
+        A long build runs in another process, and this method does not wait for it.
+        """
         # Check a build in progress.
         if self._process is not None:
             code = self._process.poll()
@@ -87,14 +90,14 @@ class ReportRenewal:
             self._cost = self._clock() - self._began
 
     def stop(self) -> None:
-        """Kill a build in progress; the previous report remains intact."""
+        """Kill the process of a build in progress. The previous report remains intact."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def finish(self, status: str) -> None:
-        """Build the last report, with the status the run ended with."""
+        """Build the final report with `status`, the outcome of the run."""
         self.stop()
         self._build_here(status)
 
@@ -115,7 +118,10 @@ class ReportRenewal:
 
 
 def main(words: Sequence[str]) -> int:
-    """Build the report of `words[0]` at low priority: `python -m weft.observe.renewal RUN_DIR`."""
+    """Build the report of the run `words[0]` at low priority.
+
+    Called by `python -m weft.observe.renewal RUN_DIR`.
+    """
     os.nice(NICE)
     build_report(Path(words[0]))
     return 0

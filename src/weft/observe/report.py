@@ -1,4 +1,4 @@
-"""`report.html`: one page that shows a run, built from the files in its directory.
+"""`report.html`: a page that shows one run, built from the files in the run's directory.
 
 The page loads nothing from the network.
 """
@@ -24,10 +24,10 @@ GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
 
 def build_report(run_dir: Path | str, status: str | None = None) -> Path:
-    """Write `run_dir/report.html` and return its path.
+    """Write `report.html` into a run's directory, and return its path.
 
-    `status` overrides the status in the run's files. Works during a run, and with only some of its
-    files. Raises `UserError` if `run_dir` is not a run.
+    `status` overrides the status in the run's files. The report can be built during a run, and if
+    some files are missing. Raises `UserError` if `run_dir` is not a run.
     """
     run = RunFiles.read(Path(run_dir))
     run = run if status is None else replace(run, status=status)
@@ -35,7 +35,7 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 
 
 def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
-    """Build the page of a run; with a `live` tag it updates itself."""
+    """Build the page of a run. If `live` has a tag, the page updates itself."""
     run_charts = charts.build_charts(run)
     main = sections.choose_headlines(run)[:1]
     hero = next(
@@ -87,7 +87,7 @@ def _render_hero(run: RunFiles, chart: Chart | None) -> str:
 
 
 def render_curves(drawn: Sequence[Chart], skip: int) -> str:
-    """Render all charts except the first `skip`; less informative ones are behind a click."""
+    """Render all charts except the first `skip`. Less informative charts are shown after a click."""
     place = {id(chart): index for index, chart in enumerate(drawn)}
     telling, rest = charts.split_charts(drawn[skip:])
     if not drawn:
@@ -102,7 +102,10 @@ def render_curves(drawn: Sequence[Chart], skip: int) -> str:
 
 
 def _render_controls(many: bool) -> str:
-    """Render the controls that apply to all curves: smoothing, x axis, log scale and reset."""
+    """Render the controls for all curves: smoothing, x axis, log scale and reset.
+
+    The smoothing control is included only if `many`, that is, if a curve has many points.
+    """
     slider = (
         '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.95" step="0.05" value="0.6">'
         "<output>0.60</output></label>"
@@ -126,7 +129,7 @@ def _render_time(run: RunFiles, spans: timing.SpansByStep) -> str:
 
 
 def _render_machine(run: RunFiles) -> str:
-    """Render the hardware of the run and the list of profiler traces."""
+    """Render the hardware of the run, and a list of the profiler's traces."""
     parts = [f"<p>{escape(run.hardware)}</p>"] if run.hardware else []
     if run.traces:
         files = "".join(f"<li><code>{escape(trace)}</code></li>" for trace in run.traces)
@@ -135,10 +138,10 @@ def _render_machine(run: RunFiles) -> str:
 
 
 def _embed_graph(svg: str) -> str:
-    """Embed the graph as images, so that no script in it can run and its style stays separate.
+    """Embed the graph as images, so that scripts in it cannot run and its style stays separate.
 
-    There are two images, for light and dark backgrounds, since not every browser passes the page's
-    colour scheme to an image. Their background is transparent.
+    There is one image for light and one for dark backgrounds, since not every browser passes the
+    page's colour scheme to an image. Both images have a transparent background.
     """
     bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
     light, dark = (

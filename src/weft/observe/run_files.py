@@ -1,4 +1,4 @@
-"""Contents of a run's directory, read for its report; any file can be missing."""
+"""Contents of a run's directory, read for the report. Any of the files can be missing."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ QUIET_SECONDS = 600.0  # a run that has written nothing for this long does not c
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Contents of one run's directory.
+    """Contents of a run's directory.
 
-    `lines` are the lines of metrics.jsonl that have a step, oldest first; `samples` are the samples
-    of a few steps; `record` is the content of run.json, which says how the run was started.
+    `lines` are the lines of metrics.jsonl that have a step, oldest first. `samples` are the samples
+    of a few steps. `record` is the content of run.json, which describes how the run was started.
     """
 
     directory: Path
@@ -66,7 +66,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
-        """Read a run's directory. Raises `ConfigError` if it is not the directory of a run."""
+        """Read a run's directory. Raises `ConfigError` if the directory does not contain a run."""
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no such directory; give the folder of a run, such as "
@@ -102,7 +102,7 @@ class RunFiles:
 
     @property
     def metric_names(self) -> list[str]:
-        """Every metric with a finite value, in the order of first appearance."""
+        """Names of all metrics that have a finite value, in the order of first appearance."""
         return list(self._columns)
 
     @property
@@ -111,11 +111,11 @@ class RunFiles:
 
     @cached_property
     def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
-        """(metric -> (steps, values) where finite, metric -> number of lines where it is not).
+        """Finite values of each metric with their steps, and the number of other values.
 
-        A value counts as not finite if it is NaN, infinite or too large. Computed once, and lines
-        with the same metrics are converted together: a long run has a million values, scattered in
-        memory.
+        A value counts as not finite if it is NaN, infinite or too large. The table is computed
+        once. Lines with the same metrics are converted together, because a long run has a million
+        values, scattered in memory.
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
         gaps = Counter[str]()
@@ -144,13 +144,16 @@ class RunFiles:
 
     @property
     def title(self) -> tuple[str, str]:
-        """(experiment, trial) from the configuration, else from the names of the folders."""
+        """Names of the experiment and the trial, from the configuration or else the folder names."""
         folder = self.directory.resolve()
         trial = self.config.get("trial_name") or folder.name
         return str(self.config.get("experiment_name") or folder.parent.name), str(trial)
 
     def get_series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return (steps, values) of a metric where it is finite; empty lists if unknown."""
+        """Return the steps and the values of a metric where it is finite.
+
+        Both lists are empty if the run does not have the metric.
+        """
         return self._columns.get(name, ([], []))
 
     @cached_property
@@ -162,7 +165,7 @@ class RunFiles:
         )
 
     def count_not_finite(self, name: str) -> int:
-        """Return the number of steps at which a metric was not finite."""
+        """Return the number of steps at which the metric `name` was not finite."""
         return self._table[1][name]
 
 
@@ -173,7 +176,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_options(path: Path) -> dict[str, Any]:
-    """Return the options of a run with secrets masked; empty if they cannot be read."""
+    """Return the options of a run, with secrets masked; an empty dict if they cannot be read."""
     try:
         return dict(mask_values(read_config(path)))
     except ConfigError:
@@ -181,7 +184,7 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 
 def _read_status(directory: Path) -> str:
-    """Return the run's status; `unfinished` if it ended without writing one."""
+    """Return the run's status; `unfinished` if the run ended without writing its outcome."""
     status = str(read_json(directory / STATUS).get("status"))
     if status not in STATUSES:
         return "unfinished"
@@ -191,7 +194,7 @@ def _read_status(directory: Path) -> str:
 
 
 def is_quiet(directory: Path) -> bool:
-    """Return whether a run has written nothing for so long that it does not count as running."""
+    """Return whether a run has written nothing for so long that it counts as no longer running."""
     files = []
     for name in (STATUS, METRICS, LOG):
         if (directory / name).is_file():
@@ -200,7 +203,7 @@ def is_quiet(directory: Path) -> bool:
 
 
 def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the metrics of a line, and whether all values are floats or small whole numbers."""
+    """Return the metrics of a line, and whether all values are floats or integers below `LARGEST`."""
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(
         abs(v) < LARGEST for v in values if type(v) is int

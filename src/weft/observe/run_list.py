@@ -1,6 +1,6 @@
-"""Summaries of the runs in a folder, as listed by `weft ls`.
+"""Summaries of the runs in a folder, for `weft ls`.
 
-Only the ends of long files are read, so that a hundred runs are listed quickly.
+Only the ends of long files are read, so that a hundred runs can be listed quickly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 class RunSummary:
     """Summary of one run.
 
-    Unknown values are None; `changed` is in seconds since the epoch.
+    Unknown values are None. `changed` is the time of the last change, in seconds since the epoch.
     """
 
     path: Path
@@ -57,30 +57,31 @@ class RunSummary:
 
     @property
     def is_flagged(self) -> bool:
-        """Return whether a metric is out of range."""
+        """Return whether the run's diagnosis reports a problem."""
         return self.diagnosis not in (None, FINE)
 
 
 def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
-    """Return the runs in `root` and up to two levels below, newest first.
+    """Return summaries of the runs in `root`, up to two levels below it, newest first.
 
-    `root` can be a run itself. `alive` returns whether a run with the status `running` has a live
-    process; without `alive`, a run that has written nothing for ten minutes is unfinished.
+    `root` can itself be a run. `alive` returns whether a run with the status `running` has a live
+    process. Without `alive`, such a run counts as unfinished if it has written nothing for ten
+    minutes.
     """
     runs = [summarize(path, alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
 
 
 def list_newest_first(root: Path) -> list[Path]:
-    """Return the directories of the runs in `root` in the order of `list_runs`.
+    """Return the directories of the runs in `root`, in the same order as `list_runs`.
 
-    Reads only file times, not the runs' contents.
+    Reads only the times of files, not the contents.
     """
     return sorted(find_runs(root), key=lambda run: (-(_find_change_time(run) or 0.0), str(run)))
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the directories of runs in `root` and up to two levels below; follows no links."""
+    """Yield the directories of runs in `root`, up to two levels below it. Follows no links."""
     level = [root]
     for _ in range(3):
         below: list[Path] = []
@@ -112,7 +113,10 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """Summarize one run from its readable files."""
+    """Summarize one run from those of its files that are readable.
+
+    `alive` has the same meaning as in `list_runs`.
+    """
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
     top = _read_top_keys(run / CONFIG)
@@ -150,9 +154,9 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(
     run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None
 ) -> RunDiagnosis | None:
-    """Diagnose a run from the ends of its files; None if it has too few steps.
+    """Diagnose a run from the beginnings and ends of its files; None if it has too few steps.
 
-    `lines` are the lines of its metrics, if they are already read.
+    `lines` are the lines of metrics.jsonl, if the caller has already read them.
     """
     metrics = end_lines(run / METRICS) if lines is None else lines
     rewarded = any(get_last_part(name) == REWARD for line in metrics[-1:] for name in line)
@@ -161,7 +165,11 @@ def diagnose(
 
 
 def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the last value of an evaluation metric; the mean of a training metric's last steps."""
+    """Return the value of a metric at the end of the run; None if it has none.
+
+    This is the last value of an evaluation metric, and the mean over the last steps for a training
+    metric.
+    """
     if (
         metric is None
         or not (there := [line[metric] for line in lines if metric in line])
@@ -185,9 +193,9 @@ def _find_status(
 
 
 def _read_top_keys(config: Path) -> dict[str, str]:
-    """Return the top-level keys of a config.yaml with the text after them.
+    """Return the top-level keys of a config.yaml, each with the rest of its line.
 
-    Uses a regular expression: parsing a hundred such files would take seconds.
+    Uses a regular expression, because parsing a hundred such files would take seconds.
     """
     try:
         return dict(TOP_KEY.findall(read_text(config, str(config), most=MOST_YAML)))
@@ -196,9 +204,9 @@ def _read_top_keys(config: Path) -> dict[str, str]:
 
 
 def _read_scalars(config: Path) -> dict[str, Any]:
-    """Return the nested options of a config.yaml that are single values.
+    """Return the options of a config.yaml whose values are scalars, as nested dicts.
 
-    Reads only the layout in which weft writes the file.
+    Only the layout in which weft writes the file is understood.
     """
     if not config.is_file():
         return {}
@@ -237,7 +245,7 @@ def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
 def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
     """Return the lines of a file that have a step, oldest first.
 
-    From a file of more than `most` bytes only the lines at its two ends are read.
+    If the file has more than `most` bytes, only lines near its beginning and its end are returned.
     """
     half = most // 2
     return _read_ranges(
@@ -248,7 +256,10 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
 def _read_ranges(
     path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
 ) -> list[dict[str, Any]]:
-    """Return the complete lines in the given byte ranges of a file."""
+    """Return the complete lines in some byte ranges of a file.
+
+    `parts` returns the ranges, given the size of the file in bytes.
+    """
     rows: list[str] = []
     if not path.is_file():
         return []
@@ -264,9 +275,10 @@ def _read_ranges(
 
 
 def count_tree_bytes(folder: Path) -> int:
-    """Return the total bytes of the files below a folder.
+    """Return the total size in bytes of all files below a folder.
 
-    A file with several hard links counts once. Symbolic links are counted, not followed.
+    A file with several hard links counts once. Symbolic links are counted themselves, but not
+    followed.
     """
     seen: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):

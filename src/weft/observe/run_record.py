@@ -1,6 +1,6 @@
-"""`run.json` of a run: the command, place and software of each process that worked on it.
+"""Record of a run, `run.json`: command, folder and software of each process that worked on it.
 
-The runtime writes it, `weft show` reads it.
+The runtime writes the record, and `weft show` reads it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from weft.observe.run_files import RECORD
 
 @dataclass(frozen=True)
 class RunStart:
-    """One process that worked on the run.
+    """Start of one process that worked on the run.
 
-    `step` is the number of steps done before the process started; `commit` is the commit of weft's
-    checkout, if weft runs from one.
+    `step` is the number of steps that were done before this start. `commit` is the commit of weft's
+    checkout, if weft is run from one.
     """
 
     time: float  # seconds since the epoch
@@ -35,9 +35,9 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of `run.json`; starts are in order, oldest first.
+    """Content of `run.json`, with the starts of the run, oldest first.
 
-    `chosen` lists options that the user left unset and weft chose.
+    `chosen` lists the options that the user left unset and for which weft chose a value.
     """
 
     algorithm: str | None = None
@@ -47,7 +47,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: Path) -> RunRecord:
-        """Read a run's record; fields that cannot be read keep their defaults."""
+        """Read the record of a run. Fields that cannot be read keep their defaults."""
         record = read_json(run / RECORD)
         listed = record.get("starts")
         starts = [
@@ -66,7 +66,7 @@ class RunRecord:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the record as the mapping that is written to `run.json`."""
+        """Return the record as a mapping, in the form in which `run.json` stores it."""
         return asdict(self)
 
 

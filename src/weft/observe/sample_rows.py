@@ -1,4 +1,4 @@
-"""Reader of `samples.jsonl` for reports: the rows of a few steps, grouped by prompt."""
+"""Reader of `samples.jsonl` for reports, which returns the rows of a few steps by prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """One prompt of a step with its completions, in order."""
+    """Prompt of one step, with the sampled or ranked completions in order."""
 
     step: float
     id: str | None
@@ -34,17 +34,17 @@ class SampleGroup:
 
     @property
     def answer(self) -> str | None:
-        """The reference answer of the dataset; None if there is none."""
+        """Reference answer in the dataset; None if there is none."""
         reference = self.rows[0].get("answer")
         return str(reference) if isinstance(reference, str | int | float) else None
 
     @property
     def is_ranked(self) -> bool:
-        """Return whether the dataset ranks the answers."""
+        """Return whether all completions have a rank and there are at least two."""
         return len(self.rows) > 1 and all(is_finite(row.get("rank")) for row in self.rows)
 
     def read_values(self, name: str) -> list[float]:
-        """Return the finite values of the key `name` in the rows."""
+        """Return the finite values that the rows have for the key `name`."""
         values: list[float] = []
         for row in self.rows:
             if is_finite(row.get(name)):
@@ -60,10 +60,10 @@ def pick(values: Sequence[T], count: int) -> list[T]:
 
 
 def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Return the rows of at most `steps` steps, evenly spaced.
+    """Return the rows of at most `steps` evenly spaced steps.
 
-    If some steps have values of single tokens, only these and the last step are considered. Only
-    the rows returned are parsed, since the file of a long run is large.
+    If some steps have values for single tokens, only these steps and the last step are considered.
+    Only the rows that are returned are parsed, because the file of a long run is large.
     """
     lines: dict[int, list[bytes]] = {}
     detailed_steps: set[int] = set()
@@ -87,7 +87,7 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
 def _read_step(line: bytes) -> int | None:
     """Return the step of a line; None if the line cannot be read.
 
-    Lines in the layout that weft writes are not parsed.
+    A line in the layout that weft writes is not parsed for this.
     """
     known = STEP.match(line)
     if known is not None:
@@ -104,9 +104,9 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 def group_rows(
     rows: Iterable[Mapping[str, Any]], most: int = GROUPS
 ) -> dict[float, list[SampleGroup]]:
-    """Group rows into step -> groups, at most `most` for each step.
+    """Group rows by step, and within a step by prompt, with at most `most` groups per step.
 
-    Rows with the same `id` are one group; a row without an `id` is a group by itself.
+    Rows with the same `id` belong to the same group. A row without an `id` is a group of its own.
     """
     rows_by_step: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
@@ -128,6 +128,6 @@ def _read_id(row: Mapping[str, Any]) -> str | None:
 
 
 def _sort_ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Sort ranked answers best first; keep the order of others."""
+    """Sort answers from best to worst if all have a rank; otherwise keep their order."""
     ranked = all(is_finite(row.get("rank")) for row in rows)
     return sorted(rows, key=lambda row: row["rank"]) if ranked else list(rows)

@@ -1,4 +1,4 @@
-"""First screen and log of a report: the headline metrics of a run as HTML."""
+"""HTML of a report's first screen, with the headline metrics of the run, and of its log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.observe.run_files import RunFiles
 
 
 def render_lede(run: RunFiles) -> str:
-    """Summarize the run in a few sentences: its length, and the course of its headline metrics."""
+    """Summarize in a few sentences how long the run is and how its headline metrics changed."""
     if not run.lines:
         return "No step has been written yet."
     last = run.lines[-1]
@@ -38,14 +38,14 @@ def render_lede(run: RunFiles) -> str:
 
 
 def choose_headlines(run: RunFiles) -> list[str]:
-    """Return the headline metrics: of the validation rows, if any, then of training."""
+    """Return the headline metrics: the validation metric, if there is one, and the training metric."""
     name = find_headline(run.metric_names, run.record.get("algorithm"))
     evaluated = find_evaluation(name, run.metric_names)
     return [each for each in (evaluated, name) if each is not None]
 
 
 def describe_course(run: RunFiles, name: str) -> str:
-    """Return a sentence about a metric: its first, last and best value, and the noise.
+    """Return a sentence with the first, last and best value of a metric, and the noise.
 
     The values are means over several steps.
     """
@@ -65,13 +65,13 @@ def describe_course(run: RunFiles, name: str) -> str:
 
 
 def render_status(word: str, *, flagged: bool = False) -> str:
-    """Render a run's status; `flagged` adds a mark for a metric out of range."""
+    """Render a run's status. With `flagged`, a mark shows that a metric is out of range."""
     kind = f"{word} flagged" if flagged else word
     return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
 
 
 def render_verdict(diagnosis: RunDiagnosis | None) -> str:
-    """Render a diagnosis as a line of the first screen; "" without one."""
+    """Render a diagnosis as a line of the first screen; "" if there is none."""
     if diagnosis is None:
         return ""
     kind, word = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")
@@ -79,12 +79,12 @@ def render_verdict(diagnosis: RunDiagnosis | None) -> str:
 
 
 def format_count(value: float, word: str) -> str:
-    """Format a number with its noun: `1 step`, `2 steps`."""
+    """Format a number with a noun in singular or plural, such as `1 step` or `2 steps`."""
     return f"{format_number(value)} {word if value == 1 else f'{word}s'}"
 
 
 def render_tiles(run: RunFiles) -> str:
-    """Render the most important numbers of the run."""
+    """Render the most important numbers of the run, one per tile."""
     return "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
         for name, value, note in _list_facts(run)
@@ -144,7 +144,7 @@ def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
 
 
 def render_log(lines: Sequence[str]) -> str:
-    """Render the lines of the log."""
+    """Render the lines of a run's log."""
     return (
         f'<pre class="log" tabindex="0" aria-label="log">{escape_text(chr(10).join(lines))}</pre>'
     )

@@ -1,6 +1,6 @@
-"""Short names of a run's checkpoints, for people.
+"""Short names of runs' checkpoints, for people.
 
-`weft.checkpoints.names` resolves a short name to its checkpoint.
+`weft.checkpoints.names` finds the checkpoint of a short name.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ STEP = re.compile(r"step(\d+)")
 
 
 def shorten_path(path: str) -> str:
-    """Return the short name of a run's checkpoint; `path` itself for any other path.
+    """Return the short name of a run's checkpoint, or `path` itself for any other path.
 
-    The short name is `runs/E/T@step40` for a policy, `runs/E/T@step40:critic` for another role.
+    The short name is `runs/E/T@step40` for a policy, and `runs/E/T@step40:critic` for another role.
     """
     parts = Path(path).parts
     if len(parts) <= 3 or parts[-3] != CHECKPOINTS or STEP.fullmatch(parts[-1]) is None:
@@ -26,10 +26,10 @@ def shorten_path(path: str) -> str:
 
 
 def build_served_name(path: str) -> str:
-    """Return the name by which clients of a server refer to a model, safe in URLs.
+    """Return the name by which clients of a server refer to a model.
 
     The name is the trial if `path` is a run's checkpoint, else the last part of the path that is
-    not a step. It stays the same when a run continues.
+    not a step. It is safe in URLs, and stays the same when a run continues.
     """
     parts = Path(path).parts
     if len(parts) > 3 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):

@@ -1,6 +1,7 @@
-"""Loggers that a run can write to, in addition to its own files.
+"""Loggers to which a run can write, in addition to its own files.
 
-Each third-party package is imported only in its own file, and only if its logger is enabled.
+Each third-party package is imported only in the module of its logger, and only if that logger is
+enabled.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ NAMES = ("tensorboard", "wandb", "trackio")
 
 
 class LoggerSink(Protocol):
-    """A logger.
+    """Logger of metrics and samples.
 
-    `step` counts completed steps from 1 and never decreases within one process.
+    `step` is the number of completed steps, starting from 1. It never decreases within a process.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the finite metrics of one step, by name."""
+        """Log the finite metrics of one step. `metrics` maps names to values."""
         ...
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Log completions of one step: mappings with `prompt`, `completion` and maybe `reward`."""
+        """Log completions of one step, with the keys `prompt`, `completion` and possibly `reward`."""
         ...
 
     def close(self) -> None:
-        """Send what is still buffered and end the logger."""
+        """Send all data that are still buffered, and end the logger."""
         ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Information on the run for loggers.
+    """Information about the run for loggers.
 
-    For a resumed run, `resumed_step` is the step that it resumes from, and `logged` the last step
-    in its metrics.jsonl, set by `RunObserver.open`. Both are 0 for a new run.
+    For a resumed run, `resumed_step` is the step from which it resumes, and `logged` is the last
+    step in metrics.jsonl, which `RunObserver.open` sets. Both are 0 for a new run.
     """
 
     directory: Path
@@ -54,10 +55,10 @@ class RunInfo:
 
 
 def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the loggers before the run starts; writes nothing.
+    """Check the loggers before the run starts. Writes nothing.
 
-    `loggers` maps a logger's name to its options (`LoggerSpec.enabled()`). Raises `UserError` for
-    an unknown logger, a missing package, or a login that fails.
+    `loggers` maps the name of each logger to its options, as returned by `LoggerSpec.enabled()`.
+    Raises `UserError` for an unknown logger, a missing package, or a failed login.
     """
     for name, options in loggers.items():
         if name not in NAMES:
@@ -70,26 +71,26 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
 def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[LoggerSink]:
     """Check and start every logger in `loggers`, for a run whose directory exists.
 
-    Raises `UserError` like `check_sinks`.
+    Raises `UserError` as `check_sinks` does.
     """
     check_sinks(loggers)
     return [_import_sink(name).start(options, run) for name, options in loggers.items()]
 
 
 def build_missing_error(name: str) -> UserError:
-    """Return the error for a logger whose package is not installed."""
+    """Return the error to raise if a logger's package is not installed."""
     return ConfigError(
         f"logger.{name}: the package {name!r} is not installed; run: {install(name)}"
     )
 
 
 def _import_sink(name: str) -> Any:
-    """Return the module of a logger, which has `check(options)` and `start(options, run)`."""
+    """Return the module of a logger, which defines `check(options)` and `start(options, run)`."""
     return importlib.import_module(f"weft.observe.sinks_{name}")
 
 
 def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
-    """Return rows of strings for loggers that show tables; missing values are empty strings."""
+    """Return rows of strings for loggers that show tables. Missing values are empty strings."""
     table: list[list[str]] = []
     for row in samples:
         table.append(["" if row.get(column) is None else str(row[column]) for column in columns])

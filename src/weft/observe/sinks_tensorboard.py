@@ -1,4 +1,4 @@
-"""Logger for TensorBoard: event files in `{run}/tensorboard/`."""
+"""Logger for TensorBoard, which writes event files to `{run}/tensorboard/`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ COLUMNS = ("prompt", "completion", "reward")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Do nothing; there is no login and there are no options."""
+    """Do nothing, because there are no options and no login is needed."""
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
-    """Start a TensorBoard logger in the run's directory."""
+    """Start a TensorBoard logger that writes to the run's directory."""
     return TensorBoard(run.directory / FOLDER, run.resumed_step)
 
 
 class TensorBoard:
-    """Writes event files with TensorBoard's own writer, without torch or TensorFlow.
+    """Logger that uses TensorBoard's own writer of event files, without torch or TensorFlow.
 
-    A run resumed from `resumed_step` marks later events of earlier processes as superseded, so that
-    each metric has a single curve.
+    If the run is resumed from `resumed_step`, later events of earlier processes are marked as
+    superseded, so that each metric has a single curve.
     """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
@@ -65,7 +65,7 @@ class TensorBoard:
 
 
 def _render_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with the text of the cells escaped."""
+    """Return a Markdown table of the rows, with escaped text."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
         cells = (html.escape(cell).replace("|", "&#124;").replace("\n", "<br>") for cell in row)

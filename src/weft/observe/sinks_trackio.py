@@ -1,4 +1,4 @@
-"""Logger for Trackio: a local tracker (`trackio show`), or a Hugging Face Space."""
+"""Logger for Trackio, which tracks experiments locally (`trackio show`) or in a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = ["step", "id", "prompt", "completion", "reward"]
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Check the Hugging Face login, which only a Space needs.
+    """Check that there is a Hugging Face login if the options name a Space.
 
     Raises `UserError` if there is no login.
     """
@@ -27,7 +27,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
-    """Start the run in Trackio, or resume the run of the same name."""
+    """Start the run in Trackio, or resume the run with the same name."""
     import trackio
 
     session = trackio.init(
@@ -42,9 +42,9 @@ def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
 
 
 class Trackio:
-    """Logs to Trackio.
+    """Logger for Trackio.
 
-    Steps up to `logged`, which an earlier process of a resumed run has sent, are skipped.
+    Steps up to `logged` are skipped, because an earlier process of the resumed run has sent them.
     """
 
     def __init__(self, session: Any, logged: int = 0) -> None:

@@ -1,6 +1,6 @@
 """Logger for Weights & Biases.
 
-The API key comes from the environment or the login; weft neither reads nor writes it.
+The API key comes from the environment or the login. weft neither reads nor writes the key.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MODES = ("online", "offline", "disabled")
 
 
 def find_mode(options: Mapping[str, Any]) -> str:
-    """Return the option `mode`, else the environment variable WANDB_MODE, else online.
+    """Return the option `mode`, or else the environment variable WANDB_MODE, or else "online".
 
-    Raises `UserError` for an invalid value of the variable.
+    Raises `UserError` if the variable has an invalid value.
     """
     mode = options.get("mode") or os.environ.get("WANDB_MODE") or ONLINE
     if mode not in MODES:
@@ -37,7 +37,7 @@ def find_mode(options: Mapping[str, Any]) -> str:
 def check(options: Mapping[str, Any]) -> None:
     """Log in, unless the mode is offline or disabled.
 
-    Raises `UserError` if there is no key or the server rejects it.
+    Raises `UserError` if there is no key or the server rejects the key.
     """
     if find_mode(options) != ONLINE:
         return
@@ -52,9 +52,9 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
-    """Start the run, or resume the one whose id is in the run's directory.
+    """Start the run, or resume the run whose id is stored in the run's directory.
 
-    Raises `UserError` if that fails.
+    Raises `UserError` if wandb cannot start the run.
     """
     import wandb
 
@@ -78,9 +78,9 @@ def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
 
 
 class Wandb:
-    """Logs to Weights & Biases.
+    """Logger for Weights & Biases.
 
-    After a resume, steps before `first` are skipped: the server already has them, and its history
+    Steps before `first` are skipped: after a resume, the server already has them, and its history
     cannot be rewritten.
     """
 
@@ -109,7 +109,7 @@ class Wandb:
 
 
 def _get_run_id(path: Path) -> str:
-    """Return the run's id; created at its first start and stored in `path`."""
+    """Return the run's id, which is created at the first start and stored in the file `path`."""
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
     run_id = secrets.token_hex(4)

@@ -1,8 +1,8 @@
-"""`timeline.json`: spans of a run as Chrome trace events, which https://ui.perfetto.dev opens.
+"""Timeline of a run, `timeline.json`: spans as Chrome trace events, for https://ui.perfetto.dev.
 
-A track is `GROUP/LANE`: `roles/actor`, `host/reward`, `run/save`. A group is a process of the trace
-and a lane a thread of it. The file is a complete JSON array after every event: each event
-overwrites the closing bracket and writes it again.
+A track has the form `GROUP/LANE`, such as `roles/actor`, `host/reward` or `run/save`. A group is a
+process of the trace, and a lane is a thread of that process. The file is a complete JSON array
+after every event, because each event overwrites the closing bracket and writes it again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One span of time: `start` in seconds since the run first began, `seconds` its length."""
+    """Span of time on a lane of the timeline.
+
+    `start` is in seconds since the run first began, and `seconds` is the duration.
+    """
 
     name: str
     group: str
@@ -44,7 +47,7 @@ class TimelineSpan:
 
 
 class Timeline:
-    """Writer of a timeline; a resumed run appends to the existing file, on the same clock."""
+    """Writer of a timeline. A resumed run appends to the existing file, with the same time origin."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,7 +70,10 @@ class Timeline:
 
     @contextmanager
     def time_span(self, name: str, track: str, **args: Any) -> Iterator[None]:
-        """Time the body of a `with` statement; written when it ends, even by an exception."""
+        """Time the body of a `with` statement as a span.
+
+        The span is written when the body ends, even if the body raises an exception.
+        """
         began = time.time()
         clock = time.perf_counter()
         try:
@@ -76,9 +82,10 @@ class Timeline:
             self.add(name, track, began, time.perf_counter() - clock, **args)
 
     def add(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
-        """Add a span measured elsewhere.
+        """Add a span that was measured elsewhere.
 
-        `began` is in seconds since the epoch, `seconds` is its length. `args` are shown with it.
+        `began` is in seconds since the epoch, and `seconds` is the duration. `args` are shown with
+        the span.
         """
         process, thread = self._track(track)
         fields = {
@@ -92,7 +99,10 @@ class Timeline:
         self._write_event({**fields, "args": convert_to_json(args)}, began)
 
     def _track(self, track: str) -> tuple[int, int]:
-        """Return (process, thread) of a track; names of a new track are written first."""
+        """Return the ids of a track's process and thread.
+
+        If the track is new, its names are first written to the file.
+        """
         group, _, lane = track.rpartition("/")
         group = group or RUN
         key = (group, lane)
@@ -129,9 +139,9 @@ class Timeline:
         self._size += len(line) + 2
 
     def _resume_file(self, events: list[dict[str, Any]]) -> None:
-        """Continue the timeline of an earlier process: its tracks and its clock.
+        """Continue the timeline of an earlier process, with its tracks and its time origin.
 
-        Rewrites the file without a half-written end.
+        The file is rewritten with the valid events only, without an incomplete end.
         """
         groups: dict[int, str] = {}
         for event in events:
@@ -152,9 +162,10 @@ class Timeline:
 
 
 def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:
-    """Return the valid events of a file, which can be truncated; empty if there is no file.
+    """Return the valid events of a file, which can be truncated.
 
-    With `head`, only events in the first `head` and the last `tail` bytes are returned.
+    Returns an empty list if there is no file. With `head`, only the first `head` and the last
+    `tail` bytes of the file are read.
     """
     if not path.is_file():
         return []
@@ -174,7 +185,7 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
 
 
 def _is_sound(event: Mapping[str, Any]) -> bool:
-    """Return whether an event has all fields that readers use, with the types weft writes."""
+    """Return whether an event has all fields that readers use, with the types that weft writes."""
     args = event.get("args", {})
     if not isinstance(event.get("name"), str) or not isinstance(args, dict):
         return False
@@ -189,7 +200,7 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
 
 
 def _read_ends(path: Path, head: int, tail: int) -> bytes:
-    """Return the first `head` and the last `tail` bytes of a file, or all of it."""
+    """Return the first `head` and the last `tail` bytes of a file, or all of a shorter file."""
     with path.open("rb") as file:
         first = file.read(head + tail)
         size = os.fstat(file.fileno()).st_size
@@ -202,8 +213,9 @@ def _read_ends(path: Path, head: int, tail: int) -> bytes:
 def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[TimelineSpan]:
     """Return the spans of a file, sorted by start.
 
-    If a resumed process repeated steps, the spans of the earlier process for these steps are left
-    out, as are its spans outside any step. `head` and `tail` have the meaning of `read_events`.
+    If a resumed process repeated steps, the earlier process's spans of these steps are left out. So
+    are the spans of earlier processes that belong to no step. `head` and `tail` have the same
+    meaning as in `read_events`.
     """
     events = read_events(path, head, tail)
     groups = {}

@@ -1,4 +1,4 @@
-"""Time section of a report: share of each call, and spans of any step on tracks."""
+"""Section of a report on time: the share of each call, and the spans of any step on tracks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ GROUPS = (ROLES, HOST, RUN)
 
 
 def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
-    """Return node -> colour of its role, from the timeline; host functions are grey."""
+    """Return the colour of each node in the timeline.
+
+    This is the colour of the node's role, or grey for a host function.
+    """
     roles = assign_role_hues(span.lane for span in spans if span.group == ROLES)
     node_hues: dict[str, ColourPair] = {}
     for span in spans:
@@ -32,9 +35,10 @@ def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
 
 
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
-    """Return (call, mean seconds per step, share) for each call, then for the rest of the step.
+    """Return each call's name, mean seconds per step, and share of the step's time.
 
-    Concurrent calls can add up to more than the step; shares are then fractions of their sum.
+    The rest of the step comes last, as a separate entry. If the calls together take longer than the
+    step, because some are concurrent, the shares are fractions of the calls' total time.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -51,7 +55,7 @@ def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
 
 
 def render_shares(run: RunFiles) -> str:
-    """Render one bar with all calls, and the same numbers as a table."""
+    """Render each call's share of the time as one stacked bar, and as a table."""
     rows = compute_shares(run)
     hues = find_node_hues(run.spans)
     call_hues = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
@@ -75,9 +79,9 @@ def render_shares(run: RunFiles) -> str:
 
 @dataclass(frozen=True)
 class SpansByStep:
-    """Spans of the run by step.
+    """Spans of a run, grouped by step.
 
-    `listed` holds the steps that the page can show: all, unless the run is very long.
+    `listed` has the steps that the page can show. These are all steps, unless the run is very long.
     """
 
     listed: Mapping[int | None, Sequence[TimelineSpan]]
@@ -86,7 +90,7 @@ class SpansByStep:
 
     @classmethod
     def from_spans(cls, spans: Sequence[TimelineSpan]) -> SpansByStep:
-        """Group spans by step; spans without a step belong to the step before them."""
+        """Group spans by step. Spans without a step are added to the step before them."""
         by_step: dict[int | None, list[TimelineSpan]] = {}
         now: int | None = None
         for span in spans:
@@ -102,7 +106,7 @@ class SpansByStep:
         return sorted(step for step in self.listed if step is not None)
 
     def get_last(self) -> list[TimelineSpan]:
-        """Return the spans of the last steps; without steps, the last few dozen spans."""
+        """Return the spans of the last steps; if no span has a step, the last spans."""
         if not self.steps:
             return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
         return sorted(
@@ -113,8 +117,9 @@ class SpansByStep:
     def build_data(self) -> dict[str, Any]:
         """Return the JSON data for the page's script.
 
-        It contains names, their colours and lanes, and for each step its spans as `[name, lane,
-        start, seconds]`: indices of name and lane, and the start in seconds since the step's start.
+        The data contain names, the names' colours, and lanes. They also contain each step's spans
+        as `[name, lane, start, seconds]`: the indices of the name and the lane, the seconds from
+        the start of the step, and the duration.
         """
         # Names, lanes in the order of `GROUPS`, and colours.
         names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
@@ -156,7 +161,10 @@ class SpansByStep:
 def _choose_steps(
     by_step: dict[int | None, list[TimelineSpan]],
 ) -> dict[int | None, list[TimelineSpan]]:
-    """Return all steps; of a long run, the first, the last, the longest and some others."""
+    """Return the spans of all steps or, if there are too many, of a selection of steps.
+
+    The selection has the first, the last and the longest steps, and some others.
+    """
     total = sum(len(spans) for spans in by_step.values())
     if total <= MOST_SPANS:
         return by_step
@@ -170,9 +178,9 @@ def _choose_steps(
 
 
 def render_gantt(spans: SpansByStep) -> str:
-    """Render the tracks of the last steps with a bar for each span, and a text for screen readers.
+    """Render the spans of the last steps as bars on tracks, with a text for screen readers.
 
-    The page's script shows other steps.
+    The page's script can show other steps.
     """
     recent = spans.get_last()
     begin = min(span.start for span in recent)
@@ -212,7 +220,7 @@ def render_gantt(spans: SpansByStep) -> str:
 
 
 def _render_step_chooser(spans: SpansByStep) -> str:
-    """Render buttons and a slider to select a step; "" if there is only one."""
+    """Render buttons and a slider that select a step; "" if there is only one step."""
     if len(spans.steps) < 2:
         return ""
     last = len(spans.steps) - 1
@@ -255,7 +263,10 @@ def _render_track(
 
 
 def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
-    """Return a colour strength for each name, so that calls of the same role look different."""
+    """Return a colour strength in percent for each name.
+
+    Calls of the same role have the same colour, and different strengths distinguish them.
+    """
     seen: dict[ColourPair, int] = {}
     tones = {}
     for name, hue in names:

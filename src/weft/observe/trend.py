@@ -1,7 +1,8 @@
-"""Statistics of noisy metrics: first, last and best value, and the significance of a change.
+"""Statistics of noisy metrics: first, last and best value, and whether a change is significant.
 
-The value of one step depends on the rows in its batch. So the end of a curve is a mean over several
-steps, the best value is the best such mean, and a change comes with the width of its noise.
+The value of a single step depends on the rows in its batch. Therefore the end of a curve is a mean
+over several steps, the best value is the best such mean, and a change is reported with the width of
+its noise.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ SHARES = ("accuracy", "accuracies")  # evaluation metrics that are shares of the
 
 @dataclass(frozen=True)
 class MetricChange:
-    """Change from the mean of the first steps to the mean of the last.
+    """Change of a metric from the mean of its first steps to the mean of its last steps.
 
-    `noise` is the half-width of the change's 95% interval; None if there are too few values to
-    estimate it.
+    `noise` is the half-width of the 95% confidence interval of the change. It is None if there are
+    too few values to estimate it.
     """
 
     first: float
@@ -43,16 +44,20 @@ class MetricChange:
 
     @property
     def delta(self) -> float:
-        """Difference of the last and the first mean."""
+        """Difference between the last and the first mean."""
         return self.last - self.first
 
     @property
     def is_within_noise(self) -> bool:
-        """Return whether the 95% interval of the change includes 0."""
+        """Return whether the 95% confidence interval of the change includes 0."""
         return self.noise is not None and abs(self.delta) <= self.noise
 
     def format_text(self) -> str:
-        """Format the change: `+0.0075, within noise`, `+0.21 ± 0.04`, or `+0.21` without noise."""
+        """Format the change, such as `+0.21 ± 0.04`.
+
+        A change that is not significant is formatted as `+0.0075, within noise`, and one of unknown
+        noise as `+0.21`.
+        """
         signed = f"{'+' if self.delta >= 0 else '-'}{format_number(abs(self.delta))}"
         if self.noise is None or self.noise <= ROUNDING * max(abs(self.first), abs(self.last)):
             return signed
@@ -62,19 +67,19 @@ class MetricChange:
 
 
 def format_noise(noise: float) -> str:
-    """Format the width of a noise with two digits, since it is itself an estimate."""
+    """Format a half-width of noise with two digits, since it is only an estimate."""
     return format_number(float(f"{noise:.2g}"))
 
 
 def count_last(count: int) -> int:
-    """Return the number of last values, of `count`, that are averaged for the end of a curve."""
+    """Return how many of a curve's last values, of `count` in total, are averaged for its end."""
     return max(1, count // TENTH, min(EDGE, count // 3))
 
 
 def count_first(count: int) -> int:
-    """Return the number of first values, of `count`, that are averaged for the start of a curve.
+    """Return how many of a curve's first values, of `count` in total, are averaged for its start.
 
-    The number is small, since curves are steep at the start.
+    The number is small, because curves are steep at the start.
     """
     return max(1, min(EDGE, count // 3))
 
@@ -85,14 +90,15 @@ def compute_mean(values: Sequence[float]) -> float:
 
 
 def compute_end_mean(values: Sequence[float]) -> float:
-    """Return the mean of the last values; `values` must not be empty."""
+    """Return the mean of the last `count_last` values; `values` must not be empty."""
     return compute_mean(values[-count_last(len(values)) :])
 
 
 def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
-    """Return (the best mean of `count_last` neighbouring values, index of the last of them).
+    """Return the best mean over a window of consecutive values, and the index of the last value.
 
-    `name` decides if higher or lower is better; higher if the metric has no direction.
+    `count_last` determines the length of the window. The best mean is the lowest one if lower
+    values of the metric `name` are better, and otherwise the highest.
     """
     width = count_last(len(values))
     total = sum(values[:width])
@@ -111,7 +117,7 @@ def compute_change(
     """Return the change of a metric over its steps; `values` must not be empty.
 
     If `name` and the number of evaluated `rows` are given, the noise is at least the sampling noise
-    of so few rows, which repeated evaluations of the same rows do not reduce.
+    due to the number of rows. Repeated evaluations of the same rows do not reduce this noise.
     """
     few = count_first(len(values))
     many = count_last(len(values))
@@ -127,9 +133,9 @@ def compute_change(
 
 
 def compute_end_noise(values: Sequence[float]) -> float | None:
-    """Return the half-width of the 95% interval of `compute_end_mean`.
+    """Return the half-width of the 95% confidence interval of `compute_end_mean`.
 
-    None for fewer than `LEAST` values.     The steep beginning of the curve is left out.
+    Returns None for fewer than `LEAST` values. The steep beginning of the curve is not used.
     """
     if len(values) < LEAST:
         return None
@@ -138,10 +144,11 @@ def compute_end_noise(values: Sequence[float]) -> float | None:
 
 
 def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
-    """Return the half-width of the 95% interval of an evaluated share: sqrt(p (1 - p) / n).
+    """Return the half-width of the 95% confidence interval of an evaluated proportion.
 
-    None for metrics that are not shares of the `rows` evaluated. Adding two rows of either kind
-    keeps the interval of 0 and 1 from being empty (Agresti and Coull 1998).
+    It is 1.96 sqrt(p (1 - p) / n). Two successes and two failures are added, so that the interval
+    is not empty for p = 0 or p = 1 (Agresti and Coull 1998). Returns None for metrics that are not
+    proportions of the `rows` evaluated.
     """
     if (
         not name.startswith(EVAL)
@@ -155,18 +162,21 @@ def compute_sampling_noise(name: str, value: float, rows: float) -> float | None
 
 
 def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
-    """Return the half-width for the difference of the two noisiest curves; None if one is unknown."""
+    """Return the noise of the difference of the two noisiest curves; None if any noise is unknown.
+
+    The noises are half-widths of 95% confidence intervals.
+    """
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
 
 
 @dataclass(frozen=True)
 class CurveNoise:
-    """Noise of a curve, as half-widths of 95% intervals.
+    """Noise of a curve, as half-widths of 95% confidence intervals.
 
-    `single` is the noise of one value, `dependence` the correlation between the noise of one value
-    and of the next. `of_end` is the noise of the end of a curve, including noise that lasts several
-    steps; 0 if the curve is too short to compare blocks.
+    `single` is the noise of a single value, and `dependence` the correlation between the noise of a
+    value and that of the next one. `of_end` is the noise of the mean at the curve's end, including
+    noise that lasts for several steps; it is 0 if the curve is too short to estimate this.
     """
 
     single: float
@@ -174,11 +184,17 @@ class CurveNoise:
     of_end: float
 
     def compute_for_means(self, *counts: int) -> float:
-        """Return the half-width of a difference of means over `counts` values, or of one mean."""
+        """Return the half-width for the mean of `counts[0]` values.
+
+        With two counts, returns the half-width for the difference between means of so many values.
+        """
         return self.single * math.sqrt(sum(map(self._compute_mean_variance, counts)))
 
     def _compute_mean_variance(self, count: int) -> float:
-        """Return the variance of a mean of AR(1) noise, relative to the variance of one value."""
+        """Return the variance of the mean of `count` values, relative to that of a single value.
+
+        The noise of the values is AR(1).
+        """
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
         ) / count
@@ -187,12 +203,13 @@ class CurveNoise:
 def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     """Estimate the noise of a curve.
 
-    The variance of a single value is the mean of the squared third differences (a - 3 b + 3 c -
-    d)^2 / 20, in which the trend of a smooth curve cancels (Gasser, Sroka and Jennen-Steinmetz
-    1986). If the noise of neighbouring steps is correlated, third differences underestimate it. In
-    a short curve this is corrected with the lag-1 autocorrelation. In a long curve, blocks of the
-    length of an end are compared with the line through them, in the second half, where curves are
-    less steep. Both use Student's t.
+    The variance of a single value is the mean of the squared third differences, (a - 3 b + 3 c -
+    d)^2 / 20. In these differences the trend of a smooth curve cancels (Gasser, Sroka and
+    Jennen-Steinmetz 1986). If the noise of neighbouring steps is correlated, third differences
+    underestimate the variance. In a short curve, this is corrected with the lag-1 autocorrelation.
+    In a long curve, the means of blocks are compared with the line that fits them best. The blocks
+    are as long as the curve's end, and lie in its second half, where curves are less steep. The
+    half-widths use Student's t.
     """
     count = len(values)
     many = count_last(len(values))
@@ -219,9 +236,9 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
 
 
 def _compute_autocorrelation(values: Sequence[float]) -> float:
-    """Return the correlation of neighbouring values around a line, in [0, `MOST_DEPENDENT`].
+    """Return the lag-1 autocorrelation of the values around a line, in [0, `MOST_DEPENDENT`].
 
-    Fitting the line lowers the correlation by (2 + 4 r) / n, which is added back.
+    Fitting the line lowers the correlation r by (2 + 4 r) / n, which is added back.
     """
     rest = _compute_residuals(values)
     spread = sum(each * each for each in rest)
@@ -233,12 +250,12 @@ def _compute_autocorrelation(values: Sequence[float]) -> float:
 
 
 def _compute_line_variance(values: Sequence[float]) -> float:
-    """Return the variance of values around the straight line that fits them best."""
+    """Return the variance of the values around the straight line that fits them best."""
     return sum(each * each for each in _compute_residuals(values)) / (len(values) - 2)
 
 
 def _compute_residuals(values: Sequence[float]) -> list[float]:
-    """Return the differences of the values from the straight line that fits them best."""
+    """Return the differences between the values and the straight line that fits them best."""
     count = len(values)
     middle = (count - 1) / 2
     level = compute_mean(values)
@@ -249,8 +266,8 @@ def _compute_residuals(values: Sequence[float]) -> list[float]:
 
 
 def _approximate_student(freedom: float) -> float:
-    """Approximate the 97.5% point of Student's t, to 1% for at least 3 degrees of freedom.
+    """Approximate the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
 
-    Source: Cornish-Fisher expansion.
+    Uses a Cornish-Fisher expansion, which is accurate to 1% for at least 3 degrees of freedom.
     """
     return 1.96 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3

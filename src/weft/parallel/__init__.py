@@ -1,1 +1,1 @@
-"""Split one network over several ranks, without changes to the network's own modules."""
+"""Splitting of a network over several ranks, without changes to the modules of the network."""

@@ -1,10 +1,11 @@
-"""Two halves of a backward pass: first the gradient of the input, later those of the weights.
+"""Backward pass in two halves: first the gradient of the input, later those of the weights.
 
-    groups = half_of_input(roots, gradients, states)       # sets states.grad
-    half_of_weights(network, groups, sums=False)           # adds to the parameters' gradients
+    groups = compute_input_half(roots, gradients, states)      # sets states.grad
+    compute_weight_half(network, groups, sums=False)           # adds to the parameters' gradients
 
-Between the halves, gradients are stored at the autograd nodes where weights enter the graph. For a
-sharded network, the first half runs FSDP2's hooks, and the second half does their work itself.
+Between the halves, gradients are stored at the autograd nodes where weights enter the graph. In a
+sharded network, the first half runs FSDP2's hooks, and the second half does the work of these hooks
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Group = dict[str, Any]
 def compute_input_half(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Tensor
 ) -> list[Group]:
-    """Compute the gradient of `states`, and return the weight groups for `compute_weight_half`.
+    """Compute the gradient of `states`, and return the groups of weights for `compute_weight_half`.
 
     `gradients` are the gradients of the roots; None, for a scalar root, counts as 1. The roots
     cannot be used afterwards.
@@ -44,9 +45,9 @@ def compute_input_half(
 
 
 def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bool) -> None:
-    """Add the gradients of the weight groups to the network's parameters.
+    """Add the gradients of the groups of weights to the gradients of the network's parameters.
 
-    With `sums`, the gradients of all passes of a sharded network are then summed over the ranks.
+    With `sums`, the accumulated gradients of a sharded network are then summed over the ranks.
     """
     left = list(groups)
     for part in iterate_unsharded(network, sums=sums):
@@ -62,9 +63,10 @@ def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bo
 
 
 def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Iterate over the leaves of a graph: the stage's input states and the weights.
+    """Iterate over the leaves of the graph of `roots`: the stage's input states and the weights.
 
-    In a sharded network, these are the whole weights, which its modules do not hold at this point.
+    In a sharded network, these are the whole weights, which are no longer parameters of its modules
+    at this point.
     """
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen = set(nodes)
@@ -81,10 +83,10 @@ def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _accumulate(group: Group) -> None:
-    """Add the gradients of one group of weights, from those stored at the group's nodes.
+    """Add the gradients of one group of weights, starting from those stored at the group's nodes.
 
-    Like torch's `stage_backward_weight`, which sets gradients itself; here, hooks on parameters run
-    too.
+    Unlike torch's `stage_backward_weight`, which sets the gradients itself, this runs the hooks of
+    parameters too.
     """
     edges = []
     gradients = []

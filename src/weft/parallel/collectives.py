@@ -1,8 +1,8 @@
 """Differentiable collectives: sums over a process group, and gather and scatter of a tensor's rows.
 
-torch's compiler does not compile these functions but calls them between compiled parts.
-`_disable_dynamo` is `torch.compiler.disable`, but it loads the compiler at the first call and not
-when this file is imported.
+torch's compiler does not compile these functions, but calls them between compiled parts.
+`_disable_dynamo` is `torch.compiler.disable`, except that it loads the compiler at the first call
+and not when this file is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 @_disable_dynamo
 def sum_forward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks; the gradient passes through unchanged.
+    """Return the sum of x over the ranks. The gradient passes through unchanged.
 
     Used for the output of a layer whose input columns are split over the ranks.
     """
@@ -29,7 +29,7 @@ def sum_forward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @_disable_dynamo
 def sum_backward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x, which is equal on all ranks; its gradient is summed over the ranks.
+    """Return x, which must be equal on all ranks. The gradient is summed over the ranks.
 
     Used for the input of a layer whose rows are split over the ranks.
     """
@@ -38,7 +38,7 @@ def sum_backward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks; the gradient is summed over the ranks too.
+    """Return the sum of x over the ranks. The gradient is summed over the ranks too.
 
     Used if each rank computes a different part of the result from the sum.
     """
@@ -46,7 +46,7 @@ def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_without_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks, without a gradient; x is not changed."""
+    """Return the sum of x over the ranks, without a gradient. x itself is not changed."""
     y = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y, group=group)
     return y
@@ -56,7 +56,7 @@ def sum_without_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
 class RowAssignment:
     """Assignment of a tensor's rows to the ranks of a group.
 
-    Each row belongs to one rank, and a rank's rows are in rising order.
+    Each row belongs to one rank. The rows of a rank are in ascending order.
     """
 
     group: ProcessGroup
@@ -74,7 +74,8 @@ class RowAssignment:
     ) -> RowAssignment:
         """Assign `count` rows to the ranks in consecutive runs of equal length.
 
-        The last rank that gets any rows may get fewer, and the ranks after it get none.
+        The last rank that gets any rows may get fewer than the others, and the ranks after it get
+        none.
         """
         most = -(-count // group.size())
         places = torch.arange(count, device=device)
@@ -83,7 +84,7 @@ class RowAssignment:
 
     @classmethod
     def from_owners(cls, owner: Tensor, group: ProcessGroup) -> RowAssignment:
-        """Assign each row to the rank `owner`, int64 [rows], a rank number within the group."""
+        """Assign each row to a rank of the group; `owner`, int64 [rows], has the rank of each row."""
         counts = owner.bincount(minlength=group.size())
         order = owner.argsort(stable=True)
         number = torch.empty_like(owner)
@@ -97,7 +98,7 @@ class RowAssignment:
         )
 
     def select(self, rows: Tensor) -> RowAssignment:
-        """Return the assignment of these rows, int64 [n]; they may repeat, and keep their ranks."""
+        """Return the assignment of the rows `rows`, int64 [n], to the same ranks. Rows may repeat."""
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def gather_replicated_rows(x: Tensor, rows: RowAssignment) -> Tensor:
 
 @_disable_dynamo
 def scatter_rows(x: Tensor, rows: RowAssignment) -> Tensor:
-    """Sum x [rows, ...] over the ranks and return this rank's own rows [n, ...] of the sum.
+    """Sum x [rows, ...] over the ranks, and return this rank's own rows [n, ...] of the sum.
 
     In the backward pass, each rank gets the gradient of all rows.
     """

@@ -4,12 +4,12 @@
     network(packed, want)            # same pack on all ranks; every rank gets all outputs
     # each rank has only its part of the parameters' gradients: sum them over the group
 
-A pack is cut into 2c pieces, and rank r of c gets the r-th piece from either end. Later tokens see
-more keys, so one early and one late piece make the work equal on all ranks (as in Llama 3,
-Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Everything but attention is computed on
-the rank that has the token. For attention, the keys and values of all tokens are gathered in each
-layer, and their gradients are summed in the backward pass. The head computes the outputs of a
-rank's own rows, and these are gathered at the end.
+With c ranks, a pack is cut into 2c pieces, and rank r gets piece r counted from either end. Later
+tokens attend to more keys, so that one early and one late piece give all ranks the same amount of
+work (as in Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Everything but
+attention is computed on the rank that has the token. For attention, the keys and values of all
+tokens are gathered in each layer, and their gradients are summed in the backward pass. The head
+computes the outputs of a rank's own rows, and these are gathered at the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from weft.parallel.pipeline_decoder import DrawnTokens, count_ids, pack_tokens, 
 def join(network: Transformer, group: ProcessGroup) -> None:
     """Split the tokens of every pack over the ranks of `group`, which all have the same network.
 
-    Prefixes are then repeated per sequence, not shared between sequences. A pipeline stage receives
+    Sequences then do not share common prefixes: each has its own copy. A pipeline stage receives
     and sends only the states of this rank's tokens. Generation does not call `forward` and is not
     affected.
     """
@@ -55,9 +55,10 @@ def join(network: Transformer, group: ProcessGroup) -> None:
 
 
 def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of a pack that a rank has, as at most two non-empty runs (first, stop).
+    """Return the tokens of a pack that a rank has, as at most two non-empty ranges (start, stop).
 
-    `length` is the number of tokens of the pack, `size` the number of ranks; stop is exclusive.
+    `length` is the number of tokens of the pack, and `size` the number of ranks. `stop` is
+    exclusive.
     """
     bounds = _compute_bounds(length, size)
     first = (bounds[rank], bounds[rank + 1])
@@ -69,29 +70,29 @@ def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int],
 
 
 def count_tokens(length: int, group: ProcessGroup) -> int:
-    """Return the number of tokens that this rank has of a pack of `length` tokens."""
+    """Return how many tokens of a pack of `length` tokens this rank has."""
     return sum(stop - start for start, stop in find_token_runs(length, group.size(), group.rank()))
 
 
 def _compute_bounds(length: int, size: int) -> list[int]:
-    """Return the 2 `size` + 1 boundaries of the pieces of a pack.
+    """Return the 2 * `size` + 1 boundaries of the pieces of a pack of `length` tokens.
 
-    The first pieces get the remainder of the division, so ranks differ by a token or two.
+    The sizes of the pieces differ by at most one token, so ranks differ by a token or two.
     """
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
 
 def _assign_owners(length: int, size: int, device: torch.device) -> Tensor:
-    """Return the rank of each token, int64 [length]."""
+    """Return the rank that has each token, int64 [length]."""
     pieces = [stop - start for start, stop in pairwise(_compute_bounds(length, size))]
     ranks = torch.tensor([min(piece, 2 * size - 1 - piece) for piece in range(2 * size)])
     return ranks.repeat_interleave(torch.tensor(pieces)).to(device)
 
 
 class _TokenSharing:
-    """Forward hooks of one network that split a pack and gather the outputs.
+    """Forward hooks of a network that split each pack over the ranks and gather the outputs.
 
-    Between the two hooks of a call, it stores which rank computes which outputs.
+    Between the two hooks of a call, the object stores which rank computes which outputs.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -99,7 +100,10 @@ class _TokenSharing:
         self._outputs: RowAssignment | None = None  # None: every rank has a part of every output
 
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Reduce the pack in the arguments to the part that this rank computes."""
+        """Return the arguments of `forward` with the pack reduced to this rank's tokens.
+
+        Rows, labels and supports are reduced to those of this rank's outputs.
+        """
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
         # Assign tokens to ranks, and each output to the rank of the token where it is read.
@@ -129,9 +133,9 @@ class _TokenSharing:
     def leave(
         self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor] | Tensor
     ) -> dict[str, Tensor] | Tensor:
-        """Return the outputs of all rows, in the order of the pack's rows.
+        """Return the outputs of all ranks, in the order of the pack's rows.
 
-        Hidden states (the result of a stage that is not the last one) are returned unchanged.
+        Hidden states, the result of a stage that is not the last one, are returned unchanged.
         """
         own = self._outputs
         self._outputs = None
@@ -143,7 +147,7 @@ class _TokenSharing:
 
 
 def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
-    """Return this rank's tokens of the pack; scores are read at the tokens `last`."""
+    """Return this rank's tokens of the pack. Scores are read at the local tokens `last`."""
     assert isinstance(x.attention, Dense), "packs whose sequences share no prefixes"
     group = tokens.group
     runs = find_token_runs(len(x.tokens), group.size(), group.rank())
@@ -169,10 +173,12 @@ def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
 def draw_on_first_rank(
     draw: Callable[[], DrawnTokens], rows: int, group: ProcessGroup
 ) -> Callable[[], DrawnTokens]:
-    """Draw tokens on the first rank of the group and broadcast them to the others.
+    """Draw tokens on the first rank of the group, and broadcast them to the others.
 
-    For ranks that generate the same tokens (`weft.engine.generation.settings.TokenAgreement`):
-    rounding cannot make them diverge. `group` is a process group for host tensors.
+    Used by ranks that must generate the same tokens
+    (`weft.engine.generation.settings.TokenAgreement`), which rounding could otherwise make
+    different. Returns a function that returns the tokens. `group` is a process group for host
+    tensors.
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

@@ -3,12 +3,12 @@
     join(network, group)             # before memory is allocated: keeps only this rank's experts
     network(packed, want)            # a different pack on each rank
 
-All ranks must run equally many forward and backward passes. Tokens travel to the ranks of their
-experts and back by all-to-all, with as many rows per rank as there are tokens for it (Lepikhin et
-al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is dropped). Every rank has
-all routers. The gradient of an expert covers the tokens of all ranks of the group, and is summed
-over the ranks of other groups that hold the same experts; all other gradients are summed as without
-expert parallelism. `weft.parallel.shard.gather` collects all experts again.
+All ranks must run the same number of forward and backward passes. Tokens are sent to the ranks of
+their experts and back by all-to-all, with as many rows per rank as there are tokens for it
+(Lepikhin et al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is dropped).
+Every rank has all routers. The gradient of an expert covers the tokens of all ranks of the group,
+and is summed over the ranks of other groups that hold the same experts. All other gradients are
+summed as without expert parallelism. `weft.parallel.shard.gather` collects all experts again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
-    """Reduce every expert stack to this rank's experts, and connect it to those of the other ranks.
+    """Reduce every stack of experts to this rank's experts and connect it to those of other ranks.
 
     The memory of the new stacks is allocated later.
     """
@@ -47,7 +47,7 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GroupExpertExchange:
-    """Implements `weft.models.network.moe.ExpertExchange` over a process group."""
+    """`ExpertExchange` over the ranks of a process group (see `weft.models.network.moe`)."""
 
     group: ProcessGroup
 
@@ -80,7 +80,10 @@ class GroupExpertExchange:
     def _exchange_dropout(
         self, own: TokenDropout, sent: list[int], taken: list[int]
     ) -> TokenDropout:
-        """Return the dropout keys and positions of the tokens that arrive here."""
+        """Return the dropout keys and positions of the tokens that this rank receives.
+
+        `sent` and `taken` are the numbers of tokens sent to each rank and received from it.
+        """
         words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
         )
@@ -88,9 +91,9 @@ class GroupExpertExchange:
 
 
 def _exchange_rows(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """Send `sent[r]` consecutive rows of x to each rank r and return the `taken[r]` rows from each.
+    """Send `sent[r]` consecutive rows of x to each rank r; return the `taken[r]` rows from each.
 
-    Gradients travel the opposite way.
+    Gradients are sent in the opposite direction.
     """
     y: Tensor = _AllToAll.apply(x, sent, taken, group)
     return y

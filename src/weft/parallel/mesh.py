@@ -1,11 +1,11 @@
-"""Process groups of layouts: one for each set of communicating ranks, created only by them.
+"""Process groups of layouts: one for each set of communicating ranks, created only by these ranks.
 
     groups = ProcessGroups()                           # one per process
     mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout
-    dist.all_reduce(x, group=mesh.group("data"))
+    dist.all_reduce(x, group=mesh.get_group("data"))
 
-Each group is created once. `torch.distributed` must be initialized first; that also chooses the
-backend, gloo for ranks on CPUs and NCCL for ranks on GPUs.
+Each group is created once. `torch.distributed` must be initialized first. The initialization also
+chooses the backend: gloo for ranks on CPUs and NCCL for ranks on GPUs.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class ProcessGroups:
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """Set the timeout of a collective in `seconds`; None is torch's default."""
+        """Create an empty cache; `seconds` is the timeout of a collective (None: torch's default)."""
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def get_group(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
-        """Return the group of these ranks; the first call creates it and waits for all ranks.
+        """Return the group of these ranks. The first call creates it and waits for all of them.
 
         With `host`, return a separate gloo group for host tensors, whose messages are ordered
-        independently of the other group's.
+        independently of those in the other group.
         """
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
@@ -68,10 +68,11 @@ class ProcessGroups:
 
 @contextmanager
 def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
-    """Name groups created in the context after their ranks and the number of earlier ones.
+    """Name groups that are created in the block after their ranks and a counter.
 
-    torch derives the name from the ranks and the number of all groups of the process. Ranks that
-    belong to different numbers of groups would then wait for each other under different names.
+    The counter is the number of earlier groups of the same ranks. torch itself derives the name
+    from the ranks and the number of all groups of the process. Ranks that belong to different
+    numbers of groups would then wait for each other under different names.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(
@@ -89,9 +90,9 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 
 
 class RankMesh:
-    """One rank's view of a layout on its devices.
+    """View that one rank has of a layout on its devices.
 
-    All ranks of the mesh construct it; the constructor creates the process groups.
+    All ranks of the mesh must construct it, because the constructor creates the process groups.
     """
 
     def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
@@ -123,42 +124,42 @@ class RankMesh:
 
     @property
     def is_first_rank(self) -> bool:
-        """True on the mesh's first rank, which writes data that all ranks have in common."""
+        """True on the mesh's first rank, which writes the data that all ranks have in common."""
         return self.rank == self.mesh.ranks[0]
 
     def count_ranks(self, *axes: str) -> int:
-        """Return the number of ranks along these axes, this one included."""
+        """Return the number of ranks along these axes, including this rank."""
         return len(self.mesh.list_ranks_along(self.rank, *axes))
 
     def get_group(self, *axes: str) -> ProcessGroup:
-        """Return the group of the ranks that differ from this one only in the given coordinates.
+        """Return the group of the ranks that differ from this rank only in coordinates on `axes`.
 
-        `axes` is one of `AXES`; the group must have more than one rank.
+        `axes` is one of `AXES`. The group must have more than one rank.
         """
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, *axes))
 
     @property
     def ends_group(self) -> ProcessGroup | None:
-        """Group of the first and the last stage of this rank's pipeline.
+        """Group of the ranks with the first and the last stage of this rank's pipeline.
 
-        None if this rank has neither of the two, or if both are on one rank.
+        None if this rank has neither of these stages, or if one rank has both.
         """
         if self.rank in self._ends and len(set(self._ends)) == 2:
             return self._groups.get_group(self._ends)
         return None
 
     def get_host_group(self, axis: str) -> ProcessGroup:
-        """Return the group for host tensors of the ranks along `pipeline` or `context`."""
+        """Return the group for host tensors of the ranks along `axis`, "pipeline" or "context"."""
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, axis), host=True)
 
     @property
     def experts_group(self) -> ProcessGroup:
-        """Group of the ranks among which the experts are split; only for layouts with e > 1."""
+        """Group of the ranks over which the experts are split, in layouts with expert parallelism."""
         return self._groups.get_group(self._find_expert_ranks())
 
     @property
     def expert_copies_group(self) -> ProcessGroup | None:
-        """Group of the ranks with the same experts but other tokens; None if there are none."""
+        """Group of the ranks with the same experts but other tokens; None if there are no others."""
         ranks = self._find_expert_copies()
         return self._groups.get_group(ranks) if len(ranks) > 1 else None
 
@@ -168,10 +169,11 @@ class RankMesh:
         return self._groups.get_group(self.mesh.ranks)
 
     def build_shard_mesh(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
-        """Return FSDP2's device mesh, with dims `r` (replicas, if several) and `f` (shards of one).
+        """Return the device mesh over which FSDP2 shards parameters.
 
-        Only for sharded layouts. With `experts`, return the mesh for the experts' parameters: the
-        ranks that hold the same experts.
+        Its dimensions are `r`, the replicas, if there are several, and `f`, the shards of one
+        replica. Must be called for sharded layouts only. With `experts`, return the mesh for the
+        parameters of experts: only the ranks that hold the same experts.
         """
         e = self.layout.expert if experts else 1
         inner, outer = self._find_shard_ranks(e)
@@ -199,17 +201,17 @@ class RankMesh:
         )
 
     def _find_strided_ranks(self, e: int) -> tuple[int, ...]:
-        """Return every e-th data-parallel rank, including this one.
+        """Return every e-th rank along the data axis, including this rank.
 
-        These ranks have the same share of what e consecutive ranks split.
+        If something is split over each e consecutive ranks, these ranks have the same part of it.
         """
         return self.mesh.list_ranks_along(self.rank, "data")[self.coordinates.data % e :: e]
 
     def _find_shard_ranks(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (the ranks of this rank's replica, the ranks that hold the same shard).
+        """Return the ranks of this rank's replica, and the ranks that hold the same shard.
 
-        Both are taken from `_find_strided_ranks(e)`. A replica is one sharded copy of the
-        parameters.
+        A replica is one sharded copy of the parameters. `e` is the number of ranks over which
+        expert parallelism splits the parameters already (1 for parameters outside of experts).
         """
         line = self._find_strided_ranks(e)
         parts = max(self.layout.fsdp // e, 1)

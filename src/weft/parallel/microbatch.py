@@ -1,4 +1,4 @@
-"""A micro-batch, as passed to a network."""
+"""Micro-batch, as it is passed to a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.models.network.support import SamplingSupport
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Arguments of `Transformer.forward`, except the hidden states."""
+    """Micro-batch: the arguments of `Transformer.forward`, except the hidden states."""
 
     x: Packed
     want: frozenset[Output]
@@ -28,7 +28,7 @@ class Microbatch:
 
 
 def connect_outputs(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
-    """Return the loss, connected to `outputs` so that its backward pass visits the whole network.
+    """Return the loss, connected to `outputs` so that the backward pass visits the whole network.
 
     The added gradients are zero. Used if no output contributes to the loss.
     """

@@ -2,14 +2,14 @@
 
     pipeline = Pipeline({0: first}, "1f1b", group)          # rank 0; {1: second} on rank 1
     pipeline.train(microbatches, loss)                      # adds to this rank's gradients
-    sum_tied_gradients(tied_copies(pipeline.networks), ends, device)
+    sum_tied_gradients(find_tied_copies(pipeline.networks), ends, device)
     outputs = pipeline.forward(microbatches)                # on the last stage's rank, else None
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
-`weft.parallel.schedule` defines the order. All ranks have the same micro-batches, so each knows the
-shape of every tensor that it receives: [T, hidden] for a pack of T tokens, where T can differ
-between micro-batches. If context or sequence parallelism splits the tokens, T counts only this
-rank's. Only states and their gradients are sent.
+`weft.parallel.schedule` defines the order. All ranks have the same micro-batches, so that each
+knows the shape of every tensor that it receives: [T, hidden] for a pack of T tokens, where T can
+differ between micro-batches. If context or sequence parallelism splits the tokens, T counts only
+this rank's. Only hidden states and their gradients are sent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TransferKey = tuple[int, int, int]
 
 
 class Pipeline:
-    """One rank's part of a pipeline; `networks` maps stage numbers to this rank's stages."""
+    """Pipeline on one rank; `networks` maps stage indices to this rank's stages."""
 
     def __init__(
         self,
@@ -65,14 +65,15 @@ class Pipeline:
         *,
         sums_once: bool = False,
     ) -> None:
-        """Check that `networks` are the stages that the schedule `kind` puts on this rank.
+        """Check that `networks` are the stages that the schedule `kind` assigns to this rank.
 
         `group` has the ranks of the pipeline in order; None if this is the only rank. `dtype` is
-        that of the states, by default the parameters'. `count_of` maps a pack's number of tokens to
-        this rank's, under context parallelism. Sharded gradients are summed over the ranks after
-        each backward pass, so a rank keeps only those of its rows; with `sums_once`, only after a
-        stage's last backward pass, which communicates less but keeps whole gradients. Raises
-        `ConfigError` if the schedule puts other stages on this rank.
+        that of the hidden states, by default the parameters' dtype. Under context parallelism,
+        `count_of` maps a pack's number of tokens to this rank's. Sharded gradients are summed over
+        the ranks after each backward pass, so that a rank stores only those of its rows. With
+        `sums_once`, they are summed only after a stage's last backward pass, which needs less
+        communication but stores whole gradients. Raises `ConfigError` if the schedule assigns other
+        stages to this rank.
         """
         self.networks = dict(networks)
         self.kind = kind
@@ -104,7 +105,7 @@ class Pipeline:
     def compute_shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Return the shape (tokens, hidden) of the states that this rank receives and sends.
 
-        `tokens` counts only this rank's tokens if ranks split them.
+        If ranks split the tokens, only this rank's tokens count.
         """
         sharing = next(iter(self.networks.values())).sharing
         if self._count_of is None:
@@ -118,9 +119,10 @@ class Pipeline:
     ) -> None:
         """Run the forward and backward pass of every micro-batch.
 
-        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank for
-        what a stage itself adds to the loss, such as the load-balancing loss of its experts. Raises
-        `RunError` if another rank does not do its part within the group's timeout.
+        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank and
+        returns what a stage itself adds to the loss, such as the load-balancing loss of its
+        experts. Raises `RunError` if another rank does not send or receive within the group's
+        timeout.
         """
         actions = plan_actions(self.kind, self.placement, len(microbatches))[self.rank]
         with torch.enable_grad():
@@ -128,7 +130,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> list[Outputs] | None:
-        """Return each micro-batch's outputs on the rank of the last stage; None on the others.
+        """Return each micro-batch's outputs on the rank of the last stage, and None on other ranks.
 
         Raises `RunError` like `train`.
         """
@@ -149,7 +151,7 @@ class Pipeline:
     def share_outputs(self, outputs: Sequence[Outputs] | None) -> list[Outputs]:
         """Return the outputs of the last stage on every rank.
 
-        Each kind of output takes one broadcast, for all micro-batches together.
+        Each kind of output needs one broadcast, for all micro-batches together.
         """
         if self.group is None:
             return list(outputs or ())
@@ -177,7 +179,10 @@ class Pipeline:
         return shared_outputs
 
     def share_values(self, values: T) -> T:
-        """Return the last stage's `values`, small plain data such as statistics, on every rank."""
+        """Return the `values` of the rank with the last stage on every rank.
+
+        They are small plain data, such as statistics.
+        """
         if self.group is None:
             return values
         box: list[Any] = [values if self.has_last_stage else None]
@@ -199,7 +204,7 @@ class _StagePass:
 
 
 class _PipelineRun:
-    """One execution of a rank's actions.
+    """Execution of one rank's actions for a sequence of micro-batches.
 
     Tensors in transit are stored under the key (source stage, target stage, micro-batch).
     """
@@ -298,10 +303,10 @@ class _PipelineRun:
         self._pass_back(stage, microbatch, passed)
 
     def _run_backward_input(self, stage: int, microbatch: int) -> None:
-        """Compute the gradient of the stage's input, not those of the weights.
+        """Compute the gradient of the stage's input, but not those of the weights.
 
-        `_run_backward_weight` computes the others. The first stage has no input, so its whole
-        backward pass runs later. With recomputation, the whole backward pass runs now: otherwise,
+        `_run_backward_weight` computes those. The first stage has no input, so its whole backward
+        pass runs later. If activations are recomputed, the whole backward pass runs now; otherwise
         the blocks would be recomputed once for each group of weights.
         """
         if stage == 0:
@@ -329,9 +334,9 @@ class _PipelineRun:
             )
 
     def _count_backward(self, stage: int) -> bool:
-        """Count a backward pass; return True if it sums the stage's gradients over the ranks.
+        """Count a backward pass, and return whether it sums the stage's gradients over the ranks.
 
-        A stage's last backward pass always does.
+        The last backward pass of a stage always does.
         """
         self._backward_left[stage] -= 1
         return self._backward_left[stage] == 0 or not self._pipeline.sums_once
@@ -339,7 +344,10 @@ class _PipelineRun:
     def _find_roots(
         self, stage: int, microbatch: int, passed: _StagePass
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors at which a backward pass starts, and their gradients."""
+        """Return the tensors at which a backward pass starts, and the gradient of each.
+
+        The gradient is None for losses.
+        """
         roots: list[Tensor] = []
         for loss in passed.losses:
             if loss.requires_grad:
@@ -387,7 +395,7 @@ class _PipelineRun:
         (self._sends if message.direction == "SEND" else self._receives)[ends] = tensor, work
 
     def _take(self, ends: TransferKey) -> Tensor:
-        """Wait for another stage's result and return it."""
+        """Return a neighbouring stage's result, and wait for it if it comes from another rank."""
         if ends not in self._receives:
             return self._made.pop(ends)
         tensor, work = self._receives.pop(ends)
@@ -398,7 +406,7 @@ class _PipelineRun:
         return tensor
 
     def _wait_for_send(self, ends: TransferKey) -> None:
-        """Wait until a sent tensor is received, then release it."""
+        """Wait until a sent tensor has been received, then release it."""
         if ends in self._sends:
             _, work = self._sends.pop(ends)
             try:
@@ -423,7 +431,7 @@ class _PipelineRun:
 def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> Transformer | None:
     """Return the first stage if the last stage, on the same rank, reads its embedding matrix.
 
-    Returns None if the two stages are not both here or the embeddings are not tied.
+    Returns None if this rank does not have both stages or the embeddings are not tied.
     """
     if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
         return None
@@ -431,7 +439,7 @@ def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> 
 
 
 def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
-    """Return the trained embeddings of the first and last stage that are copies of one matrix."""
+    """Return the trained embeddings of the first and last stage that are copies of the same matrix."""
     embeddings = []
     for network in networks.values():
         if (
@@ -446,10 +454,10 @@ def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
 def sum_tied_gradients(
     copies: Sequence[nn.Parameter], group: ProcessGroup | None, device: torch.device
 ) -> None:
-    """Set the gradient of each copy to the sum of all copies' gradients.
+    """Set the gradient of each copy to the sum of the gradients of all copies.
 
-    Both ends of the pipeline must call this after the backward passes. `group` joins the devices of
-    the two ranks; None if one rank holds both stages.
+    The ranks of the first and the last stage must call this after the backward passes. `group`
+    connects the devices of the two ranks; it is None if one rank has both stages.
     """
     if not copies:
         return

@@ -1,27 +1,27 @@
-"""Decoder for a pipeline rank: generators on all ranks generate together with the whole network.
+"""Decoder for a rank of a pipeline: the generators of all ranks generate with the whole network.
 
     # on rank 0 of both groups:
     with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:
-        with open_generator(decoder, ..., agree_on_tokens=decoder.agree_on_tokens) as generator: ...
+        with open_generator(decoder, ..., settle=decoder.settle) as generator: ...
 
 The generators of all ranks get the same requests and the same budget, so they plan the same steps.
 Each rank caches the keys and values of its own blocks. In a forward pass, each stage sends its
 states [T, hidden] to the rank of the next stage. The rank of the last stage draws the tokens and
-sends them with their log-probs to all others; logits are never sent. Tokens are on the host and use
-a separate gloo group: NCCL keeps all messages of two ranks in one order, and here states and tokens
-cross.
+sends them with their log-probs to all others; logits are never sent. Tokens are host tensors and
+are sent over a separate gloo group: NCCL keeps all messages between two ranks in one order, but
+here states and tokens pass each other in opposite directions.
 
-Sends are not waited for. A single generator waits for the last rank at the end of each step, so
-only one rank works at a time. With as many generators taking turns as there are ranks
-(`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one generator are on
-their way, the ranks compute the others. Prefills pass from rank to rank like decode steps. Decode
-steps are computed one at a time and are not captured as CUDA graphs.
+Ranks do not wait for sends to finish. With a single generator, each rank waits for the last rank at
+the end of each step, so that only one rank works at a time. If as many generators as there are
+ranks take turns (`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one
+generator are on their way, the ranks compute the others. Prefills pass from rank to rank like
+decode steps. Decode steps are computed one at a time and are not captured as CUDA graphs.
 
-If a rank holds several stages, a decode step visits it once for each. Its first stage is computed
-at once and the others are deferred (`catch_up`), so that the steps of all turns start before the
-first continues. Deferred stages run stage by stage, in the order in which the steps began, which is
-the same on all ranks. A step with prefills defers nothing, because its keys are copied right
-afterwards.
+If a rank has several stages, a decode step visits the rank once for each. Its first stage is
+computed immediately and the others are deferred (`catch_up`), so that the steps of all generators
+start before the first step continues. Deferred stages run stage by stage, in the order in which the
+steps began, which is the same on all ranks. A step with prefills defers no stages, because its keys
+are copied immediately afterwards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[
 
 @dataclass
 class _DecoderPass:
-    """A forward pass over `x` with stages left on this rank; the last stage fills `made`."""
+    """Forward pass over `x`, of which this rank still has to compute the stages `left`.
+
+    `made` is the result, which the last stage fills in.
+    """
 
     x: Packed
     left: deque[int]
@@ -58,10 +61,10 @@ class _DecoderPass:
 
 
 class StagedDecoder:
-    """Implements `weft.engine.generation.decoder.Decoder` for the stages of a pipeline rank.
+    """`Decoder` for the stages that one rank of a pipeline has (`weft.engine.generation.decoder`).
 
-    `config` counts only this rank's blocks. On exit, the context waits until the other ranks have
-    received everything that was sent.
+    `config` counts only this rank's blocks. At the end of its `with` block, the decoder waits until
+    the other ranks have received everything that it sent.
     """
 
     def __init__(
@@ -73,9 +76,9 @@ class StagedDecoder:
         host_group: ProcessGroup,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the decoder of a rank whose `network` consists of `stages`, by number.
+        """Create the decoder of a rank whose `network` consists of `stages`, by stage index.
 
-        `dtype` is that of the states, by default the parameters'.
+        `dtype` is that of the hidden states, by default the parameters' dtype.
         """
         parameter = next(network.parameters())
         self.network = network
@@ -142,10 +145,10 @@ class StagedDecoder:
         return self.network.train(mode)
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return `Transformer.compute_hidden` on the last rank; on the others, a tensor [rows, 0].
+        """Return `Transformer.compute_hidden(x, rows)` on the last rank.
 
-        Without `rows` and with several stages on this rank, the result is filled only by
-        `catch_up`.
+        Other ranks return an empty tensor [rows, 0]. If `rows` is None and this rank has several
+        stages, the result has no valid values until `catch_up` has been called.
         """
         at_once = rows is not None or len(self._stages) == 1
         if at_once:
@@ -170,7 +173,7 @@ class StagedDecoder:
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Compute the deferred stages."""
+        """Compute all deferred stages."""
         while self._deferred_passes:
             step = self._deferred_passes.popleft()
             self._compute(step)
@@ -180,7 +183,7 @@ class StagedDecoder:
                 step.then()
 
     def _compute(self, step: _DecoderPass, rows: Tensor | None = None) -> None:
-        """Compute the next stage of a forward pass."""
+        """Compute the next of this rank's stages in a forward pass."""
         stage = step.left.popleft()
         network = self._stages[stage]
         states = step.states
@@ -200,7 +203,7 @@ class StagedDecoder:
             self._send(next_states.contiguous(), peer, self._group)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return the logits of the next tokens; only on the last rank."""
+        """Return the logits of the next tokens. Must be called only on the last rank."""
         return self.network.next_token_logits(hidden_rows, wide)
 
     @property
@@ -210,9 +213,9 @@ class StagedDecoder:
     def agree_on_tokens(
         self, draw: Callable[[], DrawnTokens], rows: int
     ) -> Callable[[], DrawnTokens]:
-        """Return a function that returns the tokens drawn in this step, on every rank.
+        """Return a function that returns, on every rank, the tokens that are drawn in this step.
 
-        The last rank draws as soon as its last stage is computed, and sends the tokens. The other
+        The last rank calls `draw` as soon as its last stage is computed, and sends the tokens. The other
         ranks wait for them when the returned function is called.
         """
         step = self._last_deferred
@@ -245,7 +248,11 @@ class StagedDecoder:
         return take_drawn
 
     def _receive_drawn(self, rows: int, sent: int, step: _DecoderPass | None) -> DrawnTokens:
-        """Receive the last rank's tokens, and release this rank's first `sent` tensors."""
+        """Receive the tokens that the last rank drew.
+
+        Also waits until this rank's first `sent` outgoing tensors have been received, and releases
+        them.
+        """
         self._compute_deferred(step)
         first = torch.empty(3, rows, dtype=torch.float64)
         self._receive(first, self._last, "tokens", self._host)
@@ -256,7 +263,7 @@ class StagedDecoder:
         return unpack_tokens(first, ids)
 
     def _compute_deferred(self, step: _DecoderPass | None) -> None:
-        """Compute all deferred stages if this step has any."""
+        """Compute all deferred stages if this step has any left."""
         if step is not None and step.left:
             self.catch_up()
 
@@ -272,7 +279,7 @@ class StagedDecoder:
         self._num_sent += 1
 
     def _wait_for_sends(self, sent: int) -> None:
-        """Wait until the first `sent` sent tensors are received, and release their memory."""
+        """Wait until the first `sent` outgoing tensors have been received, and release them."""
         while len(self._sends) > self._num_sent - sent:
             peer, _, work = self._sends.popleft()
             try:
@@ -297,10 +304,11 @@ class StagedDecoder:
 
 
 def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
-    """Pack drawn tokens into two tensors for sending; the inverse of `unpack_tokens`.
+    """Pack drawn tokens into two tensors for sending; `unpack_tokens` is the inverse.
 
-    The first is float64 [3, rows]: token, log-prob, and the number of ids that a limit such as
-    top-k keeps (-1 if they are not recorded). The second is int64 with those ids, row after row.
+    The first is float64 [3, rows]: the token, the log-prob, and the number of ids that a limit such
+    as top-k keeps (-1 if these ids are not recorded). The second is int64 and has these ids, row by
+    row.
     """
     tokens, logprobs, supports = drawn
     if supports is None:
@@ -316,7 +324,7 @@ def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
 
 
 def count_ids(first: Tensor) -> int:
-    """Return the size of the second tensor of `pack_tokens`, given the first."""
+    """Return the size of the second tensor that `pack_tokens` returns, given the first."""
     return int(first[2].clip(0).sum())
 
 

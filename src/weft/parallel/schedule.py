@@ -1,17 +1,17 @@
 """Pipeline schedules: the order in which ranks compute and send, as plain data.
 
-    placement = placement_of("1f1b", ranks=4)
-    actions = plan("1f1b", placement, num_microbatches=8)        # [rank][...]: Compute and Message
+    placement = build_placement("1f1b", ranks=4)
+    actions = plan_actions("1f1b", placement, num_microbatches=8)   # a tuple of actions per rank
 
-No process group is needed. A stage is a run of consecutive blocks of the network. There are S
-stages, and a rank holds one or several. `ComputeAction("F", s, m)` is the forward pass of
-micro-batch m through stage s, and "B" its backward pass. "I" and "W" are the two halves of a
-backward pass: "I" computes the gradient of the stage's input, "W" those of its weights.
+No process group is needed. A stage consists of consecutive blocks of the network, and a rank has
+one or several stages. `ComputeAction("F", s, m)` is the forward pass of micro-batch m through stage
+s, and "B" is its backward pass. "I" and "W" are the two halves of a backward pass: "I" computes the
+gradient of the stage's input, and "W" those of its weights.
 
 GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are
-written here. Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble schedule
-ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024, arXiv:2405.15362) come from the tables of
-`torch.distributed.pipelining`.
+implemented here. Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble
+schedule ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024, arXiv:2405.15362) come from the
+tables of `torch.distributed.pipelining`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class ComputeAction:
-    """Computation of one pass ("F", "B"), or half of a backward pass ("I", "W"), of a stage."""
+    """Computation of a pass ("F" or "B"), or half of a backward pass ("I" or "W"), of one stage."""
 
     half: Half
     stage: int
@@ -51,9 +51,10 @@ class ComputeAction:
 
 @dataclass(frozen=True)
 class TransferAction:
-    """Transfer of stage `source`'s result for a micro-batch to the neighbouring stage `target`.
+    """Transfer of a stage's result for one micro-batch to the neighbouring stage.
 
-    The next stage gets the states; the previous stage gets their gradient.
+    If `target` is the next stage, hidden states are sent; if it is the previous one, their
+    gradient.
     """
 
     direction: Literal["SEND", "RECV"]
@@ -69,9 +70,9 @@ Order = Sequence[Sequence[ComputeAction]]  # by rank
 def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
     """Return the placement of the pipeline's stages on its ranks.
 
-    Interleaved kinds have `stages_a_rank` stages per rank (default 2); for the other kinds, the
-    number is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind or an impossible
-    number.
+    Interleaved kinds have `stages_a_rank` stages per rank (default 2). For other kinds, the number
+    is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind or a number of stages that
+    the kind does not allow.
     """
     if kind not in get_args(Kind):
         raise ConfigError(
@@ -103,7 +104,7 @@ def plan_actions(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each rank, in order.
 
-    With `forward_only`, for inference, the plan has forward passes only.
+    With `forward_only`, for inference, there are only forward passes.
     """
     order = build_order(kind, placement, num_microbatches)
     if forward_only:  # with fewer dependencies, the order can still be run
@@ -126,13 +127,14 @@ def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Orde
 
 
 def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
-    """Return the order with a SEND after each computation whose result another rank needs.
+    """Add a SEND after each computation in `order` whose result another rank needs.
 
-    The matching RECV is at the same moment in the receiving rank's list. The moments are those of a
-    simulated run in which every rank computes one action at a time, and begins it once its inputs
-    exist. All lists therefore agree with one global order of events in which a SEND and its RECV
-    are one event. So no two ranks wait for each other, even if a send returns only once it is
-    received (rendezvous), and messages between two ranks keep one order, which NCCL needs.
+    Returns the actions of each rank. The matching RECV is at the same time in the receiving rank's
+    list. The times are those of a simulated run in which every rank computes one action at a time,
+    and begins it once its inputs exist. All lists therefore agree with one global order of events
+    in which a SEND and its RECV are one event. So no two ranks wait for each other, even if a send
+    returns only once it is received (rendezvous), and messages between two ranks keep one order,
+    which NCCL needs.
 
     Raises `ValueError` for an order that cannot be run.
     """
@@ -164,7 +166,7 @@ def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
 
 
 def _find_target(action: ComputeAction, placement: Placement) -> int | None:
-    """Return the stage that receives an action's result; None if there is none."""
+    """Return the stage that receives the result of an action, or None if there is none."""
     if action.half == "W":
         return None
     target = action.stage + (1 if action.half == "F" else -1)
@@ -174,8 +176,8 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
 def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations that must precede an action.
 
-    A backward pass needs the same form ("B" or "I") of the next stage: an order has only one of
-    them.
+    A backward pass needs the same action ("B" or "I") of the next stage. An order has only one of
+    these two kinds.
     """
     stage = action.stage
     microbatch = action.microbatch
@@ -202,7 +204,11 @@ def _order_gpipe(rank: int, count: int) -> list[ComputeAction]:
 
 
 def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
-    """Run one forward pass per later rank, then alternate forward and backward passes."""
+    """Return the computations of one rank in the 1F1B schedule.
+
+    The rank runs one forward pass for each rank after it, then alternates between forward and
+    backward passes.
+    """
     ahead = min(count, ranks - 1 - rank)
     order = [ComputeAction("F", rank, m) for m in range(ahead)]
     for m in range(count - ahead):
@@ -211,11 +217,11 @@ def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
 
 
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
-    """Return the order of one of torch's schedules, generated with stand-ins for its stages.
+    """Return the order of one of torch's schedules, which is built with stand-ins for the stages.
 
-    torch's interleaved tables accept only some numbers of micro-batches. The table is generated for
-    the next accepted number, and the micro-batches beyond `count` are left out; the others do not
-    depend on them.
+    torch's interleaved tables accept only some numbers of micro-batches. The table is built for the
+    next number that is accepted, and the micro-batches beyond `count` are left out. The others do
+    not depend on them.
     """
     # Round up to a number of micro-batches that torch's table accepts.
     rounded = count

@@ -1,7 +1,7 @@
 """Sharding of a network's parameters over data-parallel ranks by FSDP2.
 
     shard([network], rank_mesh, device, dtype)     # the network can be on the meta device
-    shards = Shards(network)                       # after memory was allocated
+    shards = LocalShards(network)                  # after memory was allocated
     shards.stored["blocks.0.mlp.down.weight"]      # this rank's rows, for the optimizer
 
 Each block of a network is sharded separately, then the network's other parameters.
@@ -37,8 +37,8 @@ def shard(
 
     A parameter that several networks share is sharded with the first of them. With expert
     parallelism, experts are sharded over the ranks that hold the same experts. Gradients are summed
-    over the ranks, in float32 at least; `dtype` is the dtype of computations. Without `reshard`,
-    whole parameters are kept from the forward to the backward pass, which takes more memory and
+    over the ranks, in at least float32; `dtype` is the dtype of computations. Without `reshard`,
+    whole parameters are kept from the forward to the backward pass, which needs more memory and
     half the communication.
     """
     half = dtype in (torch.bfloat16, torch.float16)
@@ -84,9 +84,9 @@ def shard(
 class LocalShards:
     """This rank's rows of a sharded network's parameters, as plain parameters.
 
-    `stored` maps canonical names to parameters that share memory with the network's shards; names
-    of which this rank has no rows are left out. Gradients arrive at the network's parameters, and
-    `take_gradients` moves them to `stored`.
+    `stored` maps canonical names to parameters that share memory with the network's shards. Names
+    of which this rank has no rows are left out. Backward passes add gradients to the network's
+    parameters; `take_gradients` moves them to `stored`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -112,18 +112,18 @@ class LocalShards:
             sharded.grad = None
 
     def get_local_rows(self, sharded: nn.Parameter) -> nn.Parameter:
-        """Return this rank's rows of a parameter of the network; there may be none."""
+        """Return this rank's rows of a parameter of the network, possibly none."""
         return self._pairs[id(sharded)][1]
 
     def get_local_gradient(self, sharded: Tensor) -> Tensor:
-        """Return the gradient of this rank's rows of a parameter."""
+        """Return the gradient of this rank's rows of a parameter of the network."""
         assert sharded.grad is not None
         return _to_local(sharded.grad)
 
     def reshard(self) -> None:
-        """Free whole parameters that a forward pass without a backward pass left gathered.
+        """Free whole parameters that are left after a forward pass without a backward pass.
 
-        Call this before the parameters' values change.
+        Must be called before the parameters' values change.
         """
         for module in self._network.modules():
             if isinstance(module, FSDPModule):
@@ -139,8 +139,8 @@ class LocalShards:
 def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of its parameters again.
 
-    A network that borrows a parameter can allocate its memory after FSDP2's first look. Without
-    this call, FSDP2 would then allocate other memory for uneven rows at the first pass.
+    A network that borrows a parameter can allocate its memory after FSDP2 first looked it up.
+    Without this call, FSDP2 would then allocate other memory for uneven rows in the first pass.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -153,9 +153,9 @@ def _to_local(x: Tensor) -> Tensor:
 
 
 def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
-    """Return (first row, number of rows) of this rank's part of a sharded parameter.
+    """Return the index of the first of this rank's rows of a sharded parameter, and their number.
 
-    All ranks have chunks of one size, except at the end.
+    All ranks have the same number of rows, except the last ones, which may have fewer or none.
     """
     assert isinstance(sharded, DTensor)
     place = sharded.device_mesh.get_coordinate()
@@ -166,7 +166,7 @@ def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
 
 
 def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
-    """Copy the whole parameters of a split network to `into`, a network of the same form.
+    """Copy the whole parameters of a split network to `into`, a network with the same parameters.
 
     The network may be sharded, and each rank of the group `experts` may hold only some of the
     experts. All ranks must call this.
@@ -191,20 +191,20 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Set whether the next backward pass sums gradients over the ranks or accumulates them locally.
+    """Set whether the next backward pass sums the gradients over the ranks.
 
-    Does nothing if the network is not sharded.
+    Otherwise they are accumulated on each rank. Does nothing if the network is not sharded.
     """
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(on)
 
 
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
-    """Iterate over the parts of a sharded network, each with whole parameters during its iteration.
+    """Iterate over the parts of a sharded network, each with whole parameters while it is used.
 
     Used for the second half of a backward pass, which FSDP2's hooks do not see. After each part,
-    its gradients are accumulated (with `sums`, summed over the ranks) and its whole parameters
-    freed. A network that is not sharded is a single part, and nothing else is done.
+    its gradients are accumulated (with `sums`, summed over the ranks), and its whole parameters are
+    freed. A network that is not sharded is yielded as one part, and nothing else is done.
     """
     if not isinstance(network, FSDPModule):
         yield network
@@ -221,8 +221,8 @@ def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
 def finish_backward(network: nn.Module, *, sums: bool) -> None:
     """Finish a backward pass of a sharded network that FSDP2's hooks did not see.
 
-    Accumulates its gradients (with `sums`, sums all accumulated ones over the ranks), and frees
-    whole parameters.
+    This accumulates the gradients or, with `sums`, sums all accumulated gradients over the ranks.
+    Whole parameters are freed.
     """
     if isinstance(network, FSDPModule):
         for _, modules in _iterate_parts(network):
@@ -231,7 +231,7 @@ def finish_backward(network: nn.Module, *, sums: bool) -> None:
 
 
 def unshard(network: nn.Module) -> None:
-    """Gather the whole parameters of a sharded network, except those of its blocks."""
+    """Gather the whole parameters of a sharded network, except those in its blocks."""
     if isinstance(network, FSDPModule):
         network.unshard()
 
@@ -239,7 +239,8 @@ def unshard(network: nn.Module) -> None:
 def _iterate_parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
     """Iterate over the parts of a network, each with the FSDP modules that have its parameters.
 
-    The parts are in the order of a backward pass: the blocks, last first, then the rest.
+    The parts are the blocks, from the last to the first as in a backward pass, and then the network
+    itself for all other parameters.
     """
     assert isinstance(network, Transformer)
     for part in (*reversed(network.blocks), network):

@@ -1,18 +1,19 @@
 """Tensor parallelism: the ranks of a group split the heads, the MLPs' width and the vocabulary.
 
-    narrow = Transformer(config.narrowed(t, rank))  # parameters: `weft.topology.compute_tensor_slice`
+    narrow = Transformer(config.narrow_to_rank(t, rank))  # its weights: `compute_tensor_slice`
     join(narrow, config, group, shares_rows=True)
     narrow(packed, want)                            # every rank gets the whole network's outputs
     # after the backward passes of a step:
-    sum_gradients(canonical(narrow), config, group, device, shares_rows=True)
+    sum_gradients(find_canonical_parameters(narrow), config, group, device, shares_rows=True)
 
 Attention and MLP get the whole hidden states, whose gradients are summed over the ranks, and their
 results are summed over the ranks (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
 With sequence parallelism (`shares_rows`; Korthikanti et al. 2022, "Reducing activation
 recomputation", arXiv:2205.05198, section 4.2.2), the ranks also split the rows between attention
-and MLP: rows are gathered before each of them, and the sum is scattered after it. The communication
-volume is the same, because an all-reduce is a reduce-scatter followed by an all-gather. Generation
-uses whole states.
+and MLP: rows are gathered before each of the two, and their result is summed and scattered. The
+communication volume is the same, because an all-reduce is a reduce-scatter followed by an
+all-gather. Generation uses whole states. `weft.topology.compute_tensor_slice` defines how weights
+are split.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 def join(
     network: Transformer, config: TransformerConfig, group: ProcessGroup, *, shares_rows: bool
 ) -> None:
-    """Connect this rank's part of a network to those of the other ranks of `group`.
+    """Connect this rank's part of a network to the parts of the other ranks of `group`.
 
     `config` is that of the whole network. With `shares_rows`, the ranks also split the rows between
     attention and MLP (sequence parallelism).
@@ -83,7 +84,7 @@ def join(
 
 @dataclass(frozen=True)
 class ConsecutiveRowSharing:
-    """Implements `weft.models.network.shared_rows.RowSharing` with consecutive tokens per rank."""
+    """`RowSharing` with consecutive tokens on each rank (see `weft.models.network.shared_rows`)."""
 
     group: ProcessGroup
 
@@ -126,7 +127,7 @@ def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) ->
 
 
 def _set_first_channel(layer: Linear, channel: int) -> None:
-    """Set the index of the layer's first input in the whole layer, which adapter dropout needs."""
+    """Set the offset of this rank's first input feature in the whole layer, for adapter dropout."""
     for adapter in lora.list_adapters(layer):
         adapter.channel = channel
 
@@ -142,7 +143,7 @@ def sum_gradients(
     """Sum the gradients of the parameters whose gradient each rank has only in part.
 
     `stored` maps canonical names to parameters. All ranks of `group` must call this. The group
-    communicates through `device`; the gradients may be on another device.
+    communicates through `device`, and the gradients may be on another device.
     """
     # Sum the gradients of parameters that all ranks use in part.
     parts = _find_partial(stored, config)
@@ -181,7 +182,10 @@ def _sum_copies(
     copies: int,
     device: torch.device,
 ) -> None:
-    """Sum gradients of key and value heads over the `copies` consecutive ranks that hold each."""
+    """Sum the gradients of key and value heads over the ranks that hold the same head.
+
+    These are `copies` consecutive ranks. `pattern` matches the names of the parameters.
+    """
     held = []
     for name, part in stored.items():
         if re.fullmatch(pattern, name):
@@ -197,7 +201,7 @@ def _sum_copies(
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Split `flat` and copy its values to `gradients`, which were concatenated in this order."""
+    """Split `flat` and copy the values to `gradients`, which were concatenated in this order."""
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, values in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(values.view_as(gradient))

@@ -1,7 +1,7 @@
-"""Softmax over a vocabulary split over ranks, each with consecutive ids.
+"""Softmax over a vocabulary that is split over ranks, each with consecutive ids.
 
-Ranks exchange, per row, the log of the sum of exponentials, the label's logit and the best ids. The
-logits themselves are exchanged only for sampling.
+For each row, ranks exchange the log of the sum of exponentials, the label's logit and the best ids.
+The logits themselves are exchanged only for sampling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.topology import compute_vocabulary
 
 @dataclass(frozen=True)
 class GroupVocabularySplit:
-    """Implements `weft.models.network.split.VocabularySplit` over a process group."""
+    """`VocabularySplit` over a process group (see `weft.models.network.split`)."""
 
     first_id: int  # this rank's first id
     vocab_size: int  # ids in all
@@ -44,7 +44,10 @@ class GroupVocabularySplit:
         return self.gather_candidates(ids[:, None]).gather(1, best)[:, 0]
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return all logits [R, all ids], given [R, own ids]; bit-identical on all ranks."""
+        """Return the logits of all ids [R, all ids], given those of this rank's ids [R, own ids].
+
+        The result is bitwise identical on all ranks.
+        """
         ranks = []
         for rank in range(self.group.size()):
             ranks.append(compute_vocabulary(self.vocab_size, self.group.size(), rank))

@@ -1,5 +1,6 @@
 """Reallocation of parameters between layouts.
 
-`plan` chooses which rank sends which piece, `traffic` counts the bytes, `buckets` groups pieces
-into messages, `link` and `messages` exchange them, and `execute` runs all of it in one call.
+The module `plan` chooses which rank sends which piece, `traffic` counts the bytes, `buckets` groups
+pieces into messages, and `link` and `messages` exchange them. `execute` does all of this in one
+call.
 """

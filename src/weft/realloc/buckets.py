@@ -1,9 +1,8 @@
 """Grouping of a plan's pieces into messages of bounded size.
 
-Pure: every rank computes the same rounds from the same plan.
-
-In a round no rank sends or receives more than the bucket's size, and no two ranks exchange more
-than one message each way.
+The messages are planned in rounds. In a round, no rank sends or receives more bytes than a bucket
+has, and a rank sends at most one message to any other. There is no communication here: every rank
+computes the same rounds from the same plan.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PIECES = 4  # a piece has at most 1 / PIECES of a bucket, so that buckets fill w
 
 @dataclass(frozen=True)
 class MessagePiece:
-    """One piece of a parameter in a message: `num_bytes` bytes starting at `offset`."""
+    """Piece of a parameter in a message: `num_bytes` bytes that start at `offset`."""
 
     name: str
     piece: Slice
@@ -36,13 +35,16 @@ class MessagePiece:
 
     @property
     def end(self) -> int:
-        """Offset at which the next piece can start."""
+        """Offset in bytes at which the next piece can start."""
         return self.offset + align(self.num_bytes)
 
 
 @dataclass
 class BucketMessage:
-    """The bytes one rank sends another in one round: the pieces in order, then the seal."""
+    """Bytes that one rank sends to another in one round: the pieces in order, then the seal.
+
+    The seal is used to verify the message.
+    """
 
     source: int
     target: int
@@ -55,26 +57,27 @@ class BucketMessage:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the message including the seal."""
+        """Size of the message in bytes, including the seal."""
         return align(self.seal_offset + SEAL)
 
     def compute_size_with(self, num_bytes: int) -> int:
-        """Return the message's size in bytes after adding a piece of `num_bytes`."""
+        """Return the size in bytes that the message would have with another piece of `num_bytes`."""
         return align(self.seal_offset + align(num_bytes) + SEAL)
 
 
 def align(num_bytes: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
+    """Round `num_bytes` up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def plan_rounds(
     transfers: Iterable[ParameterTransfer], itemsize: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BucketMessage]]:
-    """Return the messages of each round; pieces that stay on their rank need none.
+    """Return the messages of each round. Pieces that stay on their rank are in no message.
 
-    In each round, pairs of ranks with the most bytes left are served first, so that all pairs
-    finish at about the same time. Raises `ConfigError` if the bucket is too small.
+    In each round, the pairs of ranks with the most bytes left are served first, so that all pairs
+    finish at about the same time. `itemsize` has the bytes per element of each parameter. Raises
+    `ConfigError` if the bucket is too small.
     """
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
@@ -109,7 +112,7 @@ def plan_rounds(
 def _fill_message(
     pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int
 ) -> BucketMessage:
-    """Move pieces from the front of the queue into a message, as many as fit in `room`."""
+    """Move as many pieces as fit in `room` bytes from the front of the queue into a new message."""
     message = BucketMessage(*pair)
     while queue and message.compute_size_with(queue[0][2]) <= room:
         name, piece, num_bytes = queue.popleft()

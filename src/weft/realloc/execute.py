@@ -1,9 +1,9 @@
-"""Execution of a plan: move parameters between the engines of two layouts in bounded messages.
+"""Execution of a plan: parameters are moved between the engines of two layouts in bounded messages.
 
     reallocation = Reallocation(transfers, rank=rank, group=group)      # once
     reallocation.move(source, target)                                   # every rank of both layouts, at the same time
 
-The ranks first exchange versions and dtypes; `messages.py` then sends and receives.
+The ranks first exchange versions and dtypes. `messages.py` then sends and receives the parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ Dtypes = dict[str, torch.dtype]
 
 
 class ParameterSource(Protocol):
-    """Source of parameters: yields a rectangle of each, in coordinates of the whole parameter."""
+    """Source of parameters, whose weights have the version number `version`.
+
+    For each parameter, `read` yields the name, the rectangle that the source has, in coordinates of
+    the whole parameter, and the values.
+    """
 
     version: int
 
@@ -38,9 +42,10 @@ class ParameterSource(Protocol):
 
 
 class ParameterStore(ParameterSource, Protocol):
-    """Engine whose parameters can be read and written.
+    """Source of parameters that can also be written, such as an engine.
 
-    `read` yields views of the most exact form there is.
+    `read` yields views of the parameters with the highest precision available. `write` sets them to
+    eta * new + (1 - eta) * old.
     """
 
     def write(
@@ -52,7 +57,8 @@ class ParameterStore(ParameterSource, Protocol):
 class ReallocationStatistics:
     """Statistics of one reallocation on this rank, in bytes of parameters.
 
-    `buffer_bytes`: memory allocated for messages.
+    `copied` are bytes copied within the rank, and `buffer_bytes` is the memory allocated for
+    messages.
     """
 
     version: int
@@ -73,18 +79,18 @@ def move(
     eta: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ReallocationStatistics:
-    """Create a `Reallocation` and carry it out once."""
+    """Create a `Reallocation` and run it once; see `Reallocation.move`."""
     return Reallocation(transfers, rank=rank, group=group, bucket_bytes=bucket_bytes).move(
         source, target, eta=eta
     )
 
 
 class Reallocation:
-    """One rank's execution of a plan; can be repeated and caches its message schedule.
+    """Execution of a plan on one rank. It can be repeated, and the message schedule is cached.
 
-    Every rank of `group`, which spans both layouts, has the same plan and the same bucket size.
-    Without a group nothing leaves the process. If ranks share a host's memory, two buckets of it
-    stay allocated for the lifetime of this object.
+    Every rank of `group`, which includes both layouts, must have the same plan and bucket size.
+    Without a group, nothing leaves the process. If ranks share a host's memory, two buckets of
+    shared memory stay allocated for the lifetime of this object.
     """
 
     def __init__(
@@ -115,23 +121,22 @@ class Reallocation:
 
     @property
     def sent_names(self) -> Sequence[str]:
-        """Names of the parameters this rank sends, or copies to its own target engine."""
+        """Names of the parameters that this rank sends, or copies to its own target engine."""
         return self._sent_names
 
     def move(
         self, source: ParameterSource | None, target: ParameterStore | None, *, eta: float = 1.0
     ) -> ReallocationStatistics:
-        """Set target <- eta * source + (1 - eta) * target for the planned parameters.
+        """Set target = eta * source + (1 - eta) * target for the parameters in the plan.
 
-        The target gets the source's version.
+        The target gets the source's version. Every rank of the group must call this. `source` and
+        `target` are this rank's engines, or None if it has none. A piece is sent in the source's
+        dtype, or in the target's if that is smaller and `eta` is 1: the target would round it in
+        the same way.
 
-        Every rank of the group calls it; `source` and `target` are this rank's engines, None if it
-        has none. A piece is sent in the source's dtype, or in the target's if that is smaller and
-        `eta` is 1: the target would round it in the same way.
-
-        Raises `RunError` if a rank is lost or late (the group's time-out), has another plan, has
-        weights of another version, or a message is corrupted. Targets can then hold a mix of old
-        and new values under their old version: they must not be used.
+        Raises `RunError` if a rank is lost, exceeds the group's timeout, or has another plan or
+        another version of the weights, or if a message is corrupted. The targets must then not be
+        used: they may contain both old and new values under their old version.
         """
         began = perf_counter()
         held = {name: (where, values) for name, where, values in _read(source, self._sent_names)}
@@ -167,10 +172,11 @@ class Reallocation:
     def _agree(
         self, source: ParameterSource | None, gives: Dtypes, takes: Dtypes, eta: float
     ) -> tuple[int, Dtypes]:
-        """Return (the source's version, the dtype in which each parameter is sent).
+        """Return the source's version, and the dtype in which each parameter is sent.
 
-        The ranks first exchange their plan and eta, and if they are a source and of which version;
-        then the dtypes of their source and target parameters. Raises `RunError` if they disagree.
+        The ranks first exchange a checksum of their plan and `eta`, whether they have a source, and
+        its version. Then they exchange the dtypes of their source and target parameters. Raises
+        `RunError` if these do not match.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
         facts_by_rank = self._link.all_gather(
@@ -210,7 +216,7 @@ class Reallocation:
         }
 
     def _plan_steps(self, dtypes: Dtypes) -> list[ReallocationStep]:
-        """Return this rank's sends and receives by round, without rounds in which it has none."""
+        """Return the messages of this rank by round, without rounds in which it has none."""
         key = tuple(dtypes.values())
         if key not in self._steps:
             itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
@@ -246,9 +252,9 @@ def _choose_dtype(source: torch.dtype, target: torch.dtype, eta: float) -> torch
 
 
 def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
-    """Return each parameter's dtype on the ranks that hold it.
+    """Return the dtype of each parameter, given a dtype code for each parameter on each rank.
 
-    Raises `RunError` if the ranks differ.
+    Raises `RunError` if a parameter has different dtypes on the ranks that hold it.
     """
     dtypes = {}
     for at, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a reallocation, over one process group of both layouts."""
+"""Sending of messages between the ranks of a reallocation, over one process group of both layouts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receiv
 
 @dataclass(frozen=True)
 class PendingMessage:
-    """A message in flight between `rank` and `others`; with NCCL, all messages of one call."""
+    """Message on its way between `rank` and `others`.
+
+    With NCCL, one object represents all messages of a call.
+    """
 
     work: Work
     rank: int
     others: str
 
     def wait(self) -> None:
-        """Wait for the message.
+        """Wait until the message has been sent or received.
 
-        Raises `RunError` naming the other rank if it is lost, or later than the group's time-out.
+        Raises `RunError` naming the other rank if that rank is lost or exceeds the group's timeout.
         """
         try:
             self.work.wait()
@@ -36,9 +39,9 @@ class PendingMessage:
 
 
 class ReallocationLink:
-    """This rank's connection to the other ranks, which are numbered as in the run, not the group.
+    """Connection of this rank to the other ranks of a reallocation.
 
-    Without a group there are no other ranks.
+    Ranks are numbered as in the run, not as in the group. Without a group there are no other ranks.
     """
 
     def __init__(self, rank: int, group: ProcessGroup | None) -> None:
@@ -54,9 +57,9 @@ class ReallocationLink:
         self.mapped_by: frozenset[int] = frozenset()  # ranks that mapped `shared_memory`
 
     def all_gather(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """All-gather `facts`, which have the same length on every rank, as rank -> values.
+        """Return the `facts` of every rank. They must have the same length on all ranks.
 
-        The first communication of the group, for which NCCL needs every rank.
+        This is the first communication of the group, in which NCCL needs every rank to take part.
         """
         values_by_rank = {self.rank: list(facts)}
         if self._group is None:
@@ -72,9 +75,9 @@ class ReallocationLink:
         return values_by_rank | {rank: values.tolist() for rank, values in theirs}
 
     def share_memory(self, size: int) -> None:
-        """Set up shared memory between the ranks of this host, once.
+        """Set up shared memory of `size` bytes per rank between the ranks of this host.
 
-        Does nothing on GPUs, where NCCL has its own transports.
+        Does nothing after the first call, or on GPUs, where NCCL has its own transports.
         """
         if self._group is None or self.device.type != "cpu" or self.shared_memory is not None:
             return
@@ -93,10 +96,10 @@ class ReallocationLink:
             self.shared_memory = shelf.memory
 
     def post_messages(self, receives: Mail, sends: Mail, tag: int = 0) -> list[PendingMessage]:
-        """Start these messages and return their handles.
+        """Start to receive and send these messages, and return their handles.
 
-        Receives and sends go in one call, since NCCL would otherwise wait for one direction before
-        it starts the other.
+        Receives and sends are started in one call, because NCCL would otherwise finish one
+        direction before it starts the other.
         """
         pairs = [
             *((dist.irecv, *each) for each in receives),

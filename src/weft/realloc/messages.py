@@ -1,9 +1,9 @@
-"""One rank's messages of one reallocation: packed, sent, received, verified.
+"""Messages of one rank in a reallocation: packing, sending, receiving and verifying.
 
 While the messages of one round are in flight, those of the next are packed; a rank uses at most two
 buckets in each direction. If the receiver has mapped the sender's shared memory, only the offset of
-the message is sent, and the receiver acknowledges once it has read it. Every message ends with a
-seal: the version of the weights when they were packed, the round, and a checksum.
+the message is sent, and the receiver acknowledges that it has read the message. Every message ends
+with a seal: the version of the weights when they were packed, the round, and a checksum.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ACKNOWLEDGEMENT_TAG = 1  # tag of the acknowledgement that frees the sender's sh
 
 
 class VersionedWeights(Protocol):
-    """Engine with a version of its weights."""
+    """Engine whose weights have a version number."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class ReallocationStep:
-    """One rank's messages of one round."""
+    """Messages of one rank in round `index`."""
 
     index: int
     sends: Sequence[BucketMessage]
@@ -42,19 +42,19 @@ class ReallocationStep:
 
 @dataclass(frozen=True)
 class SourcePieces:
-    """The source engine on this rank, if it has one, and the rectangles that it holds."""
+    """Source engine on this rank, or None, and the rectangles of parameters that it has."""
 
     engine: VersionedWeights | None
     rectangles: Mapping[str, tuple[Slice, Tensor]]
 
     @property
     def version(self) -> int:
-        """Current version of the source's weights."""
+        """Current version of the source engine's weights."""
         assert self.engine is not None
         return self.engine.version
 
     def select_piece(self, name: str, piece: Slice) -> Tensor:
-        """Return a rectangle of a parameter, in coordinates of the whole parameter."""
+        """Return the values of a rectangle of a parameter, in coordinates of the whole parameter."""
         where, values = self.rectangles[name]
         return values[
             tuple(
@@ -68,11 +68,11 @@ class SourcePieces:
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """A step in flight.
+    """Round whose messages are in flight.
 
-    Once all of `pending` is done, the received messages are in `mail`, or in the sender's shared
-    memory at the offsets in `offsets`. `acknowledgements` are the acknowledgements of the ranks
-    that read this rank's shared memory.
+    Once all of `pending` are done, the received messages are in `mail`, or in the sender's shared
+    memory at the offsets in `offsets`. `acknowledgements` are the pending acknowledgements of the
+    ranks that read this rank's shared memory.
     """
 
     step: ReallocationStep
@@ -85,8 +85,8 @@ class _StepInFlight:
 class MessageExchange:
     """Exchange of all messages of one rank in one reallocation.
 
-    `dtypes`: the dtype in which each parameter is sent. `version`: the expected version of the
-    weights.
+    `dtypes` has the dtype in which each parameter is sent. `version` is the expected version of the
+    source's weights.
     """
 
     def __init__(
@@ -112,13 +112,14 @@ class MessageExchange:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all message buffers."""
+        """Total size of the message buffers in bytes."""
         return sum(buffer.nbytes for buffer in (*self._out, *self._in))
 
     def iterate_arrivals(self, stays: Iterable[ParameterTransfer]) -> Iterator[Values]:
-        """Iterate over the pieces this rank has to write: local ones first, then received ones.
+        """Iterate over the pieces that this rank has to write: local ones, then received ones.
 
-        Values are valid until the next ones are requested.
+        `stays` are the transfers within this rank. The values of a piece are valid until the next
+        piece is requested.
         """
         if self._steps:
             self._begin(0)
@@ -139,10 +140,10 @@ class MessageExchange:
         return remote
 
     def _begin(self, at: int) -> None:
-        """Pack and post the messages of one step.
+        """Pack the messages of the step at index `at`, and start to send and receive them.
 
-        Steps alternate between two buffers, since the previous step is still in flight; the step
-        before that must have been acknowledged.
+        The steps alternate between two buffers, because the previous step is still in flight. The
+        step before that must be acknowledged, so this waits for it.
         """
         step = self._steps[at]
         slot = at % 2
@@ -206,7 +207,7 @@ class MessageExchange:
         seal[2] = _compute_checksum(message, buffer)
 
     def _verify(self, message: BucketMessage, buffer: Tensor, index: int) -> None:
-        """Raise `RunError` if the message is damaged, or of another round or version."""
+        """Raise `RunError` if the message is damaged, or if its round or version is wrong."""
         version, sent_round, sent = _view_seal(message, buffer).tolist()
         checksum = int(_compute_checksum(message, buffer))
         if (sent, sent_round, version) == (checksum, index, self._version):
@@ -227,7 +228,7 @@ class MessageExchange:
         )
 
     def _view_piece(self, part: MessagePiece, buffer: Tensor) -> Tensor:
-        """Return a view of one part of a message with the piece's dtype and shape."""
+        """Return a view of a piece of a message, with the dtype and the shape of the piece."""
         flat = buffer[part.offset : part.offset + part.num_bytes].view(self._dtypes[part.name])
         return flat.view([each.stop - each.start for each in part.piece])
 
@@ -240,7 +241,10 @@ def _wait(pending: Iterable[PendingMessage]) -> None:
 def _allocate_buffers(
     messages: Sequence[Sequence[BucketMessage]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
-    """Return two buffers, each as large as its largest step; slices of `within` if given."""
+    """Return two buffers, for steps of even and odd index, each as large as its largest step.
+
+    If `within` is given, they are slices of this tensor.
+    """
     sizes = []
     for each in messages:
         sizes.append(sum(message.num_bytes for message in each))
@@ -253,7 +257,7 @@ def _allocate_buffers(
 def _split_buffer(
     messages: Sequence[BucketMessage], buffer: Tensor
 ) -> list[tuple[BucketMessage, Tensor]]:
-    """Return each message with its part of the buffer, one after the other."""
+    """Return each message with its slice of the buffer, in which the messages are consecutive."""
     ends = [0]
     for message in messages:
         ends.append(ends[-1] + message.num_bytes)
@@ -265,8 +269,8 @@ def _view_seal(message: BucketMessage, buffer: Tensor) -> Tensor:
 
 
 def _compute_checksum(message: BucketMessage, buffer: Tensor) -> Tensor:
-    """Return 1 plus the sum of the pieces' 8-byte words, modulo 2 ** 64.
+    """Return 1 plus the sum of the 8-byte words of all pieces, modulo 2 ** 64.
 
-    The 1 makes zeroed memory an invalid message.
+    Because of the 1, memory full of zeros is not a valid message.
     """
     return buffer[: message.seal_offset].view(torch.int64).sum() + 1

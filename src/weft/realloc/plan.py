@@ -1,7 +1,8 @@
 """Plan of a reallocation: which rank sends which piece of each parameter to which rank.
 
-Pure: rectangles in, transfers out. If several ranks hold an element, the source is the target rank
-itself, else a rank on the same machine, else any; ties go to the rank that sends least so far.
+The plan is computed from rectangles, without communication. If several ranks hold an element, the
+source is the target rank itself, else a rank on the same machine, else any rank. Among several such
+ranks, the one that has sent the least so far is chosen.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Cells = list[
 
 
 class ParameterTransfer(NamedTuple):
-    """Transfer of `piece`, in coordinates of the whole parameter, from one rank to another.
+    """Transfer of `piece` of a parameter from rank `source` to rank `target`.
 
-    With `source == target` the rank already has the piece: nothing is sent, and it is copied if the
-    two engines are different ones.
+    The piece is in coordinates of the whole parameter. If `source == target`, the rank already has
+    the piece: nothing is sent, and the piece is copied if the rank's two engines are different.
     """
 
     name: str
@@ -54,9 +55,9 @@ class ParameterTransfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """Return the rectangle of every parameter that each rank of a mesh holds.
+    """Return, for each rank of a mesh, the rectangle of every parameter that it holds.
 
-    `shapes`: canonical name -> shape of the whole parameter. Raises `ConfigError` if the layout
+    `shapes` maps canonical names to shapes of whole parameters. Raises `ConfigError` if the layout
     does not fit the network.
     """
     result: dict[int, dict[str, Slice]] = {}
@@ -70,11 +71,11 @@ def holdings_of(
 def plan(
     source: Holdings, target: Holdings, *, node_of: Callable[[int], int]
 ) -> list[ParameterTransfer]:
-    """Return transfers that bring every element of each target rectangle to its rank exactly once.
+    """Return transfers that bring each element of every target rectangle to its rank exactly once.
 
-    Transfers are ordered by parameter. `node_of` returns the machine of a rank: ranks of one
-    machine have the fastest links. Raises `ConfigError` naming the parameter if the source lacks an
-    element.
+    The transfers are ordered by parameter. `node_of` returns the machine of a rank; ranks of the
+    same machine have the fastest links. Raises `ConfigError` naming the parameter if no source rank
+    has one of the elements.
     """
     held = _group_by_name(source)
     wanted = _group_by_name(target)
@@ -109,7 +110,11 @@ def _to(
     sent: dict[int, int],
     node_of: Callable[[int], int],
 ) -> list[ParameterTransfer]:
-    """Return the transfers of one parameter to one rank; add the elements sent to `sent`."""
+    """Return the transfers of one parameter to one rank.
+
+    `cells` are the pieces that the rank needs, each with the ranks that have it. The number of
+    elements that each rank sends is added to `sent`.
+    """
     chosen: dict[int, list[Box]] = defaultdict(list)
     for cell, who in cells:
         if rank in who:
@@ -131,7 +136,7 @@ def _to(
 
 
 def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
-    """Return name -> rectangle -> the ranks that hold it, without empty rectangles."""
+    """Return, for each parameter name, its non-empty rectangles and the ranks that hold each."""
     holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in held.items():
         for name, part in parts.items():
@@ -142,9 +147,9 @@ def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
 
 
 def _split_cells(have: Sequence[Box], box: Box) -> Cells:
-    """Split `box` along the edges of the rectangles `have`.
+    """Split the rectangle `box` along the edges of the rectangles `have`.
 
-    Each cell comes with the indices of the rectangles that cover it, possibly none.
+    Each resulting cell has the indices of the rectangles in `have` that cover it, if any.
     """
     met = [
         (number, common)
@@ -174,7 +179,7 @@ def _split_cells(have: Sequence[Box], box: Box) -> Cells:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two rectangles of one tensor, None if it is empty."""
+    """Return the intersection of two rectangles of the same tensor, or None if it is empty."""
     common = []
     for (low, high), (start, stop) in zip(a, b, strict=True):
         first = max(low, start)
@@ -186,9 +191,10 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _merge_boxes(boxes: list[Box]) -> list[Box]:
-    """Cover the same elements with fewer rectangles.
+    """Return fewer rectangles that cover the same elements.
 
-    Neighbours along one dim are joined, the last dim first.
+    Rectangles that are neighbours along one dimension are joined, beginning with the last
+    dimension.
     """
     for dim in reversed(range(len(boxes[0]))):
         boxes = sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))

@@ -1,8 +1,8 @@
-"""Shared memory through which ranks of one host exchange messages without a socket copy.
+"""Shared memory through which ranks of one host exchange messages without copying over a socket.
 
-It is an anonymous file (`memfd_create`) that the others open through `/proc`: nothing is left
-behind if a process dies. Ranks that cannot open each other's memory (another host, another user, no
-Linux) send messages instead.
+The memory is an anonymous file (`memfd_create`), which other ranks open through `/proc`, so nothing
+is left behind if a process dies. Ranks that cannot open each other's memory (on another host, as
+another user, or not on Linux) send the messages instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right
 
 
 class SharedMemoryBuffer:
-    """Shared buffer of `size` bytes; physical memory is allocated on first write.
+    """Shared buffer of `size` bytes. Physical memory is allocated when it is first written.
 
-    Other ranks map it by `address` until `close_descriptor` is called; existing mappings stay
-    valid.
+    Other ranks can map the buffer by its `address` until `close_descriptor` is called. Existing
+    mappings stay valid after that.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,17 +36,17 @@ class SharedMemoryBuffer:
         self.memory = whole[:size]
 
     def close_descriptor(self) -> None:
-        """Close the descriptor; all readers have mapped the memory."""
+        """Close the file descriptor, once all readers have mapped the memory."""
         os.close(self._file)
 
 
 def create_buffer(size: int) -> SharedMemoryBuffer | None:
-    """Return a new shared buffer, None if the system is not Linux."""
+    """Return a new shared buffer of `size` bytes, or None if the system is not Linux."""
     return SharedMemoryBuffer(size) if sys.platform == "linux" else None
 
 
 def map_buffer(address: Sequence[int]) -> Tensor | None:
-    """Map the memory of another rank's buffer; None if this process cannot open it."""
+    """Map another rank's buffer and return its memory; None if this process cannot open it."""
     pid, file, size, token = address
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)

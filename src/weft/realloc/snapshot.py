@@ -1,4 +1,4 @@
-"""Snapshot of an engine's parameters in host memory, to be moved after the engine has changed."""
+"""Snapshot of an engine's parameters in host memory, to be sent after the engine has changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.topology import Slice
 
 @dataclass
 class ParameterSnapshot:
-    """Snapshot of parameters in host memory. Implements `ParameterSource`."""
+    """Copy of parameters in host memory. Implements `ParameterSource`."""
 
     version: int
     parts: dict[str, tuple[Slice, Tensor]]
@@ -25,9 +25,9 @@ class ParameterSnapshot:
     ) -> ParameterSnapshot:
         """Copy the parameters `names` of `giver` to host memory.
 
-        They are copied one after the other, so the copy needs no extra device memory. Parameters in
-        `others`, snapshots of the same giver at the same moment, are shared instead of copied; the
-        memory is freed with the last snapshot that refers to it.
+        The parameters are copied one after the other, which needs no extra device memory.
+        Parameters in `others`, earlier snapshots of the same weights, are shared instead of copied.
+        The memory is freed with the last snapshot that uses it.
         """
         there = {}
         for other in others:
@@ -40,7 +40,7 @@ class ParameterSnapshot:
         return cls(giver.version, parts)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, rectangle, values) of these parameters."""
+        """Iterate over these parameters, as (name, rectangle, values)."""
         yield from ((name, *self.parts[name]) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Cost of a reallocation in bytes: by rank, within and between machines, and the lower bound."""
+"""Cost of a reallocation in bytes: per rank, within and between machines, and the lower bound."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from weft.topology import Slice
 
 @dataclass(frozen=True)
 class ReallocationTraffic:
-    """Bytes that a plan sends or leaves in place; mappings are by rank unless noted.
+    """Bytes that a plan sends or leaves in place. Counters are by rank unless noted.
 
     A piece that stays on its rank counts as `kept` if it is all that the rank holds of the
-    parameter before and after, and as `copied` if it becomes part of another rectangle.
+    parameter before and after the reallocation. It counts as `copied` if it becomes part of another
+    rectangle.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
@@ -29,12 +30,12 @@ class ReallocationTraffic:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes sent between ranks."""
+        """Number of bytes sent between ranks."""
         return self.inside + self.across
 
     @property
     def local_bytes(self) -> int:
-        """Bytes that stay on their rank."""
+        """Number of bytes that stay on their rank."""
         return self.kept.total() + self.copied.total()
 
 
@@ -46,9 +47,10 @@ def count_traffic(
     itemsize: Mapping[str, int],
     node_of: Callable[[int], int],
 ) -> ReallocationTraffic:
-    """Count the bytes of a plan from `source` to `target`.
+    """Count the bytes that a plan from `source` to `target` sends or leaves in place.
 
-    `itemsize`: bytes per element of each parameter as it is sent.
+    `itemsize` has the bytes per element in which each parameter is sent. `node_of` returns the
+    machine of a rank.
     """
     traffic = ReallocationTraffic()
     ways: Counter[bool] = Counter()
@@ -74,7 +76,7 @@ def count_traffic(
 
 
 def count_least_bytes(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
-    """Return the bytes that target ranks need and lack: a lower bound for every plan."""
+    """Return the number of bytes that the target ranks lack, a lower bound for every plan."""
     total = 0
     for rank, parts in target.items():
         own = source.get(rank, {})

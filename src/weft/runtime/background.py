@@ -1,4 +1,4 @@
-"""Functions run in background threads."""
+"""Running of functions in background threads."""
 
 from __future__ import annotations
 

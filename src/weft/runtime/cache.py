@@ -1,8 +1,8 @@
-"""On-disk cache of a frozen role's outputs, so reference log-probs are computed once per id.
+"""On-disk cache of a frozen role's outputs, so that reference log-probs are computed once per id.
 
-Each combination of node and weights has two files: `values.bin` has one record per id;
-`index.jsonl` has one line per call and names ids by the hash of the node's inputs. A call
-interrupted by a crash leaves no complete line, so it is repeated with the same batch and a
+Each combination of node and weights has two files. `values.bin` has one record per id.
+`index.jsonl` has one line per call, which identifies ids by a hash of the node's inputs. A call
+that a crash interrupts leaves no complete line, so it is repeated with the same batch, and a
 restarted run reads bitwise identical values.
 """
 
@@ -38,7 +38,7 @@ class CacheRecord:
 
 
 class OutputCache:
-    """Cached outputs of one node in `folder`. A file lock serializes writes of several processes."""
+    """Cache of one node's outputs in `folder`. A file lock serializes writes by several processes."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class OutputCache:
     def get_or_compute(
         self, batch: SequenceSample, compute: Callable[[SequenceSample], SequenceSample]
     ) -> tuple[SequenceSample, int]:
-        """Return the outputs for all ids of `batch`, and the number of ids found in the cache.
+        """Return the outputs for all ids of `batch`, and how many of the ids were in the cache.
 
         `compute` is called once, on the ids that are not cached.
         """
@@ -104,7 +104,7 @@ class OutputCache:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Read the complete index lines added since the last call, by any process."""
+        """Read the complete index lines that any process has added since the last call."""
         with self._index.open("rb") as file:
             file.seek(self._index_position)
             for line in file:
@@ -115,7 +115,7 @@ class OutputCache:
 
 
 def _parse_records(line: bytes) -> dict[str, CacheRecord]:
-    """Parse one index line; an incomplete line of a killed process yields no records."""
+    """Parse a line of the index. A line that a killed process left incomplete has no records."""
     try:
         entries = json.loads(line or b"{}")
     except json.JSONDecodeError:
@@ -124,7 +124,7 @@ def _parse_records(line: bytes) -> dict[str, CacheRecord]:
 
 
 def hash_contents(batch: SequenceSample) -> list[str]:
-    """Return one hash per id, over the name, lengths, dtype and bytes of each key.
+    """Return a hash for each id, over the name, lengths, dtype and bytes of each key.
 
     The id itself is not hashed.
     """
@@ -140,7 +140,7 @@ def _hash_content(one: SequenceSample) -> str:
 
 
 def compute_fingerprint(node: MFCDef, engine: Engine) -> str:
-    """Return a hash of the weights, interface, method and arguments behind a node's outputs."""
+    """Return a hash of what determines a node's outputs: weights, interface, method and arguments."""
     digest = hashlib.blake2b(
         f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16
     )

@@ -1,4 +1,4 @@
-"""Checks of an experiment's model function calls, host functions and hooks before the start."""
+"""Checks of model function calls, host functions and hooks before a run starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 
 def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
-    """Return all model function calls by the names that worker groups use.
+    """Return all model function calls of an experiment, by the names that worker groups use.
 
-    Calls of the evaluation and of fixed prompts have the prefix `eval/`.
+    Names of calls for the evaluation and for fixed prompts have the prefix `eval/`.
     """
     calls = {node.name: node for node in experiment.graph.list_model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
@@ -30,13 +30,16 @@ def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
 
 
 def implements_method(interface: str, method: str) -> bool:
-    """Return whether the registered class defines `method`, apart from `ModelInterface`'s default."""
+    """Return whether the registered interface class implements `method`.
+
+    The default implementation in `ModelInterface` does not count.
+    """
     cls = interfaces.get(interface)
     return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
 
 
 def get_minibatches(node: MFCDef) -> Minibatches:
-    """Return how the node's interface splits its batch; by default it is not split."""
+    """Return how the node's interface splits a batch into minibatches. By default it does not."""
     if not node.trains or not implements_method(node.interface, "minibatches"):
         return Minibatches()
     wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
@@ -44,10 +47,10 @@ def get_minibatches(node: MFCDef) -> Minibatches:
 
 
 def check_calls(experiment: Experiment) -> None:
-    """Validate interfaces, methods, arguments, functions and hooks of all graphs.
+    """Check the interfaces, methods, arguments, functions and hooks of all graphs.
 
-    Raises `UserError` for a method that an interface lacks, arguments it does not take, or an
-    unknown function or hook.
+    Raises `UserError` if an interface lacks a method or does not accept its arguments, or if a
+    function or hook is unknown.
     """
     beside = []
     for each in (experiment.evaluation, experiment.fixed_prompts):
@@ -62,9 +65,9 @@ def check_calls(experiment: Experiment) -> None:
 
 
 def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Let each interface check its role's tokenizer against the tokenizer of the data.
+    """Have each interface check its role's tokenizer against the tokenizer of the data.
 
-    `tokenizers` are by role. Only interfaces that implement `check_tokens` are called.
+    `tokenizers` maps roles to tokenizers. Only interfaces that implement `check_tokens` are called.
     """
     data = tokenizers[experiment.data_role]
     for node in collect_calls(experiment).values():

@@ -1,6 +1,6 @@
 """Checkpoints of the saved roles in `checkpoints/{role}/step{N}/`.
 
-A checkpoint is renamed into place once complete; old ones are pruned.
+A checkpoint gets its final name once it is complete. Old checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ MILESTONES = "milestones.json"
 
 
 class CheckpointStore:
-    """Write and prune checkpoints of `roles`.
+    """Store of the checkpoints of `roles`.
 
-    The newest `limit` checkpoints of each role are kept, plus all milestones; None keeps all.
+    The newest `limit` checkpoints of each role are kept, and all milestones. If `limit` is None,
+    all checkpoints are kept.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class CheckpointStore:
         self._limit = limit
 
     def save(self, step: int, *, milestone: bool) -> list[Path]:
-        """Save all roles after `step` completed steps and return the directories.
+        """Save all roles after `step` completed steps, and return the directories.
 
         Raises `RunError` if the disk is full or fails; earlier checkpoints remain.
         """
@@ -53,9 +54,9 @@ class CheckpointStore:
         return directories
 
     def prune(self) -> None:
-        """Remove the oldest checkpoints beyond the limit.
+        """Remove the oldest checkpoints if there are more than the limit.
 
-        A restart does not need them, since it reads recovery points only.
+        A restart does not need them, since it reads only recovery points.
         """
         if self._limit is None:
             return
@@ -69,7 +70,7 @@ class CheckpointStore:
                 disk.remove(self._directory.checkpoints_folder / role / f"step{step}")
 
     def remove_partial(self) -> None:
-        """Remove partial checkpoints of a killed process."""
+        """Remove incomplete checkpoints that a killed process left behind."""
         for role in self._roles:
             disk.clean_up(self._directory.checkpoints_folder / role)
 

@@ -54,10 +54,10 @@ COMMAND_SECONDS = 600.0  # wait for a command that other ranks have received
 class BuiltEngines:
     """Description of the engines that one device built.
 
-    `facts` and `trained` cover the roles whose own mesh includes the device; `trained` names the
-    parameters that train steps change, or is None if the engine does not report them. `copies`
-    describes copies of roles on other meshes. `slices` lists the local parameter slices of each
-    engine that takes part in a parameter transfer.
+    `facts` and `trained` have an entry for each role whose own mesh includes the device. `trained`
+    maps a role to the names of the parameters that its train steps change, or to None if the engine
+    does not report them. `copies` describes copies of roles on other meshes. `slices` has, for each
+    engine that takes part in a parameter transfer, the slices of the parameters on this device.
     """
 
     facts: Mapping[str, Mapping[str, Any]]
@@ -68,7 +68,7 @@ class BuiltEngines:
 
 @dataclass(frozen=True)
 class BuildWorker:
-    """Build the worker and the engines of the roles on this device."""
+    """Command to build the worker and the engines of the roles on this device."""
 
     experiment: Experiment
     specs: Mapping[str, ModelSpec]
@@ -113,7 +113,7 @@ class BuildWorker:
 
 
 def _find_transferred_roles(experiment: Experiment) -> set[str]:
-    """Return the roles whose parameters are transferred to or from other roles or copies."""
+    """Return the roles that send parameters to other roles or copies, or receive them from there."""
     synced = set()
     for s in experiment.graph.syncs:
         for role in (s.source, s.target):
@@ -127,9 +127,10 @@ def _find_transferred_roles(experiment: Experiment) -> set[str]:
 
 @dataclass(frozen=True)
 class RunCall:
-    """Run a model function call on this device's part of the batch.
+    """Command to run a model function call on this device's part of the batch.
 
-    `describe_samples` is the metadata of ids that the device's tensor store does not have yet.
+    `descriptions` is the metadata of the ids that the device's tensor store does not have yet. With
+    `announces`, early outputs are reported to the driver.
     """
 
     mfc: str
@@ -155,7 +156,7 @@ class RunCall:
 
 
 class _OutputAnnouncer:
-    """Send a call's early outputs to the driver."""
+    """Event sink that sends a call's early outputs to the driver."""
 
     def __init__(self, process: DeviceProcess, number: int) -> None:
         self._process = process
@@ -166,16 +167,17 @@ class _OutputAnnouncer:
 
 
 class PendingCommands:
-    """Commands that arrive during a generation call on `mesh`, mostly new weights.
+    """Commands that arrive during a generation call on `mesh`, mostly transfers of new weights.
 
-    Implements `PendingUpdates`. The commands run in the order in which they were sent, up to the
-    next call that generates.
+    Implements `PendingUpdates`. The call can stop between two steps to run them in the order in
+    which they were sent, up to the next call that generates.
 
-    All ranks of one data-parallel part stop after the same step: their first rank checks for
-    pending commands and broadcasts the answer. Parts stop independently but continue together,
-    because they may gather weights to generate and reduce metrics at the end; a finished part waits
-    for the others. All parts run the commands that are addressed to all of them, and every command
-    before those; the driver sends commands to all devices in the same order.
+    All ranks that generate the same sequences stop after the same step: the first of them checks
+    for pending commands and broadcasts the answer. Different data-parallel ranks stop independently
+    but continue together, because they may gather weights to generate and reduce metrics at the
+    end. Ranks that have finished wait for the others. All ranks run the commands that were sent to
+    the whole mesh, and every command before those; the driver sends commands to all devices in the
+    same order.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -222,7 +224,11 @@ class PendingCommands:
         return True
 
     def _find_last_runnable(self) -> int | None:
-        """Return the number of the last pending command sent to all ranks that can run now."""
+        """Return the job number of the last pending command that all ranks of the mesh can run now.
+
+        A command can run if it was sent to all of these ranks and precedes the next call that
+        generates. Returns None if there is none.
+        """
         last = None
         for queued in self._process.list_pending():
             if (
@@ -239,7 +245,10 @@ class PendingCommands:
 
 @dataclass(frozen=True)
 class SyncOnSameMesh:
-    """Update one role's parameters from another role on the same mesh, each device its slice."""
+    """Command to update a role's parameters from another role on the same mesh.
+
+    Each device updates its own slices, so nothing is sent.
+    """
 
     sync: ParamSync
 
@@ -249,7 +258,7 @@ class SyncOnSameMesh:
 
 @dataclass(frozen=True)
 class PrepareReallocation:
-    """Prepare the reallocation plan `key` on all of `ranks`."""
+    """Command to create the `Reallocation` of the plan `key` on all of `ranks`."""
 
     key: str
     ranks: tuple[int, ...]
@@ -265,11 +274,12 @@ class PrepareReallocation:
 
 @dataclass(frozen=True)
 class MoveParameters:
-    """Set target = eta * source + (1 - eta) * target; return the source's version.
+    """Command to set target = eta * source + (1 - eta) * target. Returns the source's version.
 
-    Every rank of both roles runs it, after `PrepareReallocation`. The target takes the source's
-    version; a copy of a role also records `weights` as its version number. If `saved_version` is
-    given, the parameters saved under this number by `SaveParameters` are sent, then dropped.
+    Every rank of both engines runs it, after `PrepareReallocation`. The target takes over the
+    source's version. A copy of a role also records `weights`, the number of updates that it has
+    then received. If `saved_version` is given, the source's parameters that `SaveParameters` saved
+    under this version are sent instead of the current ones, and are then freed.
     """
 
     key: str
@@ -294,7 +304,10 @@ class MoveParameters:
 
 @dataclass(frozen=True)
 class SaveParameters:
-    """Save the parameters that this device sends in plan `key`, for a later `MoveParameters` with `saved_version`."""
+    """Command to save the parameters that this device sends in plan `key`.
+
+    They are sent by a later `MoveParameters` with the same `saved_version`.
+    """
 
     key: str
     source: EngineKey
@@ -311,7 +324,7 @@ class SaveParameters:
 
 @dataclass(frozen=True)
 class DiscardSamples:
-    """Drop ids from the device's tensor store."""
+    """Command to remove ids from the device's tensor store."""
 
     ids: Sequence[str]
 
@@ -321,7 +334,7 @@ class DiscardSamples:
 
 @dataclass(frozen=True)
 class WriteSnapshot:
-    """Write this device's state to the recovery point."""
+    """Command to write this device's state into the recovery point."""
 
     point: Path
 
@@ -335,10 +348,11 @@ class WriteSnapshot:
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Load a recovery point and return the metadata of the samples now on this device.
+    """Command to load a recovery point. Returns the metadata of the samples now on this device.
 
-    If the number of devices is unchanged, each device loads its own samples; otherwise rank 0 loads
-    all. The number of CPU threads is set to that of the run's first device.
+    If the number of devices is unchanged, each device loads the samples that it saved; otherwise
+    rank 0 loads all of them. The number of CPU threads is set to that of the saved run's first
+    device.
     """
 
     point: Path
@@ -361,7 +375,7 @@ class RestoreSnapshot:
 
 @dataclass(frozen=True)
 class SaveModel:
-    """Write a role's model in the Hugging Face format."""
+    """Command to write a role's model to `directory` in the Hugging Face format."""
 
     role: str
     directory: Path
@@ -375,7 +389,10 @@ class SaveModel:
 
 @dataclass(frozen=True)
 class RedirectOutput:
-    """Append this process's stdout and stderr, including output of C code, to `worker-RANK.log`."""
+    """Command to append this process's stdout and stderr to `worker-RANK.log`.
+
+    The output of C code is included.
+    """
 
     folder: Path
 
@@ -399,9 +416,9 @@ class RedirectOutput:
 
 @dataclass(frozen=True)
 class ToggleTrace:
-    """Start a trace of this device, or stop it and write it to `path`.
+    """Command to start a trace of this device, or to end it and write it to `path`.
 
-    The first happens if `path` is None. `{rank}` in `path` is replaced by the device's rank.
+    The trace is started if `path` is None. `{rank}` in `path` is replaced by the device's rank.
     """
 
     path: str | None
@@ -416,7 +433,7 @@ class ToggleTrace:
 
 @dataclass(frozen=True)
 class DescribeHardware:
-    """Return a description of the device's hardware."""
+    """Command that returns a description of the device's hardware."""
 
     def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
         return describe_hardware(process.device)
@@ -424,7 +441,7 @@ class DescribeHardware:
 
 @dataclass(frozen=True)
 class DescribeNumerics:
-    """Return the device's numerical settings."""
+    """Command that returns the device's numerical settings."""
 
     def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
         return describe_numerics(process.device)
@@ -433,7 +450,11 @@ class DescribeNumerics:
 def describe_samples(
     minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str
 ) -> SampleMeta:
-    """Return the non-tensor metadata of `ids`, which were dealt out as `minibatches`."""
+    """Return the non-tensor metadata of `ids`, given the minibatches into which a batch was split.
+
+    If an id was split into single completions, the metadata column `owner` has the original id of
+    each.
+    """
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)
     values: dict[str, dict[str, Any]] = {}

@@ -53,9 +53,9 @@ BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices receiv
 
 
 class DeviceGroup:
-    """Implements `WorkerGroup` on `devices`; each device builds its worker with `build`.
+    """`WorkerGroup` that runs on many devices, each of which builds its worker with `build`.
 
-    From the first call on, the processes print to files in the folder `logs`.
+    From the first call on, the device processes write their output to files in the folder `logs`.
     """
 
     def __init__(
@@ -198,9 +198,9 @@ class DeviceGroup:
     def _build_command_tensors(
         self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
     ) -> CommandTensors:
-        """Return what a rank requests from other devices, and the rows the driver sends.
+        """Split `wants` into requests to other devices and rows that the driver sends.
 
-        `shared` caches the rows already serialized for this call.
+        `shared` caches the rows that were already serialized for this call.
         """
         rows = []
         for want in wants:
@@ -322,7 +322,11 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return facts by role, with `copies` by mesh and `moves`, its described transfers."""
+        """Return the properties of each role, with those of its copies and its parameter transfers.
+
+        `copies` maps meshes to properties of copies, and `moves` has one line per recurring
+        transfer.
+        """
         facts: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
             copies = {}
@@ -365,7 +369,10 @@ class DeviceGroup:
         make: Callable[[int], DeviceCommand],
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
-        """Send one command to each rank, in order with earlier ones; return the results by rank."""
+        """Send one command to each rank; return a future of the results by rank.
+
+        The commands run after all those that were sent earlier.
+        """
         future: Future[dict[int, Any]] = Future()
 
         def on_finished(ends: Mapping[int, CommandReport]) -> None:
@@ -387,7 +394,7 @@ def _fail_future(future: Future[Any], error: BaseException) -> None:
 
 
 def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:
-    """Return a future that completes or fails with `future`, without its result."""
+    """Return a future that completes or fails when `future` does, and has no result."""
     over: Future[None] = Future()
 
     def on_done(done: Future[dict[int, Any]]) -> None:
@@ -402,5 +409,5 @@ def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:
 
 
 def _drop_metadata(sample: SequenceSample) -> SequenceSample:
-    """Return the sample without metadata, which is sent with the descriptions."""
+    """Return the sample without metadata, which is sent separately in `RunCall.descriptions`."""
     return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)

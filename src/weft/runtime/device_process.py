@@ -1,8 +1,8 @@
 """Process of one device: a worker, the thread that runs its commands in order, and its reports.
 
-It does not depend on the message transport (`weft.runtime.ray`): numbered commands arrive through
-`receive`, tensors from other devices through `PeerTransport`, and reports leave through
-`next_reports`.
+The process does not depend on the message transport (`weft.runtime.ray`). Numbered commands are
+passed to `receive`, tensors of other devices are read through `PeerTransport`, and reports are
+fetched with `next_reports`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRANSFER_SECONDS = 600.0  # timeout of a transfer from another device
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Rank, host, pid and address of a device's process, for messages."""
+    """Identity of a device's process: its rank, host and process id, and the network address."""
 
     rank: int
     host: str
@@ -57,7 +57,7 @@ class ProcessAddress:
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """Tensors that a command needs from the device `rank`."""
+    """Request for tensors that a command needs: these keys of these ids, from the device `rank`."""
 
     rank: int
     ids: tuple[str, ...]
@@ -66,9 +66,9 @@ class TensorRequest:
 
 @dataclass(frozen=True)
 class CommandReport:
-    """Progress or result of the command `number`.
+    """Progress or result of command `number`, sent to the driver.
 
-    `num_bytes_received` is the number of bytes received from elsewhere for it.
+    `num_bytes_received` is the size of the tensors that were received to run the command.
     """
 
     number: int
@@ -89,7 +89,7 @@ class DeviceActivity:
 
 
 class PeerTransport(Protocol):
-    """Transport for tensors that other devices hold.
+    """Transport that reads tensors from other devices.
 
     `request` returns a promise at once; `take` waits for the bytes of all promises.
     """
@@ -99,14 +99,14 @@ class PeerTransport(Protocol):
 
 
 class DeviceCommand(Protocol):
-    """Picklable request of the driver; its return value is sent back to the driver."""
+    """Picklable command of the driver. The return value of `run` is sent back to the driver."""
 
     def run(self, process: DeviceProcess, number: int) -> Any: ...
 
 
 @dataclass(frozen=True)
 class QueuedCommand:
-    """Command with the promises of the tensors that it needs."""
+    """Command in the queue, with promises of the tensors that it needs."""
 
     number: int
     command: DeviceCommand
@@ -115,9 +115,10 @@ class QueuedCommand:
 
 
 class DeviceProcess:
-    """Run commands in the order of their places, whatever order they arrive in.
+    """Process of one device, which runs the driver's commands in a background thread.
 
-    Ranks that communicate must run the same commands in the same order.
+    Commands run in the order of their indices, `place`, even if they arrive in another order. Ranks
+    that communicate must run the same commands in the same order.
     """
 
     def __init__(self, rank: int, peers: PeerTransport) -> None:
@@ -149,7 +150,7 @@ class DeviceProcess:
         return port
 
     def join(self, address: str, port: int, world: int, device: str) -> None:
-        """Join the process group; return once all ranks have joined."""
+        """Join the process group of the `world` ranks; return once all of them have joined."""
         # On one machine, use the loopback interface: the host name may resolve to another one.
         if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = next(
@@ -184,10 +185,10 @@ class DeviceProcess:
         wants: Sequence[TensorRequest],
         shared: Sequence[Any],
     ) -> None:
-        """Queue the command that runs as number `place` in this device's order.
+        """Queue a command; `place` is its index in the order in which this device runs commands.
 
-        The tensors that it needs from other devices are requested now; `shared` are promises of
-        rows that the driver sends.
+        The tensors `wants` are requested from other devices immediately. `shared` are promises of
+        rows that the driver sends. `ranks` are all ranks that receive the command.
         """
         with self._lock:
             self._early_commands[place] = QueuedCommand(
@@ -212,18 +213,18 @@ class DeviceProcess:
         return reports
 
     def list_pending(self) -> Sequence[QueuedCommand]:
-        """Return the pending commands in order.
+        """Return the commands that have arrived but not run yet, in order.
 
-        Only the thread that runs commands calls this, and `run_next`.
+        Must be called only by the thread that runs the commands, like `run_next`.
         """
         while not self._queue.empty():
             self._pending.append(self._queue.get())
         return self._pending
 
     def run_next(self, seconds: float | None = None) -> int:
-        """Run the next command and return its number; a running command may call this too.
+        """Run the next command and return its number. A running command may call this too.
 
-        Raises `DevicesLost` if no command arrives within `seconds`.
+        Waits for a command to arrive; raises `DevicesLost` if none arrives within `seconds`.
         """
         try:
             if self._pending:
@@ -254,7 +255,7 @@ class DeviceProcess:
             self.run_next()
 
     def _store_tensors(self, promises: Sequence[Any]) -> int:
-        """Store the tensors that other devices sent; return their size in bytes."""
+        """Store the tensors that other devices or the driver promised; return their size in bytes."""
         raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
         for raw in raws:
             self.worker.store.put(SequenceSample.from_bytes(raw))
@@ -263,7 +264,7 @@ class DeviceProcess:
     # -- requests of other processes, served by other threads while a command runs
 
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
-        """Return serialized tensors of the store, without metadata."""
+        """Return the serialized tensors `keys` of these ids, without their metadata."""
         sample = self.worker.store.fetch(ids, keys)
         return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data).to_bytes()
 
@@ -271,7 +272,7 @@ class DeviceProcess:
         return measure_peak_memory_gib(self.device)
 
     def activity(self) -> DeviceActivity:
-        """Return the current activity of the thread that runs commands, from its stack."""
+        """Return what the thread that runs commands is doing now, according to its stack."""
         assert self._thread.ident is not None
         return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
 
@@ -280,10 +281,10 @@ class DeviceProcess:
 
 
 def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
-    """Return the activity of a thread with this stack, outermost frame first.
+    """Return what a thread with this stack is doing; the outermost frame is first.
 
-    It waits for other devices if weft's or the user's innermost code waits for a collective, for
-    tensors, or for the next command.
+    The thread counts as waiting for other devices if the innermost function of weft or of the
+    user's code is waiting for a collective operation, for tensors, or for the next command.
     """
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     own = []
@@ -301,7 +302,7 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
 
 
 def is_caused_by_others(error: BaseException) -> bool:
-    """Return whether the error, or one of its causes, is the loss or delay of other ranks."""
+    """Return whether the error was caused, directly or not, by the loss or delay of other ranks."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, DevicesLost | dist.DistError | ConnectionError):
@@ -313,10 +314,10 @@ def is_caused_by_others(error: BaseException) -> bool:
 
 
 def to_picklable_error(error: BaseException, where: ProcessAddress) -> WeftError:
-    """Return a picklable error for the driver.
+    """Return an error that can be sent to the driver.
 
-    A user's error is returned unchanged. Any other becomes a `RunError` that names the device, with
-    the traceback as a note, or `DevicesLost` if other ranks did not answer.
+    A `UserError` is returned unchanged. Any other error becomes a `RunError` that names the device
+    and has the traceback as a note, or `DevicesLost` if the loss or delay of other ranks caused it.
     """
     if isinstance(error, UserError):
         return error

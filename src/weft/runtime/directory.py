@@ -60,13 +60,13 @@ FREE = (
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths in `{fileroot}/{experiment_name}/{trial_name}`."""
+    """Directory `{fileroot}/{experiment_name}/{trial_name}` of a run, with the paths of its files."""
 
     path: Path
 
     @classmethod
     def from_control(cls, control: Control) -> RunDirectory:
-        """Return the directory that the run's options name."""
+        """Return the directory of the run that the options in `control` describe."""
         refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(
             Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name
@@ -81,13 +81,13 @@ class RunDirectory:
         return self.path / "recover"
 
     def has_run(self) -> bool:
-        """Return whether the directory has a run's `config.yaml`."""
+        """Return whether the directory contains a run, that is, a file `config.yaml`."""
         return (self.path / CONFIG).is_file()
 
     def read_status(self) -> Status | None:
         """Return the recorded status of the run, or None if the directory has no run.
 
-        A run that was killed before it could record its end is "running".
+        The status of a run that was killed before it could record its end is "running".
         """
         status = read_json(self.path / STATUS).get("status")
         if status in get_args(Status):
@@ -95,23 +95,20 @@ class RunDirectory:
         return "running" if self.has_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
-        """Write `read_status.json`."""
+        """Write the status and the number of completed steps to `status.json`."""
         disk.write_text(
             self.path / STATUS,
             json.dumps({"status": status, "step": step, "time": time.time()}) + "\n",
         )
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write `config.yaml`."""
+        """Write the options to `config.yaml`."""
         disk.write_text(
             self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         )
 
     def read_config(self) -> dict[str, Any]:
-        """Return the options in `config.yaml`.
-
-        Raises `ConfigError` if it cannot be read.
-        """
+        """Return the options in `config.yaml`. Raises `ConfigError` if the file cannot be read."""
         what = str(self.path / CONFIG)
         text = read_text(what, what, ConfigError)
         with explain_read_errors(what, ConfigError):
@@ -121,7 +118,7 @@ class RunDirectory:
         return config
 
     def list_saved_steps(self, role: str) -> list[int]:
-        """Return the steps of a role's complete checkpoints, oldest first."""
+        """Return the steps at which complete checkpoints of the role were written, in rising order."""
         matches = (STEP.fullmatch(p.name) for p in (self.checkpoints_folder / role).glob("step*"))
         return sorted(int(match[1]) for match in matches if match)
 
@@ -132,13 +129,15 @@ def admit(
     config: Mapping[str, Any],
     left_at_default: Collection[str] = (),
 ) -> bool:
-    """Return True to resume the run in the directory, or False to start one, by `recover_mode`.
+    """Return True to resume the run in the directory, or False to start a new one.
 
-    `left_at_default` names the options that the user does not set. If the run's own file lacks one
-    of them, an older weft has written it, and the run had no other value.
+    The decision depends on `recover_mode` and on the files in the directory. `left_at_default`
+    names the options that the user does not set. If one of them is missing from the run's own
+    `config.yaml`, that file was written by an older version of weft, and the option does not count
+    as changed.
 
     Raises `ConfigError` if neither is possible: the configuration differs, the run is finished, or
-    the directory has files of no run. Changes nothing on disk.
+    the directory has files that belong to no run. Changes nothing on disk.
     """
     mode = control.recover_mode
     path = directory.path
@@ -197,9 +196,9 @@ def list_differences(
     *,
     unset: Collection[str] = (),
 ) -> list[str]:
-    """Return one line per dotted option that differs, with both values.
+    """Return one line, with both values, for each option that differs; option names are dotted.
 
-    Options in `FREE` are ignored, and options in `unset` that `one` does not have.
+    Options in `FREE` are ignored. So are options in `unset` that are missing from `one`.
     """
     differences: list[str] = []
     for key in dict.fromkeys([*one, *other]):
@@ -218,7 +217,7 @@ def list_differences(
 
 
 def _format_short(value: Any) -> str:
-    """Format a value as on the command line, in at most 60 characters."""
+    """Return the value as it is written on the command line, cut to 60 characters."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -230,7 +229,7 @@ def _format_short(value: Any) -> str:
 class RunLock:
     """File lock that keeps other processes from writing into a run's directory.
 
-    The operating system releases it when the process ends, even if it is killed.
+    The operating system releases the lock when the process ends, even if it is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -241,7 +240,7 @@ class RunLock:
     def take(self) -> None:
         """Acquire the lock, creating the run's directory if needed.
 
-        Raises `ConfigError` naming the process that has the lock.
+        Raises `ConfigError` naming the process that already has the lock.
         """
         folders = [self._path.parent, *self._path.parent.parents]
         self._created_folders = [folder for folder in folders if not folder.exists()]

@@ -38,9 +38,9 @@ def write_text(path: Path, text: str) -> None:
 def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
     """Create the directory `target` atomically; `fill` writes its contents.
 
-    `fill` gets an empty directory under a temporary name. An existing `target` is replaced once the
-    new directory is complete. If anything fails, the temporary directory is removed and the old one
-    remains. Raises `RunError` if the disk is full or fails.
+    `fill` receives the path of an empty directory with a temporary name. An existing `target` is
+    replaced once the new directory is complete. If anything fails, the temporary directory is
+    removed and the old `target` remains. Raises `RunError` if the disk is full or fails.
     """
     temporary = target.with_name(target.name + TEMPORARY)
     remove(temporary)
@@ -64,10 +64,10 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Clean up after a killed process.
+    """Clean up `folder` after a process that was killed while it wrote there.
 
-    Remove temporary directories, and old versions of replaced ones; an old version whose
-    replacement is missing is restored.
+    Removes temporary directories, and old versions of directories that were replaced. If the
+    replacement is missing, the old version is restored.
     """
     if not folder.is_dir():
         return
@@ -85,8 +85,8 @@ def clean_up(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a directory, if it exists.
 
-    A process that is being killed may still change the directory, so removal is retried for up to
-    `ENDING_SECONDS`.
+    The removal is retried for up to `ENDING_SECONDS` seconds, because a process that is being
+    killed may still write into the directory.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def remove(path: Path) -> None:
 
 
 def compute_checksums(directory: Path) -> dict[str, str]:
-    """Return relative path -> BLAKE2b hash for every file below `directory`."""
+    """Return the BLAKE2b hash of every file below `directory`, by relative path."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): compute_checksum(p) for p in files}
 
@@ -118,7 +118,10 @@ def compute_checksum(path: Path) -> str:
 
 @contextmanager
 def explain_disk_errors(consequence: str) -> Iterator[None]:
-    """Convert an `OSError` into a `RunError` that starts with its consequence for the run."""
+    """Convert an `OSError` in the block into a `RunError` that begins with `consequence`.
+
+    `consequence` says what the error means for the run.
+    """
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
 """Jobs on many devices: issued in order, finished by reports, failed when a device dies.
 
 A job is one command on each of several ranks. It is issued when the jobs in `after` are finished
-and no earlier job that shares a role with it is still held back. So each role runs its requests in
-the order in which they were made, and all ranks run the same commands in the same order.
+and no earlier job that shares a role with it is still waiting to be issued. So each role runs its
+requests in the order in which they were made, and all ranks run the same commands in the same
+order.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ REQUEST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class DeviceLoss:
-    """Reason why a device is lost; it sends no more reports."""
+    """Reason why a device is lost, which is received in place of further reports."""
 
     reason: str
 
 
 class DeviceTransport(Protocol):
-    """Processes of a run by rank, behind the message transport. Must be thread-safe."""
+    """Connection to the device processes of a run, which are identified by rank. Thread-safe."""
 
     @property
     def addresses(self) -> Sequence[ProcessAddress]: ...
@@ -51,22 +52,26 @@ class DeviceTransport(Protocol):
         ranks: Sequence[int],
         given: CommandTensors,
     ) -> None:
-        """Send a command to one of the `ranks` of a job."""
+        """Send a command to `rank`, one of the `ranks` that receive it.
+
+        `place` is the index of the command among those that are sent to `rank`, `number` that of
+        its job.
+        """
         ...
 
     def receive(self) -> Sequence[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
-        """Return new reports or losses by rank; wait briefly if there are none."""
+        """Return new reports or losses, each with its rank; wait briefly if there are none."""
         ...
 
     def share(self, raw: bytes) -> Any:
-        """Return a handle to `raw` that all devices can read; it is transferred once."""
+        """Return a handle to `raw` that all devices can read. The data are transferred only once."""
         ...
 
     def export(self, wants: Sequence[TensorRequest]) -> list[bytes]: ...
     def peak_memory_gb(self) -> float: ...
 
     def describe_activities(self, ranks: Sequence[int]) -> Mapping[int, DeviceActivity]:
-        """Return the activity of each rank, without ranks that don't answer in a few seconds."""
+        """Return the activity of each rank, except ranks that do not answer in a few seconds."""
         ...
 
     def close(self, deadline_s: float) -> None: ...
@@ -74,7 +79,7 @@ class DeviceTransport(Protocol):
 
 @dataclass(frozen=True)
 class CommandTensors:
-    """Tensors for a command: requests to other devices, and rows that the driver shares."""
+    """Tensors for a command: `wants` are requested from other devices, `shared` sent by the driver."""
 
     wants: Sequence[TensorRequest] = ()
     shared: Sequence[Any] = ()
@@ -82,10 +87,10 @@ class CommandTensors:
 
 @dataclass(eq=False)
 class DeviceJob:
-    """Command on each of several `ranks`.
+    """One command for each of several `ranks`.
 
-    `make_command` builds a rank's command when the job is issued. `on_finished` gets the final
-    reports by rank.
+    `make_command` builds a rank's command when the job is issued. `on_finished` is called with the
+    final report of each rank.
     """
 
     name: str  # for error messages
@@ -106,7 +111,7 @@ class DeviceJob:
 
     @property
     def unfinished_ranks(self) -> list[int]:
-        """Ranks that have not finished."""
+        """Ranks that have not finished their command."""
         result: list[int] = []
         for rank in self.ranks:
             if rank not in self.final_reports:
@@ -115,10 +120,10 @@ class DeviceJob:
 
 
 class JobDispatcher:
-    """Issue jobs to `devices` and run their callbacks.
+    """Dispatcher that issues jobs to `devices` and runs their callbacks.
 
-    Callbacks (`on_finished`, `on_failed`, ...) run in the thread that receives reports, or in the
-    submitting thread once a device is lost.
+    Callbacks (`on_finished`, `on_failed`, ...) run in the thread that receives reports or, once a
+    device is lost, in the thread that submits the job.
     """
 
     def __init__(self, devices: DeviceTransport) -> None:
@@ -135,7 +140,7 @@ class JobDispatcher:
         threading.Thread(target=self._receive_reports, name="weft-devices", daemon=True).start()
 
     def submit(self, *jobs: DeviceJob) -> None:
-        """Submit jobs; each is issued as soon as its dependencies allow, in this order."""
+        """Submit jobs in this order; each is issued as soon as the jobs that it depends on allow."""
         with self._lock:
             for job in jobs:
                 job.number = self._next_number
@@ -144,9 +149,10 @@ class JobDispatcher:
             self._issue_jobs()
 
     def find_cause(self, error: DevicesLost) -> RunError:
-        """Return the error that explains `error`, which was met outside of any job.
+        """Return the error that explains `error`, which was raised outside of any job.
 
-        Waits up to `DOUBT_SECONDS` for the death of a device, whose error names the device and job.
+        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died: that error names
+        the device and the job. Returns `error` itself if there is none.
         """
         end = time.monotonic() + DOUBT_SECONDS
         while self._fatal_error is None and time.monotonic() < end:
@@ -154,7 +160,10 @@ class JobDispatcher:
         return self._fatal_error or error
 
     def build_overdue_error(self, task: Task, message: str) -> DevicesLost:
-        """Return the error for a call past its deadline, naming the ranks that are late."""
+        """Return the error for a call that missed its deadline.
+
+        The message is `message`, followed by the ranks that are late.
+        """
         with self._lock:
             job = next(
                 (job for job in [*self._jobs.values(), *self._held_jobs] if job.task == task), None
@@ -256,7 +265,7 @@ class JobDispatcher:
                     self._fail_job(job, report.value)
 
     def _fail_doubtful_jobs(self) -> None:
-        """Fail the jobs whose doubtful errors were not explained by a death in time."""
+        """Fail the jobs whose connection errors no death of a device has explained in time."""
         with self._lock:
             over = []
             for doubt in self._doubts:
@@ -281,7 +290,7 @@ class JobDispatcher:
         )
 
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
-        """Return " in JOB or JOB", the unfinished jobs of these ranks, for error messages."""
+        """Return " in JOB or JOB", naming unfinished jobs of these ranks, or "" if there are none."""
         with self._lock:
             names = []
             for job in self._jobs.values():
@@ -290,10 +299,11 @@ class JobDispatcher:
         return f" in {' or '.join(names[:3])}" if names else ""
 
     def _describe_late(self, ranks: Sequence[int]) -> str:
-        """Describe the devices that delay a job, given its unfinished ranks.
+        """Describe the devices that delay a job, given the ranks that have not finished it.
 
-        These are the ranks that don't answer; else those that don't wait for others, with the code
-        that they run; else all.
+        These are the ranks that do not answer, if others do. Otherwise they are the ranks that are
+        not waiting for others, with the code that they run. If there are none, all `ranks` are
+        named.
         """
         activities = self._devices.describe_activities(ranks)
         silent = [rank for rank in ranks if rank not in activities]

@@ -1,4 +1,4 @@
-"""Evaluation of the validation sources; metrics are means over ids."""
+"""Evaluation on the validation data; metrics are means over ids."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weft.runtime.store import TensorStore
 
 
 class ValidationSource(Protocol):
-    """Sequence of samples with one id each."""
+    """Sequence of validation samples, each with a single id."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> SequenceSample: ...
 
 
 class Evaluator:
-    """Run the evaluation graph over all validation sources.
+    """Evaluator that runs the evaluation graph on all validation sources.
 
-    `sources` are by name. The source's name is prefixed to each id, so it cannot collide with a
-    training id.
+    `sources` maps names to sources. The name is prefixed to the ids of the source, so that they
+    cannot collide with training ids.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Evaluator:
         self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate all sources and return the metrics.
+        """Evaluate all sources after `step` steps and return the metrics.
 
-        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` over all ids;
-        `eval/num_rows` is the number of ids. `step` seeds sampling.
+        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` over all ids, and
+        `eval/num_rows` is the number of ids. `step` also seeds the sampling.
         """
         everything: list[FiringMetrics] = []
         line: dict[str, float] = {}
@@ -66,7 +66,10 @@ class Evaluator:
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:
-        """Run every node once over the whole batch; later nodes win if metric names collide."""
+        """Run every node once on the whole batch.
+
+        If metric names collide, the value of the later node is kept.
+        """
         buffer = IdBuffer(closed=True)
         metas = TensorStore()
         metrics: dict[str, float] = {}
@@ -93,7 +96,10 @@ class Evaluator:
         return FiringMetrics(metrics, batch.num_ids, seconds)
 
     def _iterate_batches(self, source: str, rows: ValidationSource) -> Iterator[SequenceSample]:
-        """Yield batches of `batch_size` rows, or of up to `valid_tokens_per_batch` tokens."""
+        """Iterate over batches of a source.
+
+        Each has `batch_size` rows or, if that is 0, up to `valid_tokens_per_batch` tokens.
+        """
         part: list[SequenceSample] = []
         tokens = 0
         for index in range(len(rows)):
@@ -115,6 +121,6 @@ class Evaluator:
 
 
 def _accept_any_batch_size(graph: DataflowGraph) -> DataflowGraph:
-    """Return the graph with nodes that take batches of any size."""
+    """Return the graph with nodes that accept batches of any size."""
     nodes: Sequence[Any] = [replace(node, batch_size=0) for node in graph.nodes]
     return replace(graph, nodes=nodes)

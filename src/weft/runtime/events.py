@@ -15,14 +15,17 @@ Task = tuple[str, int]
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """A task has started; its deadline counts from here."""
+    """Event: a task has started. Its deadline is counted from this event on."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class OutputsAnnounced:
-    """Early outputs of a running call for some of its ids (`Model.announce`), ready to fetch."""
+    """Event: a running call has early outputs for some of its ids (`Model.announce`).
+
+    These outputs can already be fetched.
+    """
 
     call: str
     outputs: SequenceSample  # metadata only
@@ -30,10 +33,10 @@ class OutputsAnnounced:
 
 @dataclass(frozen=True)
 class TaskFinished:
-    """A task is finished.
+    """Event: a task is finished.
 
-    `result` is the `MFCResult` of a call, the version after a sync, or a host function's return
-    value.
+    `result` is the `MFCResult` of a call, the target's new version after a sync, or the return
+    value of a host function's task.
     """
 
     task: Task
@@ -42,7 +45,7 @@ class TaskFinished:
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """A task has failed with `error`."""
+    """Event: a task has failed with `error`."""
 
     task: Task
     error: BaseException
@@ -53,13 +56,13 @@ Events = queue.SimpleQueue[Event]
 
 
 class EventSink(Protocol):
-    """Destination for events."""
+    """Object that receives events, such as a queue."""
 
     def put(self, event: Event, /) -> None: ...
 
 
 def run(task: Task, work: Callable[[], Any], events: Events) -> None:
-    """Run `work` in this thread and put its start and its result or error on `events`."""
+    """Run `work` in this thread, and put events on `events` for its start and its result or error."""
     events.put(TaskStarted(task))
     try:
         events.put(TaskFinished(task, work()))

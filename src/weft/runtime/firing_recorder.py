@@ -1,4 +1,4 @@
-"""Reports finished firings to the observer, and reads completions before their tensors are dropped."""
+"""Recorder of finished firings, and of completions before their tensors are dropped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ GENERATIONS = "generations.jsonl"
 
 
 class FiringRecorder:
-    """Pass finished firings and steps from the master to the observer.
+    """Listener that passes finished firings and samples of finished steps to the observer.
 
-    If steps follow a generation node, completions are the run's product and are all written to
-    `generations.jsonl`.
+    If the node that defines steps generates, completions are the run's product: all of them are
+    written to `generations.jsonl`.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class FiringRecorder:
         )
 
     def truncate(self, step: int) -> None:
-        """Remove generations made after the recovery point at `step`."""
+        """Remove generations that were made after the recovery point at `step`."""
         if self._product is not None:
             self._product.truncate(step)
 
     def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None:
-        """Report a firing that finished in step `step`."""
+        """Record a firing that finished in step `step` as a span of the observer's timeline."""
         firing, node = outcome.firing, self._graph.get_node(outcome.firing.node)
         if isinstance(node, MFCDef):
             track = f"{ROLES}/{node.role}"
@@ -58,7 +58,7 @@ class FiringRecorder:
             self._seen_samples = outcome.seen_samples
 
     def on_step_finished(self, ids: Sequence[str], step: int) -> None:
-        """Collect the samples of the finished step `step`, which used these ids."""
+        """Read the samples of the finished step `step`, which used these ids, into `rows`."""
         self.rows = self._samples.read_rows(ids, step, self._seen_samples)
         if self._product is not None:
             for row in self._samples.read_generations(ids):

@@ -19,9 +19,9 @@ from weft.runtime.store import TensorStore
 
 
 class FixedPrompts:
-    """Generate and record completions of `prompts`, samples with the key `prompt`.
+    """Recorder of completions of fixed prompts. `prompts` are samples with the key `prompt`.
 
-    Ids get a prefix in the group, so they cannot collide with training ids.
+    The ids get a prefix in the worker group, so that they cannot collide with training ids.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class FixedPrompts:
         self._file = StepFile(directory / FILE)
 
     def truncate(self, step: int) -> None:
-        """Remove answers made after the recovery point at `step`."""
+        """Remove completions that were made after the recovery point at `step`."""
         self._file.truncate(step)
 
     def write_completions(self, step: int) -> None:
-        """Generate completions after `step` completed steps and write them, once per step.
+        """Generate and write completions after `step` completed steps, unless they exist already.
 
         No other call may be running.
         """

@@ -22,10 +22,10 @@ EVALUATION = "eval/"  # prefix of the evaluation graph's calls
 
 
 class WorkerGroup(Protocol):
-    """Processes with engines, keyed by (role, layout).
+    """Interface of a group of processes whose engines are identified by (role, mesh).
 
-    Each role runs its requests in the order in which they were made. Progress and results arrive on
-    `events`, the only queue the master waits on.
+    The requests for each role run in the order in which they were made. Progress and results are
+    put on `events`, the only queue that the master waits on.
     """
 
     @property
@@ -40,64 +40,75 @@ class WorkerGroup(Protocol):
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Start a model function call on the ids of `parts` [minibatch][data-parallel rank].
+        """Start a model function call on the ids in `parts`, by [minibatch][data-parallel rank].
 
-        `step` counts the node's firings from 0. The events' task is `(mfc, step)`, the result an
-        `MFCResult`.
+        `parts` has only metadata. `step` is the index of the node's firing. The call's events have
+        the task `(mfc, step)`, and the result is an `MFCResult`.
 
-        A call uses its role's newest weights, or those after `version` train steps: the version its
-        copy of the role has, the newest one, or one kept because train step number `version` was
-        submitted with `keeps`. Versions of a copy never decrease. An interruptible call may use
-        newer weights.
+        Without `version`, the call uses the newest weights of its role; with `version`, the weights
+        after that many train steps. These must be the weights that the call's copy of the role has
+        already, the newest ones, or weights that were kept because the train step with index
+        `version` was submitted with `keeps`. The version of a copy never decreases. An
+        interruptible call may use newer weights.
         """
         ...
 
     def sync(self, s: ParamSync, step: int) -> None:
         """Start a parameter transfer between roles.
 
-        The events' task is `(s.name, step)`, the result the target's new version.
+        Its events have the task `(s.name, step)`, and the result is the target's new version.
         """
         ...
 
     def snapshot(self, d: Path) -> Future[None]:
-        """Write engines, interfaces and all tensors in use to the empty directory `d`."""
+        """Write engine and interface states, and all stored tensors, to the empty directory `d`."""
         ...
 
     def restore(self, d: Path) -> None:
-        """Load the state that `snapshot` wrote."""
+        """Load the state that `snapshot` wrote to `d`."""
         ...
 
     def toggle_trace(self, path: str | None = None) -> None:
-        """Start a trace on all devices, or stop it and write one file per device to `path`.
+        """Start a trace on all devices, or end it and write one file per device to `path`.
 
-        `{rank}` in `path` is replaced by the device's rank. Earlier requests run first.
+        The trace is started if `path` is None. `{rank}` in `path` is replaced by the device's rank.
+        Requests made earlier run first.
         """
         ...
 
     def close(self, deadline_s: float) -> None:
-        """Release all resources; work unfinished after the deadline is abandoned."""
+        """Release all resources. Work that is unfinished after `deadline_s` seconds is abandoned."""
         ...
 
     def put(self, sample: SequenceSample) -> SampleMeta:
-        """Store tensors made outside of the group: the loader's rows, outputs of host functions."""
+        """Store tensors that were made outside of the group, and return their metadata.
+
+        These are the loader's rows and the outputs of host functions.
+        """
         ...
 
     def build_overdue_error(self, mfc: str, step: int, message: str) -> RunError:
-        """Return the error for a call past its deadline: `message`, and the late devices if known."""
+        """Return the error for a call that missed its deadline.
+
+        The message is `message`, followed by the devices that are late, if they are known.
+        """
         ...
 
     def announce_outputs(self, mfc: str) -> None:
-        """Enable `OutputsAnnounced` events for early outputs of this call."""
+        """Enable `OutputsAnnounced` events for the early outputs of this call."""
         ...
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return tensors of these ids and all metadata; `optional` keys if every id has them."""
+        """Return the tensors `keys` of these ids, with all their metadata.
+
+        A key in `optional` is included if every id has it.
+        """
         ...
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Remove ids that no node needs any more."""
+        """Remove the tensors of ids that no node needs any more."""
         ...
 
     def save(self, role: str, directory: Path) -> Future[None]:
@@ -105,11 +116,11 @@ class WorkerGroup(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return facts by role: `num_parameters`, `num_trainable`, `vocab_size`, ..."""
+        """Return the properties of each role, such as `num_parameters` and `vocab_size`."""
         ...
 
     def describe_numerics(self) -> Mapping[str, Any]:
-        """Return the settings that bitwise repetition depends on: torch, device, threads, ..."""
+        """Return the settings on which bitwise reproducibility depends: torch, device, threads, ..."""
         ...
 
     def describe_hardware(self) -> Mapping[str, Any]:
@@ -117,5 +128,5 @@ class WorkerGroup(Protocol):
         ...
 
     def peak_memory_gb(self) -> float:
-        """Return the peak memory of the run in GiB; on a CPU, that of the process."""
+        """Return the run's peak device memory in GiB; on CPUs, that of its processes."""
         ...

@@ -31,9 +31,10 @@ from weft.runtime.outcome import FiringOutcome, describe_firing
 
 
 class HostFunctionRunner:
-    """Run the host functions of a graph.
+    """Runner of a graph's host functions.
 
-    `prefix` is prepended to the graph's call names in the group. `by_node` maps nodes to functions.
+    `prefix` is prepended to the names of the graph's calls in the worker group. `by_node` maps node
+    names to functions.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class HostFunctionRunner:
             self._start_prefetches(node)
 
     def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
-        """Start a firing in its own thread; the result of `task` is an `FiringOutcome`."""
+        """Start a firing in its own thread. The result of `task` is a `FiringOutcome`."""
         started = time.time()
         clock = time.perf_counter()
         what = describe_firing(node, firing)
@@ -115,7 +116,7 @@ class HostFunctionRunner:
         return not isinstance(self.by_node[node.name], KeepsAll)
 
     def prefetch(self, announced: OutputsAnnounced) -> None:
-        """Start the functions that can run on a call's early outputs."""
+        """Start the host functions that can begin with a call's early outputs."""
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids
@@ -129,9 +130,9 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Enable early outputs for a function that can start early.
+        """Have early outputs announced for the node, if its function can begin with them.
 
-        Only if a single model call makes all the keys it starts with.
+        This requires that a single model call makes all the keys that the function begins with.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

@@ -37,19 +37,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _QueuedFunction:
-    """Queued function; `is_generation` marks generation, which must not run inside another generation."""
+    """Queued function. If `is_generation`, it must not run inside another generation."""
 
     function: Callable[[], None]
     is_generation: bool = False
 
 
 class LocalGroup:
-    """Run calls in the order of submission in a daemon thread.
+    """`WorkerGroup` that runs calls in the order of submission, in a daemon thread.
 
-    The master can wait with a deadline, update its view and handle signals; a hanging call cannot
-    keep the process alive.
+    Meanwhile the master can wait with a deadline, update its view and handle signals. A call that
+    hangs does not keep the process alive.
 
-    Implements `PendingUpdates` itself: a running call may execute pending work that does not
+    Implements `PendingUpdates` itself: a running call can execute queued work that does not
     generate.
     """
 
@@ -121,8 +121,8 @@ class LocalGroup:
     def restore(self, d: Path) -> None:
         """Load a recovery point.
 
-        Sets the number of threads to that of the process that wrote it, so that sums are bitwise
-        identical.
+        Sets the number of CPU threads to that of the process that wrote the point, so that sums are
+        bitwise identical.
         """
 
         def load() -> None:

@@ -1,4 +1,4 @@
-"""Locations of tensors by id and key, and the transfers a device needs. Bookkeeping only."""
+"""Bookkeeping of where tensors are, by id and key, and of the transfers that a device needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ DRIVER = -1  # the driver's store: the loader's rows and outputs of host functio
 
 @dataclass(eq=False)
 class _KeyLocations:
-    """Ranks that hold each key, and ranks to which a copy is being sent.
+    """Locations of each key of some ids.
 
-    A copy arrives before its rank needs it next.
+    `holders` maps a key to the ranks that have it, and `incoming` maps it to the ranks to which a
+    copy is being sent. The copy arrives before its rank needs it next.
     """
 
     holders: dict[str, set[int]] = field(default_factory=dict)
@@ -31,7 +32,7 @@ class _KeyLocations:
 
 
 class TensorLocations:
-    """Tensor locations. Not thread-safe; the caller must lock."""
+    """Record of which devices have which tensors. Not thread-safe: callers must hold a lock."""
 
     def __init__(self) -> None:
         self._ids = StateBlocks(_KeyLocations, _KeyLocations.copy)
@@ -39,7 +40,8 @@ class TensorLocations:
     def record_computed(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a rank has computed these keys; copies on other ranks become invalid.
 
-        Keys that the rank already has are unchanged: it announced them before the end of its call.
+        Keys that the rank already has are left unchanged: they were announced before the end of the
+        call.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
@@ -48,9 +50,9 @@ class TensorLocations:
                     where.incoming.pop(key, None)
 
     def record_transfer(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a copy is being sent to a rank.
+        """Record that a copy is on its way to a rank.
 
-        It need not be sent again, and cannot be fetched from there yet.
+        The copy need not be sent again, but the rank cannot pass it on yet.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
@@ -63,7 +65,7 @@ class TensorLocations:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return those of `keys` that every id has on some rank."""
+        """Return the `keys` that some rank has for every id."""
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:
@@ -74,10 +76,10 @@ class TensorLocations:
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
     ) -> list[TensorRequest]:
-        """Return the transfers that a rank needs to have all keys of the ids.
+        """Return the requests that bring all `keys` of the ids to a rank.
 
-        All keys of an id on the same holder are one transfer; devices are preferred to the driver.
-        A key that no rank holds is left out; reading it raises the error.
+        All keys of an id that come from the same rank are in one request; devices are preferred to
+        the driver. A key that no rank has is left out: reading it raises the error.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)
@@ -95,7 +97,7 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Forget these ids; return the ids that each rank held."""
+        """Remove these ids from the record; return, for each rank, the ids that it had."""
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.incoming.values()):
@@ -104,6 +106,6 @@ class TensorLocations:
 
 
 def _choose_holder(holders: set[int]) -> int:
-    """Return the lowest device that holds a key, or the driver if none does."""
+    """Return the lowest device rank among `holders`, or the driver's if there is no device."""
     devices = holders - {DRIVER}
     return min(devices) if devices else DRIVER

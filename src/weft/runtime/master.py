@@ -43,7 +43,10 @@ NUMERICS_KEY = "numerics"
 
 
 class FiringListener(Protocol):
-    """Receiver of finished firings, and of a step's ids while their tensors still exist."""
+    """Listener for finished firings and finished steps.
+
+    `on_step_finished` is called with the ids of the step while their tensors still exist.
+    """
 
     def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None: ...
     def on_step_finished(self, ids: Sequence[str], step: int) -> None: ...
@@ -51,7 +54,7 @@ class FiringListener(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of one step, and the position of the run after it."""
+    """Metrics of one step, and the progress of the run after it."""
 
     step: int
     epoch: float
@@ -62,7 +65,7 @@ class StepResult:
 
 @dataclass
 class RunPosition:
-    """Progress of the run; part of a recovery point."""
+    """Progress of a run, which is saved in recovery points."""
 
     step: int = 0
     epochs_done: int = 0
@@ -72,7 +75,7 @@ class RunPosition:
 
 
 class Master:
-    """Run the experiment's graph over the loader's rows, one step at a time."""
+    """Scheduler that runs the experiment's graph on the loader's rows, one step at a time."""
 
     def __init__(
         self,
@@ -115,9 +118,10 @@ class Master:
     def step(self) -> StepResult | None:
         """Run one step; return None if the data are exhausted.
 
-        A step ends when the node that steps follow has fired and everything its ids need is done.
-        Calls of later steps that tolerate older weights may still be running. Raises `RunError`
-        naming node, role and ids if a call fails or misses its deadline.
+        A step ends when the node that defines steps (`Experiment.steps_follow`) has fired and all
+        other work on the ids of this step is done. Calls for later steps may still be running if
+        they tolerate older weights. Raises `RunError` naming the node, role and ids if a call fails
+        or misses its deadline.
         """
         begun = time.perf_counter()
         if not self._run_step():
@@ -130,7 +134,7 @@ class Master:
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
     def wait_until_idle(self) -> None:
-        """Wait until no firing is running, so that the group can be used otherwise."""
+        """Wait until no firing is running, so that the worker group is free for other calls."""
         while self._ledger.has_open_firings():
             self._run_next()
         self._discard_unused()
@@ -171,7 +175,11 @@ class Master:
     #    in which the filters were decided on.
 
     def _decide_firings(self, firings: Sequence[Firing]) -> None:
-        """Mark these firings as decided; ids that filters keep are settled later."""
+        """Schedule these firings, and already count their outputs as available to later nodes.
+
+        Outputs of filters are counted by `_apply_first_filter`, once it is known which ids are
+        kept.
+        """
         for firing in firings:
             self._count_rounds(firing.node)
             self._buffer.start(firing)
@@ -186,7 +194,10 @@ class Master:
             self._drop_surplus(firing.node)
 
     def _apply_first_filter(self) -> None:
-        """Wait for the filter that was decided on first and apply the ids that it kept."""
+        """Wait for the filter that was scheduled first, and pass on the ids that it kept.
+
+        Raises `RunError` if a filter has used all its sampling rounds and kept no ids.
+        """
         if self._runs_ahead:
             firing = find_oldest(self._buffer, self._open_filters)
         else:
@@ -215,7 +226,7 @@ class Master:
         )
 
     def _count_rounds(self, node: str) -> None:
-        """Log the sampling rounds behind a training node that fires, if a filter refills its batch."""
+        """Record how many sampling rounds a firing of `node` took, if a refilling filter feeds it."""
         for edge in self._graph.version_edges:
             filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None
             if filter is not None:
@@ -225,7 +236,7 @@ class Master:
                 )
 
     def _drop_surplus(self, node: str) -> None:
-        """Drop ids that a refill sampled beyond the training node's batch."""
+        """Drop the ids that a refill sampled beyond the batch of training node `node`."""
         while self._open_filters and any(
             self._graph.find_refilling_filter(edge)
             for edge in self._graph.version_edges
@@ -243,7 +254,7 @@ class Master:
     # -- running: start every runnable firing; each one that finishes may enable others
 
     def _run_next(self) -> None:
-        """Start every runnable firing, then wait for the next one to finish."""
+        """Start every firing that can run, then wait for the next one to finish."""
         for each in self._agenda.take():
             self._runner.start(
                 each.firing, self._descriptions, version=each.version, keeps=each.needs_old_weights
@@ -262,7 +273,11 @@ class Master:
             self.listener.on_firing_finished(outcome, self.position.step + 1)
 
     def _finish_step(self, stepped: Sequence[str] = ()) -> None:
-        """Finish all firings of the current step, then drop ids that no firing needs."""
+        """Finish all firings of the current step, then drop the ids that no firing needs.
+
+        `stepped` are the ids that the step used; the listener is told of them before ids are
+        dropped.
+        """
         while self._ledger.has_open_firings(self._ahead_ids):
             self._run_next()
         if stepped and self.listener is not None:
@@ -280,7 +295,7 @@ class Master:
     # -- rows
 
     def _load_batch(self) -> bool:
-        """Add the loader's next batch to the buffer; return False at the end of the last epoch."""
+        """Add the loader's next batch to the buffer; return False after the last epoch."""
         if self._buffer.closed:
             if self._buffer.entries:
                 raise _build_stuck_error(self._buffer)
@@ -298,7 +313,10 @@ class Master:
         return True
 
     def _load_ahead(self) -> bool:
-        """Add the loader's next batch if a call may run ahead on it; return whether it was added."""
+        """Add the loader's next batch if a call may already work on it for a later step.
+
+        Returns whether a batch was added.
+        """
         most = self._experiment.control.max_steps
         follow = self._experiment.steps_follow
         left = None if most is None else most - self.position.step
@@ -315,7 +333,7 @@ class Master:
         self._buffer.closed = self._loader.epoch_done
 
     def _turn_epoch(self) -> None:
-        """Start the next epoch if all ids of the current one are processed."""
+        """Start the next epoch if all ids of the current one have been processed."""
         if self._buffer.closed and not self._buffer.entries:
             self._buffer.closed = False
             self.position.epochs_done += 1
@@ -333,7 +351,7 @@ class Master:
     # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Write the state that a restart needs to the empty `directory`; `load` returns `extra`.
+        """Write the state that a restart needs, and `extra`, to the empty `directory`.
 
         Waits for running firings. Samples made ahead of training are included.
         """
@@ -358,7 +376,8 @@ class Master:
     def load(self, directory: Path) -> Mapping[str, Any]:
         """Load the state that `save` wrote.
 
-        Returns its `extra`, plus the saved run's numerical settings under `numerics`.
+        Returns the `extra` that was saved, with the numerical settings of the saved run added under
+        the key `numerics`.
         """
         state = read_state(directory / MASTER_FILE)
         self._group.restore(directory / WORKERS_FOLDER)

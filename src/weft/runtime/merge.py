@@ -1,4 +1,4 @@
-"""Merging the results of a call's ranks: outputs are joined, metrics reduced, times combined."""
+"""Merging of the results of a call's ranks: outputs are joined, metrics and times are combined."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from weft.runtime.split import join_outputs
 def merge_results(
     results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
 ) -> MFCResult:
-    """Merge the results of the data-parallel parts of `ids`; `counts` are ids per part."""
+    """Merge the results of data-parallel ranks; `counts` are their numbers of ids.
+
+    The outputs are in the order of `ids`.
+    """
     outputs = join_outputs([result.outputs for result in results], ids)
     return MFCResult(outputs, merge_metrics([result.metrics for result in results], counts))
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge the `seen` samples of all ranks, keeping each id once; None if there are none."""
+    """Merge the `seen` samples of all ranks, keeping one per id; None if there are none."""
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
@@ -28,11 +31,11 @@ def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """Reduce metrics over data-parallel parts.
+    """Combine the metrics of data-parallel ranks; `counts` are their numbers of ids.
 
-    Equal values are unchanged. `*_max` and `*_min` take the largest and smallest value; other
-    metrics are averaged over ids. A call lasts from the start of its first rank to the end of its
-    last. Parts without a metric are ignored.
+    Metrics that are equal on all ranks are unchanged. The largest `*_max` and the smallest `*_min`
+    are kept; other metrics are averaged over ids. The time of the call is from the start of its
+    first rank to the end of its last. Ranks that lack a metric are ignored for it.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

@@ -1,4 +1,4 @@
-"""Reading a node's inputs and checking its outputs, with keys renamed from and to graph edges."""
+"""Reading of a node's inputs and checks of its outputs, with keys renamed from and to graph edges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorSource(Protocol):
 
 
 def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> SequenceSample:
-    """Return a node's inputs for these ids, under the node's own key names.
+    """Return a node's inputs for these ids, under the key names that the node itself uses.
 
     An optional input is included if all ids have it.
     """
@@ -32,9 +32,9 @@ def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> Sequence
 
 
 def make_empty_sample(description: SequenceSample) -> SequenceSample:
-    """Return a sample with empty tensors, for a rank whose part of the batch has no ids.
+    """Return a sample with empty tensors for a rank that gets no ids of the batch.
 
-    Such a rank still takes part in collectives.
+    Such a rank still takes part in collective operations.
     """
     # empty integers can be concatenated with values of any dtype
     nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}
@@ -48,7 +48,8 @@ def to_edge_outputs(
 ) -> SequenceSample | None:
     """Return a node's outputs, in the order of `ids`, under the key names of the graph's edges.
 
-    Raises `RunError` for a missing key, an unknown id or, unless the node `filters`, a missing id.
+    Raises `RunError` for a missing key, an unknown id or, unless the node is a filter (`filters`),
+    a missing id.
     """
     if not node.output_keys and (outputs is None or not filters):
         return None

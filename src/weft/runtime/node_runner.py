@@ -1,4 +1,4 @@
-"""Running of graph nodes: model function calls in the group, host functions in this process."""
+"""Runner of graph nodes: model function calls in the group, host functions in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_DEADLINE_SECONDS = 6 * 3600.0  # default deadline of a node
 
 @dataclass
 class _RunningFiring:
-    """Unfinished firing with the tasks that it waits for: its own and the following syncs."""
+    """Unfinished firing, with the tasks that it waits for: its own and the syncs after it."""
 
     firing: Firing
     node: Node
@@ -38,9 +38,9 @@ class _RunningFiring:
 
 
 class NodeRunner:
-    """Run the nodes of one graph.
+    """Runner of the nodes of one graph.
 
-    `prefix` is prepended to the graph's call names in the group.
+    `prefix` is prepended to the names of the graph's calls in the worker group.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class NodeRunner:
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Start a firing; `metas` has the metadata of its ids.
+        """Start a firing; `metas` is the store with the metadata of its ids.
 
         `version` and `keeps` are passed to `WorkerGroup.submit`.
         """
@@ -95,9 +95,9 @@ class NodeRunner:
         return not self._running_firings
 
     def wait(self) -> FiringOutcome:
-        """Wait for the next firing to finish, including its syncs, and return its outcome.
+        """Wait for the next firing to finish, including the syncs after it, and return its outcome.
 
-        Raises the error of a failed firing, naming the node, or `RunError` if a deadline has
+        Raises the error of a firing that failed, or `RunError` naming the node if a deadline has
         passed.
         """
         while True:
@@ -151,7 +151,7 @@ class NodeRunner:
         )
 
     def _next_event(self) -> Event:
-        """Return the next event; raise the deadline's error if none arrives before it."""
+        """Return the next event; raise `RunError` if the earliest deadline passes before."""
         bounded = []
         for run in self._running_firings.values():
             if run.expires_at is not None:

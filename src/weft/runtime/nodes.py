@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RayNode:
-    """A machine of the cluster."""
+    """Machine of a Ray cluster."""
 
     id: str
     host: str
@@ -31,7 +31,7 @@ class RayNode:
 
 
 def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
-    """Return the node with id `here` first, the others by address.
+    """Return the node with id `here` first, then the others by address.
 
     Device 0 is then on the machine where the run was started.
     """
@@ -45,16 +45,20 @@ def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
 
 
 def order_bundles(on: Mapping[int, str], nodes: Sequence[RayNode]) -> list[int]:
-    """Return the placement group's bundles (one per device) in the order of their nodes.
+    """Return the indices of the placement group's bundles in the order of their nodes.
 
-    `on` maps each bundle to its node's id.
+    There is one bundle per device. `on` maps the index of each bundle to the id of its node.
     """
     order = [node.id for node in nodes]
     return sorted(on, key=lambda index: (order.index(on[index]), index))
 
 
 def count_threads(on: Mapping[int, str], nodes: Sequence[RayNode]) -> dict[str, int]:
-    """Return node id -> CPU threads per device: the node's CPUs divided by its devices."""
+    """Return the number of CPU threads for each device of a node, by node id.
+
+    This is the node's number of CPUs divided by its number of devices, but at least 1. `on` maps
+    the index of each bundle to the id of its node.
+    """
     threads: dict[str, int] = {}
     for node in nodes:
         threads[node.id] = max(1, node.cpus // max(1, list(on.values()).count(node.id)))

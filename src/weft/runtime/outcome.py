@@ -13,7 +13,10 @@ from weft.runtime.group import SampleMeta
 
 @dataclass(frozen=True)
 class FiringOutcome:
-    """Metadata of a firing's outputs (None if it has no output keys), metrics and times."""
+    """Outcome of a firing: metadata of its outputs, metrics and times.
+
+    `outputs` is None if the node has no output keys.
+    """
 
     firing: Firing
     outputs: SampleMeta | None
@@ -25,7 +28,7 @@ class FiringOutcome:
 
 
 def describe_firing(node: Node, firing: Firing) -> str:
-    """Describe a firing in an error message: node, role or function, and ids."""
+    """Describe a firing for an error message: the node, its role or function, and the ids."""
     if isinstance(node, MFCDef):
         what = f"role {node.role!r}"
     else:

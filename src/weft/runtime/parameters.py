@@ -20,9 +20,9 @@ FailureCallback = Callable[[BaseException], None]
 
 
 class ParameterTransfers:
-    """Schedule parameter transfers. Not thread-safe.
+    """Scheduler of parameter transfers. Not thread-safe.
 
-    `built` describes the parameters of each rank; `hosts` names the machine of each rank.
+    `built` describes the engines of each rank, and `hosts` names the machine of each rank.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ParameterTransfers:
     def initialize(self) -> None:
         """Prepare all transfers and initialize roles from others on different meshes (`init_from`).
 
-        Raises `ConfigError` for roles whose parameters do not match.
+        Raises `ConfigError` if the parameters of two such roles do not match.
         """
         for sync in self._experiment.graph.syncs:
             if not self._has_equal_meshes(sync):
@@ -88,7 +88,7 @@ class ParameterTransfers:
         failed: FailureCallback,
         started: Callable[[], None],
     ) -> None:
-        """Start a sync of the graph."""
+        """Start `sync`, a transfer between two roles that the graph defines."""
         if not self._has_equal_meshes(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
         else:
@@ -136,7 +136,7 @@ class ParameterTransfers:
     # -- from a role to its copies
 
     def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
-        """Keep the role's own weights, of this version, for later calls on copies that lack them."""
+        """Save the role's own weights, with this version, for later calls on copies that lack them."""
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
                 source = self._get_own_key(role)
@@ -154,14 +154,14 @@ class ParameterTransfers:
                 self._dispatch.submit(job)
 
     def record_training(self, role: str, job: DeviceJob, version: int) -> None:
-        """Record that `job` is a train step, after which the role's weights have this version."""
+        """Record that `job` is a train step of the role, after which its weights have this version."""
         self.mark_outdated(role, job)
         self._versions[role] = version
 
     def mark_outdated(self, role: str, job: DeviceJob | None, *, whole: bool = False) -> None:
-        """Mark the role's copies as outdated; `job` changes the role's own weights.
+        """Mark the role's copies as outdated, because `job` changes the role's own weights.
 
-        With `whole`, all parameters can change; otherwise only those that train steps change.
+        With `whole`, any parameter can change; otherwise only those that train steps change.
         """
         if job is not None:
             self._last_changes[role] = job
@@ -170,7 +170,7 @@ class ParameterTransfers:
                 self._stale[place] = whole or self._stale.get(place, False)
 
     def reset(self) -> None:
-        """Mark all copies as outdated and forget versions and kept weights, after a restore."""
+        """Mark all copies as outdated, and forget all versions and saved weights, after a restore."""
         self._versions.clear()
         self._copy_versions.clear()
         self._weights_of_versions.clear()
@@ -181,10 +181,11 @@ class ParameterTransfers:
     def update_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update a copy, if needed, before the next submitted call; return its weights' number.
+        """Bring a copy up to date, if needed, before the next call that is submitted.
 
-        The copy gets its role's newest weights, or those of `version`. Returns None for a role's
-        own engine.
+        The copy gets the newest weights of its role or, if given, those of `version`. Returns the
+        number of updates that the copy has then received, or None if `place` is a role's own
+        engine.
         """
         if place not in self._weights:
             return None
@@ -201,7 +202,10 @@ class ParameterTransfers:
         return self._weights[place]
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
-        """Return the plan for the kept weights of a version. Raises `RunError` if none were kept."""
+        """Return the plan that sends the saved weights of this version to the copy.
+
+        Raises `RunError` if they were not saved. The plan can be taken only once.
+        """
         way = self._saved_plans.pop((place, version), None)
         if way is None:
             there = (
@@ -222,8 +226,9 @@ class ParameterTransfers:
     ) -> int | None:
         """Update a copy as soon as there are newer weights, even during the next submitted call.
 
-        That call may start with weights of `version` or newer. Returns the lowest number of the
-        weights it may have, or None for a role's own engine.
+        The call may start with the weights of `version` or newer ones. Returns the number of
+        updates that the copy must have received when the call starts, or None if `place` is a
+        role's own engine.
         """
         if place not in self._separate_copies:
             return self.update_copy(place, failed)
@@ -278,7 +283,7 @@ class ParameterTransfers:
         self._submit_transfer(way, what, name, _ignore, failed, holds_up=holds_up)
 
     def _list_outdated(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters in which a copy may differ from its role."""
+        """Return the names of the parameters that may differ between a copy and its role."""
         whole = self._stale.get(place, False)
         if whole:
             return self._plans.list_common(self._get_own_key(place[0]), place, partly=False)
@@ -287,7 +292,7 @@ class ParameterTransfers:
     # -- ways
 
     def list_plans(self, role: str) -> list[tuple[str, ReallocationPlan]]:
-        """Return (purpose, plan) of all recurring transfers of a role's weights."""
+        """Return the purpose and the plan of each recurring transfer of a role's weights."""
         plans = []
         for sync in self._experiment.graph.syncs:
             if sync.source == role and not self._has_equal_meshes(sync):
@@ -326,11 +331,11 @@ class ParameterTransfers:
         *,
         holds_up: bool = True,
     ) -> DeviceJob:
-        """Submit a transfer.
+        """Submit a transfer as a job.
 
-        The target's ranks do not wait for busy ranks of the source: the job is issued when the last
-        change of the source's weights is finished. Unless `holds_up`, later requests of the roles
-        do not wait for that.
+        If the target has ranks that the source lacks, the job is issued when the last change of the
+        source's weights is finished, so that these ranks do not wait for busy ranks of the source.
+        With `holds_up`, later requests of the two roles run after the transfer.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks
@@ -365,9 +370,9 @@ class ParameterTransfers:
 def _repeat_command(
     command: DeviceCommand,
 ) -> Callable[[int], tuple[DeviceCommand, CommandTensors]]:
-    """Return a `DeviceJob.make_command` that gives every rank the same command."""
+    """Return a function for `DeviceJob.make_command` that builds the same command for every rank."""
     return lambda rank: (command, CommandTensors())
 
 
 def _ignore(_: object) -> None:
-    """Do nothing on completion."""
+    """Ignore the result of a job."""

@@ -1,4 +1,4 @@
-"""Loader that prepares the next batch in the background."""
+"""Data loader that prepares the next batch in the background."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.runtime import background
 
 
 class PrefetchingLoader:
-    """Load one batch ahead, up to the end of the last of `epochs` (may be infinite).
+    """Loader that loads one batch ahead, up to the end of the last of `epochs` epochs.
 
-    Errors of the loader are raised by `next_batch`. The loader must not be used by others. The
-    state is the position after the last returned batch.
+    `epochs` may be infinite. Errors of the wrapped loader are raised by `next_batch`; nothing else
+    may use that loader. The saved state is the position after the last batch that was returned.
     """
 
     def __init__(self, loader: BatchLoader, epochs: float) -> None:
@@ -25,7 +25,7 @@ class PrefetchingLoader:
         self._read_position()
 
     def _read_position(self) -> None:
-        """Read the loader's position; no batch may be prefetched."""
+        """Read the wrapped loader's position. Must not be called while a batch is prefetched."""
         self.epoch_done = self._loader.epoch_done
         self.num_ids = self._loader.num_ids
         self._state: Mapping[str, Any] = self._loader.state_dict()
@@ -43,11 +43,11 @@ class PrefetchingLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned batch."""
+        """Return the position after the last batch that was returned."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved position, discarding a prefetched batch."""
+        """Restore a saved position, and discard a batch that was loaded ahead."""
         if self._next_batch is not None:
             self._next_batch.exception()  # wait: it must not advance the loader after the restore
             self._next_batch = None

@@ -1,4 +1,4 @@
-"""Descendant processes of this one, read from /proc (empty on other systems than Linux)."""
+"""Descendants of this process, read from /proc. There are none on systems other than Linux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Process id with its start time, which tells reused ids apart."""
+    """Process id with the process's start time, which distinguishes processes that reuse an id."""
 
     pid: int
     start_time: int
@@ -52,7 +52,7 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process."""
+    """Make this process the new parent of descendants whose parent ends."""
     _call_prctl(36, 1)
 
 
@@ -62,7 +62,7 @@ def _call_prctl(what: int, value: int) -> None:
 
 
 def _read_process(pid: int) -> tuple[int, ProcessId] | None:
-    """Return (parent's pid, process), or None if the process does not exist."""
+    """Return the parent's pid and the process; None if the process does not exist."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

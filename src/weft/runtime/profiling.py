@@ -1,4 +1,4 @@
-"""Profiler traces of the steps that `profile_steps` names."""
+"""Profiler traces of the steps that the option `profile_steps` selects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.runtime.group import WorkerGroup
 
 
 def check_steps(steps: str | None, total: int) -> None:
-    """Raise `ConfigError` if a run of `total` steps has none of the steps to trace."""
+    """Raise `ConfigError` if a run of `total` steps ends before the steps to trace."""
     if steps is not None and parse_step_range(steps)[0] > total:
         count = f"{total} {'step' if total == 1 else 'steps'}"
         raise ConfigError(
@@ -21,7 +21,10 @@ def check_steps(steps: str | None, total: int) -> None:
 
 
 class StepProfiler:
-    """Trace the steps in `steps`, the option's value; None traces nothing."""
+    """Profiler of the steps that `steps` selects, the value of the option `profile_steps`.
+
+    None turns profiling off. Traces are written to `folder`.
+    """
 
     def __init__(
         self, steps: str | None, group: WorkerGroup, folder: Path, tell: Callable[[str], None]
@@ -33,13 +36,13 @@ class StepProfiler:
         self._first_step: int | None = None  # first traced step while a trace is running
 
     def start_before(self, step: int) -> None:
-        """Start the trace if `step`, which comes next, is the first to trace."""
+        """Start the trace if `step`, which is about to run, is the first step to trace."""
         if self._first_step is None and step in self._steps:
             self._group.toggle_trace()
             self._first_step = step
 
     def write_after(self, step: int, *, over: bool = False) -> None:
-        """Write the trace if `step` was the last to trace, or the last of the run (`over`)."""
+        """End and write the trace after its last step or, with `over`, after the run's last step."""
         if self._first_step is None or not (over or step >= self._steps[-1]):
             return
         name = f"steps-{self._first_step}-{step}-worker-{{rank}}.json.gz"
@@ -58,10 +61,10 @@ class StepProfiler:
     def write_on_exit(
         self, done: Callable[[], int], under_way: Callable[[], int]
     ) -> Iterator[None]:
-        """Write an unfinished trace when the block ends, also if the run fails.
+        """Write an unfinished trace when the block ends, even if the run fails.
 
-        Not if devices are lost or the run is interrupted. `done` returns the last completed step,
-        `under_way` the running one.
+        No trace is written if devices are lost or the run is interrupted. `done` returns the number
+        of the last completed step, `under_way` that of the running step.
         """
         try:
             yield

@@ -1,7 +1,7 @@
-"""Ray transport: devices are Ray actors, messages are calls of them. No other module imports ray.
+"""Transport over Ray: each device is a Ray actor, and messages are calls of its methods.
 
-A Ray cluster is started or joined. This module does not import torch, so that the environment of a
-device's process is set before torch reads it.
+No other module imports ray. A Ray cluster is started or joined. This module does not import torch,
+so that the environment of a device's process is set before torch reads it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ THREADS = {"control": 1, "io": 4, "poll": 1}
 
 
 class _RayPeers:
-    """Implements `weft.runtime.device_process.PeerTransport` with the other actors."""
+    """`PeerTransport` that reads tensors from the other Ray actors."""
 
     def __init__(self) -> None:
         self.actors: Sequence[Any] = ()
@@ -101,7 +101,7 @@ class _DeviceActor:
     def prepare(
         self, environment: Mapping[str, str], folder: str, paths: Sequence[str]
     ) -> ProcessAddress:
-        """Set environment, working directory and import paths, create the process and describe it."""
+        """Set environment, directory and import paths; create the process and return its address."""
         os.environ.update(environment)
         if not os.path.isdir(folder):
             raise ConfigError(
@@ -155,9 +155,9 @@ class _DeviceActor:
 
 
 class RayDevices:
-    """Implements `weft.runtime.dispatch.DeviceTransport`.
+    """`DeviceTransport` to Ray actors.
 
-    `close` kills the actors, and the Ray cluster if it was started for them.
+    `close` kills the actors, and stops the Ray cluster if it was started for them.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the group of devices; `nodes` are the ids of the actors' machines, by rank."""
+        """Create the transport; `nodes` are the ids of the actors' machines, by rank."""
         self._actors = list(actors)
         self.addresses = list(where)
         self._nodes = list(nodes)
@@ -250,24 +250,20 @@ class RayDevices:
         return _take(promises, EXPORT_SECONDS)
 
     def peak_memory_gb(self) -> float:
-        promises = [actor.peak_memory_gb.remote() for actor in self._actors]
+        peaks = [actor.peak_memory_gb.remote() for actor in self._actors]
         return max(
-            _collect_answers(
-                self._cluster, promises, "its peak memory", EXPORT_SECONDS, self._nodes
-            )
+            _collect_answers(self._cluster, peaks, "its peak memory", EXPORT_SECONDS, self._nodes)
         )
 
     def describe_activities(self, ranks: Sequence[int]) -> dict[int, DeviceActivity]:
         if not self._cluster.is_alive():
             return {}
-        ranks_by_promise = {self._actors[rank].activity.remote(): rank for rank in ranks}
-        ready, _ = ray.wait(
-            list(ranks_by_promise), num_returns=len(ranks_by_promise), timeout=ACTIVITY_SECONDS
-        )
+        rank_of = {self._actors[rank].activity.remote(): rank for rank in ranks}
+        ready, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=ACTIVITY_SECONDS)
         activities: dict[int, DeviceActivity] = {}
         for each in ready:
             with suppress(RayError):
-                activities[ranks_by_promise[each]] = ray.get(each)
+                activities[rank_of[each]] = ray.get(each)
         return activities
 
     def close(self, deadline_s: float) -> None:
@@ -285,8 +281,8 @@ class RayDevices:
 class RayCluster:
     """Ray cluster that this process has joined.
 
-    `scratch` is the folder of a cluster started by this process. A device without answer for
-    `silent_s` seconds counts as dead.
+    `scratch` is the temporary folder of a cluster that this process started. A device that does not
+    answer for `silent_s` seconds counts as dead.
     """
 
     def __init__(
@@ -308,11 +304,11 @@ class RayCluster:
 
     @property
     def lost_part(self) -> str | None:
-        """Description of the lost part of Ray, or None."""
+        """Description of the part of Ray that is lost, or None."""
         return self._watch.lost_part
 
     def is_alive(self) -> bool:
-        """Check now whether Ray is alive.
+        """Try to connect to Ray now, and return whether it is alive.
 
         A request to a dead Ray blocks for a minute, after which Ray ends this process.
         """
@@ -330,7 +326,7 @@ class RayCluster:
     def check_not_lost(self) -> None:
         """Raise `DevicesLost` if part of Ray is known to be lost.
 
-        The supervisor gets the report first because Ray can end this process at any moment.
+        The loss is first reported to the supervisor, since Ray can end this process at any moment.
         """
         if self.lost_part is not None:
             SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
@@ -377,7 +373,7 @@ class RayCluster:
 
     @classmethod
     def join(cls, address: str) -> RayCluster:
-        """Join the cluster at `address`. Raises `ConfigError` if none answers there."""
+        """Join the Ray cluster at `address`. Raises `ConfigError` if no cluster answers there."""
         try:
             check_listens(address)  # fail at once; Ray itself would retry for minutes
             with silence_library("ray"):
@@ -404,7 +400,7 @@ class RayCluster:
             ) from error
 
     def list_nodes(self) -> list[RayNode]:
-        """Return the machines that are up: this one first, the others by address.
+        """Return the machines that are up: this one first, then the others by address.
 
         Device 0 is then on the machine where the run was started.
         """
@@ -428,11 +424,11 @@ class RayCluster:
         return DeviceLaunch(self, count, device, environment)
 
     def add_processes(self, pids: Collection[int]) -> None:
-        """Remember local device processes, so that `close` can kill them."""
+        """Store the ids of device processes on this machine, so that `close` can kill them."""
         self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait for the promises and return the late ones.
+        """Wait up to `seconds` for the promises, and return those that are late.
 
         Raises `DevicesLost` as soon as Ray is known to be lost.
         """
@@ -444,7 +440,7 @@ class RayCluster:
         return late
 
     def close(self) -> None:
-        """Disconnect; a cluster started by this process is stopped and its files are removed."""
+        """Disconnect; if this process started the cluster, stop it and remove its files."""
         self._watch.close()
         with silence_library("ray"):
             ray.shutdown()
@@ -457,7 +453,7 @@ class DeviceLaunch:
     """Device processes that start in the background; `wait_for_devices` waits for them.
 
     Each device uses its share of the machine's CPUs as threads, unless `OMP_NUM_THREADS` is set. To
-    cancel, close the `cluster`.
+    cancel the launch, close the `cluster`.
     """
 
     def __init__(
@@ -507,7 +503,7 @@ class DeviceLaunch:
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _wait_for_placement(self, seconds: float) -> bool:
-        """Wait until the placement group is ready, and return whether it is.
+        """Wait up to `seconds` for the placement group to be ready, and return whether it is.
 
         `PlacementGroup.ready` is not used because it would start a process.
         """
@@ -524,7 +520,7 @@ class DeviceLaunch:
         return False
 
     def _find_placement(self) -> bool:
-        """Look up the machine of each device; return False while one of them is not up.
+        """Look up the machine of each device; return False if one of these machines is not up.
 
         A lost machine may have returned under another id, to which Ray moves the devices.
         """
@@ -536,9 +532,9 @@ class DeviceLaunch:
         return {node.id for node in self._live_nodes} == set(self._node_of_bundle.values())
 
     def _start_actors(self) -> None:
-        """Start the actors and request their descriptions.
+        """Start the actors and request the addresses of their processes.
 
-        An actor answers once it has imported everything a device needs.
+        An actor answers once it has imported everything that a device needs.
         """
         threads = count_threads(self._node_of_bundle, self._live_nodes)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(
@@ -565,10 +561,10 @@ class DeviceLaunch:
 def _collect_answers(
     cluster: RayCluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
 ) -> list[Any]:
-    """Return one answer per rank; `nodes` are the machines of the ranks.
+    """Return the answer of each rank; `nodes` are the ids of the ranks' machines.
 
-    Raises `DevicesLost` naming the ranks that did not answer or the lost machine, or the error that
-    a device raised.
+    Raises `DevicesLost` naming the ranks that did not answer or the lost machine, and `RunError` or
+    `ConfigError` if a device raised an error.
     """
     late = cluster.wait(promises, seconds)
     if late:

@@ -1,4 +1,4 @@
-"""Cached reallocation plans between meshes."""
+"""Cache of the plans by which parameters are transferred between meshes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.topology import Slice
 class ReallocationPlan:
     """Plan for transferring parameters from one engine's ranks to another's.
 
-    `num_bytes_moved` is the number of bytes sent between devices per transfer; `across` is the part
-    of it sent between machines.
+    `num_bytes_moved` is the number of bytes that each transfer sends between devices, and `across`
+    the number of those that are sent between machines.
     """
 
     key: str
@@ -38,9 +38,9 @@ class ReallocationPlan:
 
 
 class ReallocationPlanCache:
-    """Create and cache plans.
+    """Cache that creates reallocation plans.
 
-    `built` describes the parameters of each rank; `hosts` names the machine of each rank.
+    `built` describes the engines of each rank, and `hosts` names the machine of each rank.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ReallocationPlanCache:
     def prepare_plan(
         self, source: EngineKey, target: EngineKey, names: Sequence[str], eta: float = 1.0
     ) -> ReallocationPlan:
-        """Return the plan, prepared on all participating ranks."""
+        """Return the plan for the parameters `names`; a new plan is first sent to its ranks."""
         between = source, target, tuple(names)
         if between not in self._plans:
             chosen = frozenset(names)
@@ -90,7 +90,7 @@ class ReallocationPlanCache:
         return self._plans[between]
 
     def list_trained(self, place: EngineKey) -> list[str]:
-        """Return the parameters that train steps change; all if no engine reports them."""
+        """Return the names of the parameters that train steps change; of all if none are reported."""
         role = place[0]
         mesh = self._meshes[place[0]]
         names = self.list_common((role, mesh), place, partly=False)
@@ -99,7 +99,11 @@ class ReallocationPlanCache:
         return [name for name in names if name in trained] if trained else names
 
     def list_common(self, source: EngineKey, target: EngineKey, *, partly: bool) -> list[str]:
-        """Return the parameters to transfer. Raises `ConfigError` if the roles differ."""
+        """Return the names of the parameters that both engines have.
+
+        With `partly`, either engine may have other parameters too. Otherwise `ConfigError` is
+        raised if their parameters differ.
+        """
         return list_common_parameters(
             source[0],
             self._compute_shapes(source),
@@ -109,7 +113,7 @@ class ReallocationPlanCache:
         )
 
     def _compute_shapes(self, place: EngineKey) -> dict[str, tuple[int, ...]]:
-        """Return full parameter shapes, from the ends of all ranks' slices."""
+        """Return the full shape of each parameter, computed from the slices of all ranks."""
         shapes: dict[str, tuple[int, ...]] = {}
         for parts in self.collect_slices(place).values():
             for name, part in parts.items():
@@ -120,7 +124,7 @@ class ReallocationPlanCache:
     def collect_slices(
         self, place: EngineKey, names: Iterable[str] | None = None
     ) -> dict[int, dict[str, Slice]]:
-        """Return the parameter slices of each rank, optionally only those in `names`."""
+        """Return the parameter slices of each rank, by name; if `names` is given, only of these."""
         held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
         slices: dict[int, dict[str, Slice]] = {}
         for rank, parts in held.items():
@@ -130,10 +134,10 @@ class ReallocationPlanCache:
         return slices
 
     def _compute_itemsize(self, source: str, target: EngineKey, eta: float) -> int:
-        """Return the bytes per element sent.
+        """Return the number of bytes that are sent per element.
 
-        Trained parameters are sent from float32 master weights, unless the target has fewer bits
-        and `eta` is 1: then they are rounded before sending.
+        Trained parameters are sent from the float32 master weights. If the target's dtype is
+        smaller and `eta` is 1, they are rounded to that dtype before they are sent.
         """
         trained = self._experiment.roles[source].trained
         own, wanted = (

@@ -1,4 +1,4 @@
-"""Record of each process that works on a run, in `run.json`."""
+"""Record of each process that worked on a run, in the file `run.json`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GIT_SECONDS = 5.0
 def record_process(
     run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()
 ) -> None:
-    """Append this process to the run's `run.json`.
+    """Add this process to the run's `run.json`.
 
-    Secrets in its command are masked. `chosen` are options that weft chose.
+    Secrets in the command are masked. `chosen` are the options whose values weft chose.
     """
     before = RunRecord.read(run)
     command = build_command(sys.argv, sys.orig_argv)
@@ -55,7 +55,7 @@ def record_process(
 
 
 def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
-    """Return the command to type again: `weft ...` or `python ...`."""
+    """Return the command that starts this process again, beginning with `weft` or `python`."""
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
     given = list(original[1:])
@@ -65,7 +65,7 @@ def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
 
 
 def parse_quickstart(command: Sequence[str]) -> str | None:
-    """Return the NAME of `weft quickstart NAME`, or None for other commands."""
+    """Return the NAME in a command `weft quickstart NAME`, or None for other commands."""
     words = list(command)
     if words[:1] == ["weft"] and words[1:2] == ["quickstart"]:
         rest = words[2:]

@@ -1,8 +1,8 @@
 """Recovery points: the state that a restart needs, written between steps. The last two are kept.
 
-`recover/step{N}.tmp` is written, flushed and renamed to `recover/step{N}`. Then the manifest
-`recover/step{N}.json`, with a checksum per file, completes it. A directory without a manifest is
-ignored; if a point is damaged, the one before it is used.
+A point is written to `recover/step{N}.tmp`, flushed to disk and renamed to `recover/step{N}`. It is
+complete once its manifest `recover/step{N}.json`, with a checksum per file, has been written. A
+directory without a manifest is ignored. If a point is damaged, the one before it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP = re.compile(r"step(\d+)")
 
 @dataclass(frozen=True)
 class RecoveryPoint:
-    """State after `step` completed steps."""
+    """Saved state of a run after `step` completed steps."""
 
     step: int
     directory: Path
@@ -39,10 +39,10 @@ class RecoveryPointStore:
         self._folder = folder
 
     def write(self, step: int, fill: Callable[[Path], None]) -> RecoveryPoint:
-        """Write the point after `step` steps; `fill` writes into an empty directory.
+        """Write the point after `step` steps; `fill` writes its files into an empty directory.
 
-        Points older than the last two are removed. Raises `RunError` if the disk is full or fails;
-        earlier points remain.
+        Only the last two points are kept. Raises `RunError` if the disk is full or fails; earlier
+        points then remain.
         """
         point = RecoveryPoint(step, self._folder / f"step{step}")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,10 @@ class RecoveryPointStore:
         )
 
     def find_newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
-        """Return the newest intact point, or None; call `note` for each damaged one skipped."""
+        """Return the newest intact point, or None if there is none.
+
+        `note` is called with a message for each damaged point that is skipped.
+        """
         for point in self.list_points():
             wrong = find_damage(point)
             if wrong is None:
@@ -80,14 +83,14 @@ class RecoveryPointStore:
         return None
 
     def drop_after(self, step: int) -> None:
-        """Remove points after `step`, from which the run resumes."""
+        """Remove the points of steps later than `step`, at which the run resumes."""
         for point in self.list_points():
             if point.step > step:
                 point.manifest.unlink()
                 disk.remove(point.directory)
 
     def remove_partial(self) -> None:
-        """Remove partial points of a killed process."""
+        """Remove incomplete points that a killed process left behind."""
         disk.clean_up(self._folder)
         whole = {point.directory.name for point in self.list_points()}
         for path in self._folder.glob("step*"):
@@ -96,7 +99,7 @@ class RecoveryPointStore:
 
 
 def find_damage(point: RecoveryPoint) -> str | None:
-    """Return a description of damaged or missing files, or None if the point is intact."""
+    """Describe a file that is damaged or missing; return None if the point is intact."""
     try:
         expected = json.loads(point.manifest.read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,10 +118,11 @@ def find_damage(point: RecoveryPoint) -> str | None:
 
 
 def find_named_point(path: Path) -> RecoveryPoint:
-    """Return the recovery point for `resume_from`.
+    """Return the recovery point that the option `resume_from` names.
 
-    The path is a recovery point, a checkpoint of the same step, or a run (its newest intact point).
-    Raises `CheckpointError`, listing the existing points, if there is none.
+    `path` can be a recovery point, a checkpoint of the same step, or a run, whose newest intact
+    point is then returned. Raises `CheckpointError` if there is no such point, and lists those of
+    the run.
     """
     path = path.expanduser()
     if not path.exists():

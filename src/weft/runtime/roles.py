@@ -1,7 +1,8 @@
 """Engines of a worker, one per (role, mesh): building, copying, offloading, saving and restoring.
 
-A worker has the roles whose meshes include its rank, and copies of roles that calls use on other
-meshes. Transfers between devices are in `weft.runtime.parameters`.
+A worker has an engine for each role whose own mesh includes its rank. It also has a copy of each
+role that calls use on another mesh with this rank. Transfers between devices are in
+`weft.runtime.parameters`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OffloadableState = Literal["weights", "optimizer"]
 
 @runtime_checkable
 class SupportsDisablingAdapters(Protocol):
-    """Engine that can be used with its adapters disabled."""
+    """Engine whose adapters can be disabled, so that another role can use its base weights."""
 
     def without_adapters(self) -> Engine | None: ...
 
@@ -41,9 +42,9 @@ class ReportsTrainedNames(Protocol):
 
 
 class RoleEngines:
-    """Engines of this rank.
+    """Engines of this rank, by role and mesh.
 
-    `specs` include the learning rate schedules; `groups` are required for layouts with several
+    `specs` contain the learning rate schedules. `groups` is required for layouts with several
     devices.
     """
 
@@ -92,7 +93,7 @@ class RoleEngines:
 
     @property
     def engine_keys(self) -> list[EngineKey]:
-        """(role, mesh) of all engines on this rank."""
+        """The (role, mesh) of every engine on this rank."""
         return list(self._engines)
 
     def _build(self, spec: ModelSpec, mesh: Mesh) -> Engine:
@@ -106,14 +107,15 @@ class RoleEngines:
         return engine
 
     def _has_equal_meshes(self, source: str, target: str) -> bool:
-        """Return whether both roles are on the same mesh, so that each rank copies its own part."""
+        """Return whether both roles are on the same mesh, so that copying needs no communication."""
         here = self._meshes.get(source)
         return here is not None and here == self._meshes.get(target)
 
     def _find_shared_base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
-        """Return a trained role's engine without adapters if `role` can share it, else None.
+        """Return a trained role's engine with adapters disabled, if `role` can use it, else None.
 
-        The base must match, the mesh must have the same parts, and the engine must support it.
+        The base weights must be the same, the meshes must split them in the same way, and the
+        engine must support disabling its adapters.
         """
         for trained, spec in specs.items():
             engine = self._engines.get((trained, self._meshes[trained]))
@@ -134,10 +136,11 @@ class RoleEngines:
         *,
         or_newer: bool = False,
     ) -> Engine:
-        """Return the role's engine on `mesh` (default: the role's own), with its weights loaded.
+        """Return the role's engine on `mesh`, by default its own, with its weights on the device.
 
-        Raises `RunError` if a copy does not have the required `weights`, or newer ones with
-        `or_newer`.
+        `weights` is the number of updates that a copy of the role must have received; with
+        `or_newer`, it may have received more. Raises `RunError` if the copy has received another
+        number of updates.
         """
         place = self._build_key(role, mesh)
         has = self._weights.get(place)
@@ -151,28 +154,32 @@ class RoleEngines:
         return self._engines[place]
 
     def offload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state to host memory, if they are not there.
+        """Move weights or optimizer state to host memory, if they are on the device.
 
-        Engines move back whatever they need themselves.
+        Engines move what they need back to the device by themselves.
         """
         place = self._build_key(role, mesh)
         self._engines[place].offload(what)
         self._offloaded.add((place, what))
 
     def onload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
-        """Move offloaded weights or optimizer state back to the device."""
+        """Move weights or optimizer state that `offload` moved away back to the device."""
         place = self._build_key(role, mesh)
         if (place, what) in self._offloaded:
             self._engines[place].onload(what)
             self._offloaded.discard((place, what))
 
     def find_engine(self, place: EngineKey) -> Engine | None:
-        """Return the engine without moving its weights; None if it is not on this rank."""
+        """Return an engine without moving its weights; None if this rank does not have it."""
         return self._engines.get(place)
 
     @contextmanager
     def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
-        """Yield the engine whose weights are replaced; a copy is unusable until the block ends."""
+        """Yield the engine whose weights are to be replaced; None if this rank does not have it.
+
+        A copy of a role cannot be used until the block ends. `weights` is the number of updates
+        that it has then received.
+        """
         copy = place in self._weights
         if copy:
             self._weights[place] = None
@@ -183,21 +190,21 @@ class RoleEngines:
     def sync(self, sync: ParamSync) -> int:
         """Set target = eta * source + (1 - eta) * target; return the target's new version.
 
-        It equals the source's version.
+        The new version is the source's.
         """
         return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Save the state of each role's own engine, without frozen weights that never changed."""
+        """Save the state of each role's own engine, except frozen weights that never changed."""
         for role in self._meshes:
             directory = folder / role
             directory.mkdir(parents=True, exist_ok=True)  # shared by all ranks of the role
             self._get_own_engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
-        """Load the state of each role's own engine.
+        """Load the state of each role's own engine from `folder`.
 
-        Raises `CheckpointError` if a role's state is missing.
+        Raises `CheckpointError` if the state of a role is missing.
         """
         for role in self._meshes:
             if not (folder / role).is_dir():
@@ -216,7 +223,7 @@ class RoleEngines:
         return {role: self._get_own_engine(role).description for role in self._meshes}
 
     def describe_copies(self) -> dict[EngineKey, Mapping[str, Any]]:
-        """Return the description of each copy."""
+        """Return the description of each copy of a role on this rank."""
         copies: dict[EngineKey, Mapping[str, Any]] = {}
         for place, engine in self._engines.items():
             if place in self._weights:
@@ -224,7 +231,7 @@ class RoleEngines:
         return copies
 
     def get_trained_names(self, role: str) -> frozenset[str] | None:
-        """Return the parameters that train steps change; None if the engine does not know."""
+        """Return the names of the parameters that train steps change; None if they are not known."""
         engine = self._get_own_engine(role)
         return engine.trained_names if isinstance(engine, ReportsTrainedNames) else None
 
@@ -235,7 +242,10 @@ class RoleEngines:
         return role, mesh or self._meshes[role]
 
     def _copy_parameters(self, source: str, target: str, eta: float, *, partly: bool) -> int:
-        """Copy parameters between two engines on this rank; return the target's version."""
+        """Copy parameters between two engines on this rank; return the target's version.
+
+        For `partly`, see `list_common_parameters`.
+        """
         names = self._list_common(source, target, partly=partly)
         giver = self.engine(source)
         taker = self.engine(target)
@@ -251,11 +261,13 @@ class RoleEngines:
 def list_common_parameters(
     source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool
 ) -> list[str]:
-    """Return the names of parameters that both roles have.
+    """Return the names of the parameters that roles `source` and `target` have in common.
 
-    All parameters must match unless `partly` (a new head keeps its initialization). `have` and
-    `want` map names to full shapes, or to local slices if both meshes are equal. Raises
-    `ConfigError` naming the parameters that differ.
+    `have` and `want` map the parameter names of the two roles to full shapes or, if both are on the
+    same mesh, to local slices. A parameter is common if its shape or slice is equal in both. With
+    `partly`, either role may have other parameters too, such as a new head, which keeps its
+    initialization. Raises `ConfigError` naming the parameters that differ, if no parameter is
+    common or, without `partly`, if any differs.
     """
     names = []
     for name in want:

@@ -1,4 +1,4 @@
-"""Samples as text: a few per step for samples.jsonl, or all completions for generations.jsonl."""
+"""Samples as text: a few per step for samples.jsonl, and all completions for generations.jsonl."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ PAIRS = ("rank", "comparison")
 
 
 def is_detailed_step(step: int) -> bool:
-    """Return whether whole groups of this step are kept with values per token.
+    """Return whether the samples of this step are kept as whole groups, with values per token.
 
-    All steps at first, then about 45 in each power of ten.
+    All steps below 10 are detailed, then 45 in each power of ten.
     """
     return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
 
 class SampleReader:
-    """Read a few samples of a step before its tensors are dropped.
+    """Reader of a few samples of a step, used before their tensors are dropped.
 
-    These are completions if the graph generates, otherwise rows that were trained on.
+    The samples are completions if the graph generates, otherwise rows that were trained on.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SampleReader:
         tokenizer: Tokenizer,
         last: int | None = None,
     ) -> None:
-        """Create a reader; step `last`, if known, is always shown in detail."""
+        """Create a reader. The step `last`, if known, is always shown in detail."""
         self._last_step = last
         self._group = group
         self._tokenizer = tokenizer
@@ -67,11 +67,12 @@ class SampleReader:
     def read_rows(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None = None
     ) -> list[dict[str, Any]]:
-        """Return samples of step `step`, which used `ids`.
+        """Return samples of step `step`, which used these ids.
 
-        A detailed step has whole groups, one row per completion with values per token. Other steps
-        have the first completion of up to `SHOWN_SAMPLES` ids. `seen` has the training call's
-        log-probs or scores of a few ids.
+        In a detailed step (`is_detailed_step`), these are whole groups, with one row per completion
+        and values per token. In other steps, they are the first completions of up to
+        `SHOWN_SAMPLES` ids if the graph generates, and none otherwise. `seen` has the log-probs or
+        scores of a few ids from the training call.
         """
         if self._has_generation and not self._is_detailed(step):
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)
@@ -83,9 +84,9 @@ class SampleReader:
         return [] if chosen is None else list(self._iterate_detailed(chosen))
 
     def read_generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Return a row for every completion of these ids.
+        """Return one row for each completion of these ids.
 
-        Fields: id, prompt, completion, completion_ids, logprobs, finish_reason.
+        Its fields include id, prompt, completion, completion_ids, logprobs and finish_reason.
         """
         batch = self._fetch(ids, ["logprobs", "finished"])
         logprobs: Sequence[Any] = [None] * batch.num_sequences()
@@ -110,9 +111,10 @@ class SampleReader:
         return step == self._last_step or is_detailed_step(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
-        """Fetch generated keys under their usual names, undoing the graph's key remapping.
+        """Fetch the prompts and completions of these ids, and the `optional` keys that all have.
 
-        For example, `completion` where the graph names it `mixed_completion`.
+        Keys that the graph renames are returned under their usual names: for example, `completion`
+        if the graph calls it `mixed_completion`.
         """
         own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
         # skip dataset keys that remapped keys replace
@@ -130,9 +132,10 @@ class SampleReader:
     def _fetch_trained(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None
     ) -> SequenceSample | None:
-        """Return the rows in `seen`, which are the same in every layout; if none, the first rows.
+        """Return the rows to show for a step whose graph does not generate.
 
-        Returns None if this step is not shown, or if the rows have no completions.
+        These are the rows in `seen`, which are the same in every layout, or the first rows if there
+        are none. Returns None if this step is not shown, or if the rows have no completions.
         """
         if not self._is_detailed(step):
             return None
@@ -151,7 +154,7 @@ class SampleReader:
         return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """Yield a row per completion, with values per token."""
+        """Iterate over rows with values per token, one for each completion."""
         counts = batch.lengths["completion"].tolist()
         held = {}
         for key in (*BY_TOKEN, "advantages"):
@@ -178,10 +181,11 @@ class SampleReader:
     def _format_by_token(
         self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]
     ) -> dict[str, Any]:
-        """Return token texts with `logprobs`, `trained` (0 or 1) and `advantages` per token.
+        """Return the text of each token, with `logprobs`, `trained` (0 or 1) and `advantages`.
 
-        `trained` is left out if all tokens are trained, `advantages` if they are equal. `advantage`
-        is the mean; `log_ratio` is the sum of log-probs minus reference log-probs.
+        `trained` is left out if all tokens are trained, and `advantages` if all are equal.
+        `advantage` is the mean advantage. `log_ratio` is the sum of log-probs minus reference
+        log-probs over the trained tokens.
         """
         columns: dict[str, Any] = {"tokens": self._decode_tokens(tokens[:TOKENS])}
         if "logprobs" in values:
@@ -200,7 +204,7 @@ class SampleReader:
         return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (index of the completion in the batch, its row)."""
+        """Iterate over the completions, each as its index in the batch and its row."""
         # Decode the prompts without the beginning-of-sequence token.
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
@@ -240,20 +244,20 @@ class SampleReader:
 
 
 def _shorten(text: str) -> str:
-    """Cut out the middle of a very long text."""
+    """Return the text, with the middle cut out if it is longer than `TEXT` characters."""
     if len(text) <= TEXT:
         return text
     return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
 
 
 def _find_reference(values: Sequence[Any]) -> dict[str, Any]:
-    """Return {"answer": first usable reference value}, or an empty mapping."""
+    """Return the first value that is text or a number as `answer`; empty if there is none."""
     reference = next((value for value in values if isinstance(value, str | int | float)), None)
     return {} if reference is None else {"answer": _shorten(str(reference))}
 
 
 def _compute_loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean cross-entropy of the trained tokens."""
+    """Return the mean cross-entropy of the trained tokens as `loss`; empty if there are none."""
     mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
     trained = []
     for value, counts in zip(values["logprobs"], mask, strict=True):

@@ -1,4 +1,4 @@
-"""Length of a run, optimizer steps of its roles, and frequencies by step, epoch or time."""
+"""Length of a run, optimizer steps of its roles, and frequencies of actions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class RunLength:
-    """Length of a run, with `num_ids` ids and `firings[node]` firings per epoch.
+    """Length of a run. An epoch has `num_ids` ids and `firings[node]` firings of each node.
 
-    `steps` is `max_steps` for a run that trains, over as many epochs as needed; otherwise it is
-    limited by `total_train_epochs`. Filters that drop ids can only shorten the run.
+    A run that trains and has `max_steps` takes that many steps, over as many epochs as needed. Any
+    other run takes `total_train_epochs` epochs, or `max_steps` steps if these are fewer. Filters
+    that drop ids can only shorten the run.
     """
 
     num_ids: int
@@ -54,14 +55,14 @@ class RunLength:
         return cls(num_ids, firings, per_epoch, steps)
 
     def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
-        """Return (optimizer steps per epoch, total optimizer steps) of a training node."""
+        """Return the number of optimizer steps of a training node, per epoch and in the whole run."""
         per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
         share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
         firings = math.ceil(self.firings[node] * share - 1e-9)
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
     def count_trained_updates(self, experiment: Experiment, node: str) -> int:
-        """Return the optimizer steps of a training node in which its role is not frozen."""
+        """Return the number of optimizer steps of a training node in which its role is not frozen."""
         per_epoch, total = self.updates(experiment, node)
         optimizer = experiment.roles[
             next(n.role for n in experiment.list_trained_nodes() if n.name == node)
@@ -69,7 +70,10 @@ class RunLength:
         return optimizer.build_schedule(total, per_epoch).total_steps
 
     def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """Return the roles' specs with run options; trained roles also get their schedule."""
+        """Return the specs of all roles with the run's options.
+
+        Specs of trained roles also get their learning rate schedule.
+        """
         control = experiment.control
         specs = {
             role: replace(
@@ -92,7 +96,7 @@ class RunLength:
 
 @dataclass
 class ActionFrequency:
-    """Schedule by steps, epochs or seconds; any of the three suffices."""
+    """Frequency of an action in steps, epochs or seconds. The action is due if any of them is."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -102,11 +106,11 @@ class ActionFrequency:
 
     @property
     def wanted(self) -> bool:
-        """True if any frequency is set."""
+        """True if any of the three frequencies is set."""
         return self.steps is not None or self.epochs is not None or self.secs is not None
 
     def check_due(self, step: int, epochs_done: int) -> bool:
-        """Return whether the action is due; call once after each step."""
+        """Return whether the action is due after `step` steps. Must be called once after each step."""
         by_step = self.steps is not None and step % self.steps == 0
         by_epoch = (
             self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs

@@ -1,4 +1,4 @@
-"""Temporary folders of a process, and removal of those left by killed processes."""
+"""Temporary folders of a process, and the removal of those that killed processes left behind."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOCK = "owner.lock"
 
 
 class ScratchFolder:
-    """Temporary folder `weft-PID-...` of this process.
+    """Temporary folder of this process, named `weft-PID-...`.
 
-    Its lock is released by the operating system when the process ends, even if it is killed.
+    The operating system releases its lock when the process ends, even if it is killed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ScratchFolder:
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove folders of this user's dead processes and return their paths."""
+    """Remove the folders that dead processes of this user left behind, and return their paths."""
     folders = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         held = _lock_if_abandoned(folder)
@@ -45,9 +45,9 @@ def remove_leftovers() -> list[Path]:
 
 
 def _lock_if_abandoned(folder: Path) -> IO[str] | None:
-    """Lock the folder and return the lock file, if its owner is dead.
+    """Lock the folder if the process that owned it is dead, and return the lock file.
 
-    Returns None for folders of other users, in use, or being created.
+    Returns None for folders that belong to other users, are in use, or are being created.
     """
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""Calls on stale weights that have their own copy of the role, so training need not wait for them."""
+"""Copies of roles that serve only calls on stale weights, so that training need not wait for them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weft.runtime.roles import EngineKey
 
 
 def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
-    """Return call -> copy of its role, for calls that run in an order of their own.
+    """Return the copies of roles for calls that run independently of training, by call name.
 
-    Conditions: all calls on the copy tolerate staleness, the copy shares no device with the role's
-    own mesh, and no sync writes to the role.
+    These are calls on a copy that shares no device with the role's own mesh. All calls on the copy
+    tolerate stale weights, and no sync writes to the role.
     """
     meshes = experiment.build_meshes()
     used: dict[EngineKey, list[MFCDef]] = {}

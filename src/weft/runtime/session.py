@@ -1,4 +1,4 @@
-"""Session: a run from its first step to its last, with evaluation, checkpoints and recovery points."""
+"""Run from its first step to its last, with evaluation, checkpoints and recovery points."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class SessionParts:
     """Components of a session.
 
     `plan` is shown before the first step, unless `plan_shown`: then the user saw it before the
-    devices started. `format_peak_memory` formats the peak memory, in GiB, as a line for the end of
-    the run and says whether it should be shown. `ending_lines` are the last lines of a finished
-    run. `data` has rows that are tokenized in the background.
+    devices started. `format_peak_memory` turns the peak memory, in GiB, into a line for the end of
+    the run, and decides whether the line is shown. `ending_lines` are the last lines of a finished
+    run. `data` are the loaded data, whose rows may still be tokenized in the background.
     """
 
     experiment: Experiment
@@ -70,7 +70,10 @@ class SessionParts:
 
 
 class Session:
-    """Run the master and everything scheduled between steps (`_finish_step`)."""
+    """One process's work on a run: the master's steps, and what is scheduled between them.
+
+    Between steps, it evaluates, and writes checkpoints and recovery points (`_finish_step`).
+    """
 
     def __init__(self, parts: SessionParts, show: DisplayOptions | None = None) -> None:
         self._parts = parts
@@ -109,10 +112,10 @@ class Session:
     # -- begin and end
 
     def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
-        """Restore or start the run and open its files; nothing is written before this call.
+        """Restore or start the run and open its files. Nothing is written before this call.
 
-        `goes_on`: the directory has this run already. `instead_of`: session of this process that
-        has lost its devices and is replaced.
+        `goes_on` is set if the directory has this run already. `instead_of` is an earlier session
+        of this process that lost its devices and is replaced by this one.
 
         Raises `UserError` if the requested recovery point is missing or a logger cannot start.
         """
@@ -145,9 +148,9 @@ class Session:
         )
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
-        """Record how the run ended and release the workers.
+        """Record how the run ended, and release the workers.
 
-        Workers are not waited for if the run failed or was stopped.
+        If the run failed or was stopped, unfinished work of the workers is abandoned at once.
         """
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         self._close_data()
@@ -172,21 +175,24 @@ class Session:
         return list(read_rows(self._directory.path / METRICS))
 
     def release_devices(self, why: str) -> None:
-        """Release the devices without waiting; keep the terminal view for the next session."""
+        """Release the devices without waiting, and tell the user `why`.
+
+        The terminal view stays open for the next session.
+        """
         self._tell(why)
         self._group.close(0.0)
         self._close_data()
 
     def close_view(self) -> None:
-        """Close the view of a session that is replaced."""
+        """Close the terminal view of a session that another session replaces."""
         assert self._observer is not None, "the session is open"
         self._observer.close("interrupted")
 
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
         """Clean up after a killed process and return the newest recovery point of the directory.
 
-        Returns None if `resume_from` names a point of this run, unless `own`: this process has
-        written newer points.
+        Returns None if `resume_from` names a point of this run, which is then used. With `own`,
+        this process has written newer points, and `resume_from` is ignored.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()
@@ -200,7 +206,7 @@ class Session:
         return self._points.find_newest(self._notes.append)
 
     def _restore_point(self, point: RecoveryPoint) -> None:
-        """Restore a recovery point; warn of numerical settings that differ from the saved ones."""
+        """Restore a recovery point, and warn of numerical settings that differ from the saved ones."""
         state = self._master.load(point.directory)
         for name, every in self._frequencies.items():
             every.load_state_dict(state["due"][name])
@@ -241,8 +247,8 @@ class Session:
     def run(self) -> None:
         """Run to the last step.
 
-        Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` if the run cannot
-        continue.
+        Raises `Interrupted` after Ctrl-C or SIGTERM, and `RunError` or `UserError` if the run
+        cannot continue.
         """
         assert self._observer is not None, "the session is open"
         with (
@@ -275,10 +281,10 @@ class Session:
             self._finish_run()
 
     def _finish_run(self) -> None:
-        """Evaluate and save after the last step, if not done.
+        """Evaluate and save after the last step, if that has not been done.
 
-        This happens if filters drop all remaining ids, so the last step was not known to be the
-        last.
+        This is the case if filters dropped all remaining ids, so that the last step was not known
+        to be the last.
         """
         assert self._observer is not None, "the session is open"
         measured = self._evaluate()
@@ -298,7 +304,7 @@ class Session:
         return position.epochs_done >= self._parts.experiment.most_epochs
 
     def _finish_step(self, result: StepResult) -> None:
-        """Evaluate, write metrics, save and write a recovery point after a step, as scheduled.
+        """Write the metrics of a step, and evaluate, save and write a recovery point as scheduled.
 
         Raises `Interrupted` if a signal was received.
         """
@@ -389,17 +395,20 @@ class Session:
             self._parts.data.close()
 
     def build_interruption(self) -> Interrupted | None:
-        """Return the error of a run that a second signal stopped during a step, or None."""
+        """Return the error of a run that a second signal stopped during a step.
+
+        Returns None if no signal was received.
+        """
         return self._signals.build_immediate_interruption(
             self._running_step, describe_resuming(self._control, self._point_step)
         )
 
 
 def describe_resuming(control: Control, point: int, step: int | None = None) -> str:
-    """Return a sentence on how to resume the run.
+    """Return a sentence that tells the user how to resume the run.
 
-    `point` is the step of the last recovery point (0: none), `step` the one after which the run
-    stopped.
+    `point` is the step of the last recovery point (0 if there is none). `step` is the number of
+    steps that were completed when the run stopped.
     """
     if control.recover_mode == "disabled":
         return "with recover_mode=disabled it cannot be resumed"
@@ -409,9 +418,9 @@ def describe_resuming(control: Control, point: int, step: int | None = None) -> 
 
 
 def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str, Any]:
-    """Write the files of a starting run; return its configuration without secrets.
+    """Write the files of a run that starts or resumes; return its configuration without secrets.
 
-    With `anew`, also record this process in run.json.
+    With `anew`, this process is also recorded in `run.json`.
     """
     directory = parts.directory
     config = mask_values(parts.experiment.resolve())
@@ -429,9 +438,10 @@ def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str
 
 
 def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
-    """Return the schedules of `evaluate`, `save`, `milestone` and `cut` (recovery points).
+    """Return the schedules of the actions `evaluate`, `save`, `milestone` and `cut`.
 
-    Evaluation is once per epoch by default.
+    `cut` is the writing of recovery points. If a run has an evaluation whose frequency is not set,
+    it takes place once per epoch.
     """
     evaluate = ActionFrequency(
         control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs
@@ -453,7 +463,7 @@ def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionF
 
 
 def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe numerical settings that differ from those of the saved run."""
+    """Describe the numerical settings that differ between the saved run (`then`) and now."""
     return "; ".join(
         f"{name} {then.get(name)} then, {value} now"
         for name, value in now.items()

@@ -18,7 +18,7 @@ SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # display names
 
 
 class SignalHandlers:
-    """Signal handlers; `number` is the first signal received, or None."""
+    """Handlers of Ctrl-C and SIGTERM. `number` is the first signal received, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -29,8 +29,8 @@ class SignalHandlers:
     ) -> Iterator[None]:
         """Handle signals within the block, if this is the main thread.
 
-        `step` returns the number of the running step; `tell` shows a line and is called from the
-        handler.
+        `step` returns the number of the running step. `tell` shows a line to the user; it is called
+        from the signal handler.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -57,7 +57,8 @@ class SignalHandlers:
     ) -> Interrupted:
         """Return the error of a run that was stopped by a signal after `step`.
 
-        `lost` is set if the devices were lost in the next step. `again` says how to resume.
+        `lost` is given if the devices were lost during the following step. `again` is a sentence on
+        how to resume the run.
         """
         assert self.number is not None, "no signal was received"
         how = f"stopped by {SIGNAL_NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
@@ -68,7 +69,7 @@ class SignalHandlers:
     def build_immediate_interruption(self, step: int, again: str) -> Interrupted | None:
         """Return the error of a run that a second signal stopped during `step`.
 
-        Returns None if no signal was received.
+        `again` is a sentence on how to resume the run. Returns None if no signal was received.
         """
         if self.number is None:
             return None
@@ -77,7 +78,7 @@ class SignalHandlers:
 
 @contextmanager
 def silence_library(library: str) -> Iterator[None]:
-    """Suppress a library's output and restore the signal handlers that it replaces."""
+    """Suppress a library's output in the block, and restore signal handlers that it replaces."""
     logging.getLogger(library).setLevel(logging.ERROR)
     main = threading.current_thread() is threading.main_thread()
     if main:

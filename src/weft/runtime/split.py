@@ -1,6 +1,6 @@
 """Splitting of batches into minibatches and data-parallel parts, balanced by tokens.
 
-Also the reverse: joining the outputs of the parts. The master splits metadata; workers get the data
+The outputs of the parts are joined here too. The master splits only metadata; workers find the data
 of their parts with `take_samples`.
 """
 
@@ -21,9 +21,10 @@ OWNER = "completion_of"  # metadata column of single completions: the id of thei
 def split(
     batch: SequenceSample, wanted: Minibatches, ranks: int, *, seed: int, role: str, step: int
 ) -> list[list[SequenceSample]]:
-    """Return the parts by [minibatch][rank], with the minibatches of all epochs in sequence.
+    """Split a batch into parts by [minibatch][rank], with the minibatches of all epochs in order.
 
-    Epochs after the first are shuffled; the order is the same after a restart and on every layout.
+    In epochs after the first, the ids are shuffled, in an order that is the same after a restart
+    and on every layout.
     """
     parts: list[SequenceSample] = []
     for epoch in range(wanted.epochs):
@@ -41,10 +42,10 @@ def split(
 
 
 def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
-    """Split into `count` minibatches of consecutive ids, as equal in number as possible.
+    """Split into `count` minibatches of consecutive ids, with sizes as equal as possible.
 
-    Groups stay whole if this gives equal sizes or if the loss needs whole groups; otherwise single
-    completions are distributed.
+    Groups of completions stay whole if this gives equal sizes or if the loss needs whole groups.
+    Otherwise single completions are distributed.
     """
     if count == 1:
         return [batch]
@@ -58,10 +59,10 @@ def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[Seq
 
 
 def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
-    """Split into one part of consecutive ids per rank, minimizing the tokens of the largest.
+    """Split into one part of consecutive ids per rank, minimizing the tokens of the largest part.
 
-    Groups stay whole unless there are fewer groups than ranks and the loss does not compare their
-    completions. Some parts may be empty.
+    Groups of completions stay whole unless there are fewer groups than ranks and the loss does not
+    compare the completions of a group. Some parts may be empty.
     """
     if ranks == 1:
         return [batch]
@@ -72,9 +73,9 @@ def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[Sequ
 
 
 def split_completions(batch: SequenceSample) -> SequenceSample:
-    """Return the batch with one completion per id (`id[k]`), each with its prompt.
+    """Return the batch with one id per completion, named `id[k]`, each with its prompt.
 
-    Values that an id has once are repeated for each completion.
+    A value that an id has only once is repeated for each of its completions.
     """
     counts = np.diff(batch.offsets["completion"])
     if (counts == 1).all():
@@ -107,12 +108,12 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
-    """Return the original ids of the split batch, in the order of its parts."""
+    """Return the ids that the batch had before it was split, in the order of its parts."""
     return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
 
 
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
-    """Return the parts that are given as metadata, with the data of `batch`."""
+    """Return the parts with their data from `batch`, given their metadata."""
     if any(OWNER in part.metadata for part in parts):
         single = split_completions(batch)
     else:

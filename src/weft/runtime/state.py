@@ -1,4 +1,4 @@
-"""Files with nested plain values and arrays, without pickle, for `state_dict` results."""
+"""Files of nested plain values and arrays, for the results of `state_dict`. Pickle is not used."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ARRAY = "$array"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write nested mappings, lists, strings, numbers, numpy arrays and tensors.
+    """Write nested mappings, lists, strings, numbers, numpy arrays and tensors to a file.
 
-    Floats are exact. Raises `RunError` naming the location of any other value.
+    Floats are stored exactly. Raises `RunError` for any other value, naming its location.
     """
     tensors: dict[str, torch.Tensor] = {}
     values = _pack(state, "state", tensors)
@@ -28,7 +28,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> Any:
-    """Read a file of `write_state`; tuples are returned as lists."""
+    """Read a file that `write_state` wrote. Tuples are returned as lists."""
     tensors, values = codec.decode(path.read_bytes())
     return _unpack(values, tensors)
 

@@ -12,24 +12,24 @@ from weft.runtime.step_metrics import FiringMetrics, StepMetrics
 
 @dataclass
 class _LedgerEntry:
-    """Metrics of one firing; `firing` is None for metrics that belong to no firing."""
+    """Metrics of one firing. If `firing` is None, they belong to a node but to none of its firings."""
 
     node: str
     firing: Firing | None
     measured: FiringMetrics | None  # None while the firing runs
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
-        """Return whether the firing reads ids that later steps will train on."""
+        """Return whether the firing reads any of `ahead`, the ids that later steps will train on."""
         return (
             bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
         )
 
 
 class StepLedger:
-    """Open and finished firings, in the order in which the master decided on them.
+    """Record of running and finished firings, in the order in which the master decided on them.
 
-    `ahead` are the ids that later steps will train on. A firing is logged with the first step after
-    which none of its ids is in `ahead`.
+    A firing is logged with the first step after which none of its ids is in `ahead`, the ids that
+    later steps will train on.
     """
 
     def __init__(self) -> None:
@@ -37,20 +37,20 @@ class StepLedger:
         self._open_entries: dict[Firing, _LedgerEntry] = {}
 
     def add_firing(self, firing: Firing) -> None:
-        """Add a firing that the master has decided to start."""
+        """Add a firing that the master has decided to start; its metrics are recorded later."""
         self._open_entries[firing] = _LedgerEntry(firing.node, firing, None)
         self._entries.append(self._open_entries[firing])
 
     def finish_firing(self, firing: Firing, measured: FiringMetrics) -> None:
-        """Record the measurements of a finished firing."""
+        """Record the metrics of a finished firing."""
         self._open_entries.pop(firing).measured = measured
 
     def record_measurements(self, node: str, measured: FiringMetrics) -> None:
-        """Record measurements that belong to a node but to no firing."""
+        """Record metrics of a node that belong to none of its firings."""
         self._entries.append(_LedgerEntry(node, None, measured))
 
     def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
-        """Return whether any firing of the current step is unfinished."""
+        """Return whether any firing of the current step has not finished yet."""
         return any(not line.is_ahead(ahead) for line in self._open_entries.values())
 
     def collect_open_ids(self) -> set[str]:
@@ -62,7 +62,7 @@ class StepLedger:
         return open_ids
 
     def close_step(self, ahead: Collection[str] = ()) -> dict[str, float]:
-        """Return the metrics of the finished step and drop its entries."""
+        """Return the metrics of the finished step, and remove its firings from the record."""
         metrics = StepMetrics()
         later = list[_LedgerEntry]()
         for line in self._entries:
@@ -75,7 +75,7 @@ class StepLedger:
         return metrics.compute_metrics()
 
     def state_dict(self) -> list[Any]:
-        """Return the finished firings as plain values; no firing may be running."""
+        """Return the recorded firings as plain values; all of them must be finished."""
         assert not self._open_entries, "no firing may be running"
         rows = []
         for line in self._entries:
@@ -97,7 +97,7 @@ class StepLedger:
         return rows
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        """Restore the firings that `state_dict` returned."""
+        """Restore the firings that `state_dict` returned, replacing the current ones."""
         self._entries = [
             _LedgerEntry(
                 node, Firing(node, tuple(ids), step), FiringMetrics(metrics, num_ids, seconds)

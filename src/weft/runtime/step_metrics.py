@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class FiringMetrics:
-    """Metrics of one firing, its number of ids and its duration in seconds."""
+    """Metrics of one firing, with its number of ids and its duration in seconds."""
 
     metrics: Mapping[str, float]
     num_ids: int
@@ -17,19 +17,19 @@ class FiringMetrics:
 
 @dataclass
 class StepMetrics:
-    """Measurements of a step's firings, by node in output order.
+    """Metrics of all firings of a step, by node in the order of output.
 
-    Most nodes fire once per step; with a refilling filter some fire several times.
+    Most nodes fire once per step. If a filter refills the batch, some nodes fire several times.
     """
 
     firings: dict[str, list[FiringMetrics]] = field(default_factory=dict)
 
     def add(self, node: str, measured: FiringMetrics) -> None:
-        """Add one firing."""
+        """Add the metrics of one firing of `node`."""
         self.firings.setdefault(node, []).append(measured)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return `time/{node}` and `{node}/{metric}` since the last call."""
+        """Return `time/{node}` and `{node}/{metric}` for the firings added since the last call."""
         line: dict[str, float] = {}
         for node, fired in self.firings.items():
             line[f"time/{node}"] = sum(f.seconds for f in fired)
@@ -41,11 +41,11 @@ class StepMetrics:
 
 
 def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
-    """Join the metrics of several firings.
+    """Combine the metrics of several firings.
 
-    Counts (`num_*`) are summed, `*_max` and `*_min` take the largest and smallest value,
-    `learning_rate` and `version` the last; other metrics are averaged over ids. Firings without a
-    metric are ignored.
+    Counts (`num_*`) are summed. The largest `*_max`, the smallest `*_min`, and the last
+    `learning_rate` and `version` are kept. Other metrics are averaged over ids. Firings that lack a
+    metric are ignored for it.
     """
     parts = list(fired)
     joined: dict[str, float] = {}

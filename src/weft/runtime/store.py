@@ -1,4 +1,4 @@
-"""Store of batches by id and key: tensors in a worker, metadata in the master."""
+"""Store of batches by id and key. Workers store tensors in it, the master only metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.graph.blocks import StateBlocks
 
 @dataclass
 class _StoredBatch:
-    """Stored batch; its tensors are removed once no id needs them."""
+    """Batch in the store. Its tensors are removed once no id needs them."""
 
     sample: SequenceSample
 
@@ -25,7 +25,7 @@ class _StoredBatch:
         return {id: index for index, id in enumerate(self.sample.ids)}
 
     def read_column(self, name: str, ids: Sequence[str]) -> Sequence[Any]:
-        """Return a metadata column for these ids."""
+        """Return the values of a metadata column for these ids."""
         column = self.sample.metadata[name]
         if self.sample.ids == ids:
             return column
@@ -34,13 +34,13 @@ class _StoredBatch:
 
 @dataclass(eq=False)
 class _StoredBlock:
-    """Batches with the keys and metadata of a block of ids."""
+    """Record of a group of ids: the indices of the batches with their keys and metadata columns."""
 
     keys: dict[str, int] = field(default_factory=dict)  # key -> batch number
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return the batches needed for tensors, and those needed for metadata."""
+        """Return the indices of the batches whose tensors, and of those whose metadata, are needed."""
         return set(self.keys.values()), set(self.columns.values())
 
 
@@ -62,11 +62,11 @@ class TensorStore:
         return len(self._ids)
 
     def list_keys(self, id: str) -> list[str]:
-        """Return the keys of an id."""
+        """Return the keys that are stored for an id."""
         return list(self._ids[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
-        """Add a batch, replacing keys that an id already has; return its metadata."""
+        """Add a batch and return its metadata. Its keys replace those that an id already has."""
         with self._lock:
             number = self._next_number
             self._next_number = self._next_number + 1
@@ -82,10 +82,10 @@ class TensorStore:
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return these keys of these ids, in this order, with all their metadata.
+        """Return these keys for these ids, in the order of `ids`, with all metadata.
 
-        An `optional` key is included if every id has it. Raises `DataError` for a missing id or
-        key.
+        A key in `optional` is included if every id has it. Raises `DataError` if an id or a key is
+        missing.
         """
         with self._lock:
             ids = tuple(ids)
@@ -112,7 +112,7 @@ class TensorStore:
             )
 
     def iterate_batches(self) -> Iterator[SequenceSample]:
-        """Yield all contents; ids with equal keys and metadata columns form one batch."""
+        """Iterate over the whole contents; ids with equal keys and metadata columns form one batch."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for id, held in self._ids.items():
             alike.setdefault((tuple(held.keys), tuple(held.columns)), []).append(id)
@@ -120,7 +120,7 @@ class TensorStore:
             yield self.fetch(ids, keys)
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Remove these ids and free batches that no id needs."""
+        """Remove these ids, and free batches that no id needs any more."""
         with self._lock:
             for held, _, empty in self._ids.discard(ids):
                 if empty:
@@ -135,14 +135,17 @@ class TensorStore:
         return new
 
     def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
-        """Update the reference counts of batches after a block has changed."""
+        """Update the reference counts of batches after the block `held` has changed.
+
+        `before` is the result of its `read()` before the change.
+        """
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
             readers.subtract(old - new)
         self._free_batches(set().union(*before))
 
     def _free_batches(self, numbers: Iterable[int]) -> None:
-        """Drop unreferenced batches, and tensors of batches referenced for metadata only."""
+        """Free the batches that no id needs, and the tensors of those needed for metadata only."""
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
             if not tensors and not metadata:
@@ -152,9 +155,9 @@ class TensorStore:
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
     def _find_blocks(self, ids: Sequence[str]) -> dict[_StoredBlock, list[str]]:
-        """Return the blocks of these ids, with the ids in each.
+        """Group these ids by the block that stores them.
 
-        Raises `DataError` for a missing id.
+        Raises `DataError` if an id is missing.
         """
         parts = {}
         for block, chosen in self._ids.group_by_block(ids).items():
@@ -166,7 +169,7 @@ class TensorStore:
     def _collect_metadata(
         self, ids: tuple[str, ...], parts: Mapping[_StoredBlock, list[str]]
     ) -> dict[str, tuple[Any, ...]]:
-        """Return all metadata columns of any id; ids without a value get None."""
+        """Return every metadata column that any of the ids has; ids without a value get None."""
         columns: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
             if len(parts) == 1:
@@ -193,7 +196,7 @@ class TensorStore:
         origin: Sequence[int],
         keys: list[str],
     ) -> SequenceSample:
-        """Return these keys; `origin` gives the batch number for each block."""
+        """Return a sample with these keys; `origin` is the index of the batch for each block."""
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):
             by_batch.setdefault(number, []).extend(chosen)

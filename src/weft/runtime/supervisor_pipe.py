@@ -1,7 +1,7 @@
 """Messages from a run's process to its supervisor (`weft.launch.supervisor`).
 
-They report running calls and the end of the process. A process that ends without a report was
-killed by Ray, whose library ends processes that use a lost raylet, or by the system.
+The messages report running calls and the end of the process. A process that ends without such a
+report was killed by the system, or by Ray's library, which ends processes that use a lost raylet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ SUPERVISOR_VARIABLE = "WEFT_SUPERVISED"
 
 
 class SupervisorPipe:
-    """Send messages as lines of JSON; do nothing if the process has no supervisor."""
+    """Connection to the supervisor, to which messages are sent as lines of JSON.
+
+    Nothing is sent if the process has no supervisor.
+    """
 
     def __init__(self, descriptor: int | None = None, restarts: int = 0) -> None:
         self.restarts = restarts
@@ -34,7 +37,7 @@ class SupervisorPipe:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SupervisorPipe:
-        """Return the connection that the environment describes."""
+        """Return the connection that the variable `WEFT_SUPERVISED` in the environment describes."""
         fields = environment.get(SUPERVISOR_VARIABLE, "").split(":")
         if fields[2:] == [str(os.getppid())]:
             return cls(int(fields[0]), int(fields[1]))
@@ -47,9 +50,10 @@ class SupervisorPipe:
 
     @classmethod
     def connect(cls, environment: Mapping[str, str]) -> SupervisorPipe:
-        """Connect to the supervisor; every command calls this first.
+        """Connect to the supervisor. Every command of weft calls this first.
 
-        A supervised process ends with its supervisor and does not pass the descriptor on.
+        A supervised process is killed when its supervisor ends. It does not pass the pipe's
+        descriptor on to its children.
         """
         wire = cls.from_environment(environment)
         if wire._descriptor is not None:
@@ -60,7 +64,10 @@ class SupervisorPipe:
     def report_call(
         self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]
     ) -> None:
-        """Report, once, that job `number` is a call on these ranks."""
+        """Report that job `number` is a call on these ranks, unless it has been reported already.
+
+        `firing` is the index of the firing, and `where` describes the devices.
+        """
         with self._lock:
             if self._descriptor is None or number in self._unfinished_ranks:
                 return
@@ -68,13 +75,13 @@ class SupervisorPipe:
             self._send({"began": number, "call": call, "firing": firing, "where": list(where)})
 
     def report_finished(self, rank: int, reports: Sequence[CommandReport]) -> None:
-        """Report calls that a rank has finished."""
+        """Report the calls that a rank has finished according to its `reports`."""
         for report in reports:
             if report.kind in ("finished", "failed"):
                 self.finish_rank(report.number, rank)
 
     def finish_rank(self, number: int, rank: int) -> None:
-        """Note that a rank finished a call; report the call once all ranks have."""
+        """Record that a rank has finished a call, and report the call once all of its ranks have."""
         with self._lock:
             if number not in self._unfinished_ranks:
                 return
@@ -84,18 +91,18 @@ class SupervisorPipe:
                 self._send({"over": number})
 
     def report_released(self) -> None:
-        """Report that the devices were released, with all calls."""
+        """Report that the devices were released, so that no call is running any more."""
         with self._lock:
             self._unfinished_ranks.clear()
             self._send({"anew": True})
 
     def report_lost_part(self, what: str) -> None:
-        """Report which part of Ray is lost, before Ray can end this process."""
+        """Report that a part of Ray, `what`, is lost, before Ray can end this process."""
         with self._lock:
             self._send({"gone": what})
 
     def report_exit_code(self, code: int) -> None:
-        """Report the exit code."""
+        """Report the exit code with which this process ends."""
         with self._lock:
             self._send({"ends": code})
 

@@ -1,4 +1,4 @@
-"""Split of a token sequence into pieces of text, one per token, for coloring by token."""
+"""Text of each token of a sequence, for coloring a text by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BROKEN = "\ufffd"  # replacement character: decoded from an incomplete byte sequ
 
 
 class TokenDecoder:
-    """Decode tokens one by one, with a cache of the text of each token."""
+    """Decoder of single tokens, with a cache of the text of each token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -18,10 +18,10 @@ class TokenDecoder:
         self._anchor: tuple[int, str] | None = None  # token decoded before others, and its text
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per token, including special tokens.
+        """Return the text of each token, including special tokens.
 
-        If a character spans several tokens, the last one has the character and the others are
-        empty.
+        If a character spans several tokens, the last of them has the character, and the text of the
+        others is empty.
         """
         texts: list[str] = []
         waiting: list[int] = []
@@ -45,7 +45,7 @@ class TokenDecoder:
         return self._texts[id]
 
     def _decode_after_anchor(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens in the middle of a text, keeping the space before a word."""
+        """Return the text of tokens that follow other text, so that a space before a word is kept."""
         if self._anchor is None:
             self._anchor = self._choose_anchor(ids[0])
         anchor, text = self._anchor
@@ -55,6 +55,9 @@ class TokenDecoder:
         return self._tokenizer.decode(ids)
 
     def _choose_anchor(self, fallback: int) -> tuple[int, str]:
-        """Return a token, one letter if possible, whose text does not depend on what follows."""
+        """Return the token, and its text, that is decoded before other tokens.
+
+        It is the letter "a" if the tokenizer can encode it, else `fallback`.
+        """
         anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
         return anchor, self._tokenizer.decode([anchor])

@@ -1,4 +1,4 @@
-"""Watching of network addresses that a run depends on, by connecting to each every second."""
+"""Watcher of network addresses that a run depends on. It tries to connect to each every second."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
 
 class AddressWatch:
-    """Watch `places`, (host, port) by name.
+    """Watcher of network addresses; `places` maps a name to (host, port).
 
-    `lost_part` describes the first that has not answered for `seconds`, or is None.
+    `lost_part` describes the first address that has not answered for `seconds` seconds, or is None.
     """
 
     def __init__(self, places: Mapping[str, tuple[str, int]], seconds: float) -> None:
@@ -31,13 +31,16 @@ class AddressWatch:
         threading.Thread(target=self._poll_addresses, name="weft-watch", daemon=True).start()
 
     def check(self, *names: str) -> None:
-        """Check the named addresses now, by default all."""
+        """Try to connect to the named addresses now, by default to all of them.
+
+        If one does not answer, `lost_part` is set.
+        """
         for name in names or self._addresses:
             if self.lost_part is None and not can_connect(self._addresses[name]):
                 self.lost_part = self._describe_loss(name)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the addresses."""
         self._closed.set()
 
     def _poll_addresses(self) -> None:
@@ -55,9 +58,9 @@ class AddressWatch:
 
 
 def check_listens(address: str) -> None:
-    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at HOST:PORT.
+    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at `address`, HOST:PORT.
 
-    Ray itself would retry for minutes and print every attempt. Other forms of addresses are not
+    Ray itself would retry for minutes and print every attempt. Addresses of another form are not
     checked.
     """
     host, colon, port = address.rpartition(":")
@@ -75,7 +78,7 @@ def check_listens(address: str) -> None:
 
 
 def can_connect(place: tuple[str, int]) -> bool:
-    """Return whether a connection to the (host, port) can be made."""
+    """Return whether a connection to `place`, a (host, port), can be opened."""
     try:
         socket.create_connection(place, timeout=ANSWER_SECONDS).close()
     except OSError:

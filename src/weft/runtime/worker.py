@@ -37,10 +37,10 @@ from weft.topology import Mesh
 
 
 class Worker:
-    """Run the model function calls of one device, `rank`.
+    """Worker that runs the model function calls of one device, `rank`.
 
-    `tokenizers` are by role, `specs` include the learning rate schedules, `cache` is the folder of
-    cached outputs.
+    `tokenizers` maps roles to tokenizers. `specs` contain the learning rate schedules. `cache` is
+    the folder for cached outputs.
     """
 
     def __init__(
@@ -77,12 +77,13 @@ class Worker:
         weights: int | None = None,
         updates: PendingUpdates | None = None,
     ) -> MFCResult:
-        """Run the call `name` on these minibatches and return outputs as metadata.
+        """Run the call `name` on these minibatches, and return its result with outputs as metadata.
 
-        `early` receives outputs made before the end. `weights` is the version number required of
-        the role's copy; `updates` are commands that the call may run between its steps.
+        `early` receives outputs that are made before the end of the call. `weights` is the number
+        of updates that the role's copy must have received. `updates` are requests, such as
+        transfers of new weights, that the call may run between its steps.
 
-        A `RunError` names node, role and ids; other errors get them as a note.
+        A `RunError` names the node, role and ids; any other error gets them as a note.
         """
         node = self.calls[name]
         ids = collect_owners(minibatches)
@@ -148,7 +149,11 @@ class Worker:
         *,
         or_newer: bool = False,
     ) -> Model:
-        """Return the interface's handle to the role's engine on `mesh`, by default its own."""
+        """Return the handle through which interfaces use the role's engine on `mesh`.
+
+        By default this is the role's own mesh. For `weights` and `or_newer`, see
+        `RoleEngines.engine`.
+        """
         control = self._experiment.control
         tokenizers = self._tokenizers
         return Model(
@@ -164,11 +169,14 @@ class Worker:
         )
 
     def get_mesh(self, name: str) -> Mesh:
-        """Return the mesh of the call `name`."""
+        """Return the mesh on which the call `name` runs."""
         return self._meshes[name]
 
     def save(self, role: str, directory: Path) -> None:
-        """Write a Hugging Face directory, by the training interface's `save` if it has one."""
+        """Write a role's model to `directory` in the Hugging Face format.
+
+        The interface that trains the role does this if it implements `save`, otherwise the engine.
+        """
         for name, node in self.calls.items():
             if node.role == role and node.trains and implements_method(node.interface, "save"):
                 self._interfaces[name].save(self.build_model(role, 0), directory)
@@ -176,9 +184,10 @@ class Worker:
         self.roles.engine(role).save_model(directory, self._tokenizers[role])
 
     def save_state(self, point: Path, own: Path | None = None) -> None:
-        """Save engines, stateful interfaces and all stored tensors.
+        """Save the state of engines and interfaces, and all stored tensors.
 
-        All but the engines is written to `own`, this device's folder (default: `point`).
+        The state of engines is written to `point`, the rest to `own`, the folder of this device
+        (default: `point`).
         """
         own = own or point
         self.roles.save_state(point / ENGINES_FOLDER)
@@ -192,7 +201,10 @@ class Worker:
         write_samples(own, self.store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
-        """Load a recovery point of any number of devices, with the tensors in folders `held`."""
+        """Load a recovery point, which any number of devices may have written.
+
+        The tensors in the folders `held` are added to the store.
+        """
         self.roles.load_state(point / ENGINES_FOLDER)
         for name, state in read_interfaces(point).items():
             if self._rank in self._meshes[name].ranks:
@@ -212,7 +224,10 @@ class Worker:
     def _call_with_cache(
         self, node: MFCDef, name: str, model: Model, batch: SequenceSample
     ) -> MFCResult:
-        """Return cached outputs; run the interface on missing ids, whose metrics are returned."""
+        """Return outputs from the cache, and run the interface on the ids that are missing there.
+
+        The metrics are those of the interface, plus `cached_fraction`.
+        """
         if name not in self._caches:
             folder = f"{name.replace('/', '-')}-{compute_fingerprint(node, model.engine)}"
             self._caches[name] = OutputCache(self._cache / folder)

@@ -1,6 +1,7 @@
-"""File layout of the workers' state in a recovery point.
+"""Layout of the files with the workers' state in a recovery point.
 
-A single device writes into the point itself; several devices write one folder each.
+A single device writes into the point itself; each of several devices writes into a folder of its
+own.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ def get_rank_folder(point: Path, rank: int) -> Path:
 
 
 def list_rank_folders(point: Path) -> list[Path]:
-    """Return the folders of all devices by rank; only `point` if one device wrote it."""
+    """Return the folder of each device, by rank; only `point` if a single device wrote it."""
     if (point / INTERFACES_FILE).is_file():
         return [point]
     return sorted(point.glob("rank*"), key=lambda path: int(path.name.removeprefix("rank")))
 
 
 def write_samples(folder: Path, store: TensorStore) -> None:
-    """Write all tensors of the store."""
+    """Write all samples of the store to `folder`."""
     (folder / STORE_FOLDER).mkdir(parents=True)
     for number, sample in enumerate(store.iterate_batches()):
         (folder / STORE_FOLDER / f"{number}.bin").write_bytes(sample.to_bytes())
 
 
 def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
-    """Yield the samples that `write_samples` wrote, in order."""
+    """Iterate over the samples that `write_samples` wrote, in order."""
     for folder in folders:
         held = (folder / STORE_FOLDER).iterdir() if (folder / STORE_FOLDER).is_dir() else ()
         for path in sorted(held, key=lambda p: int(p.stem)):
@@ -47,7 +48,7 @@ def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
 
 
 def read_interfaces(point: Path) -> dict[str, Any]:
-    """Return the state of each call's interface; ranks of a role have equal states."""
+    """Return the state of each call's interface; it is the same on all ranks of a role."""
     states: dict[str, Any] = {}
     for folder in list_rank_folders(point):
         states = {**read_state(folder / INTERFACES_FILE), **states}
