@@ -349,7 +349,7 @@ def _check_roles(experiment: Experiment) -> None:
             raise GraphError(f"{place}: there is no role {role!r}; roles: {', '.join(roles)}")
     if experiment.steps_follow not in graph.order:
         raise GraphError(
-            f"steps_follow={experiment.steps_follow!r} is no node; nodes: {', '.join(graph.order)}"
+            f"steps_follow={experiment.steps_follow!r} is not a node; nodes: {', '.join(graph.order)}"
         )
     # Check that the calls of a role fit its spec and its backend.
     for node in (*graph.list_model_calls(), *evaluated):

@@ -131,7 +131,7 @@ def test_too_many_stages_are_refused(tmp_path: Path) -> None:
         partition(source, tmp_path / "out", 0)
     with pytest.raises(
         ConfigError,
-        match=r"--model_type gpt2: .*/m is no such model, its config.json says 'llama'; leave",
+        match=r"--model_type gpt2: .*/m is not such a model: its config.json says 'llama'; leave",
     ):
         partition(source, tmp_path / "out", 2, "gpt2")
     with pytest.raises(

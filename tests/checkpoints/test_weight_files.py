@@ -134,7 +134,7 @@ WRONG = {
     ),
     "notes that are no texts": (
         lambda c: rewritten(c, lambda h: h.update(__metadata__={"a": 1})),
-        "__metadata__ is no mapping",
+        "__metadata__ is not a mapping",
     ),
     "cut short": (lambda c: c[:-1], "is truncated"),
 }

@@ -101,7 +101,7 @@ def test_flash_attention_that_cannot_be_had_is_refused() -> None:
     assert device.choose_flash(cpu, "auto") == device.choose_flash(cpu, "fa2") == ()
     with pytest.raises(
         ConfigError,
-        match=r"flash_attention=fa3: cpu is no GPU of compute capability 9\.x; leave it out",
+        match=r"flash_attention=fa3: cpu is not a GPU of compute capability 9\.x; leave it out",
     ):
         device.choose_flash(cpu, "fa3")
 

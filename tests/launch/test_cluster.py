@@ -248,7 +248,7 @@ def test_the_plan_is_shown_before_the_devices_are_waited_for(root, monkeypatch, 
     labels = [line.split()[0] for line in lines]
     assert labels[0] == "nodes" and {"memory", "layouts", "devices"} <= set(labels)
     memory = next(line for line in lines if line.startswith("memory"))
-    assert "GiB on each device, of" in memory and "GiB in all" in memory
+    assert "GiB on each device, of" in memory and "GiB in total" in memory
 
 
 def test_devices_start_after_the_checks_that_need_no_data(root, monkeypatch):

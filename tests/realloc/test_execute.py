@@ -391,7 +391,7 @@ def test_another_plan(ranks: Ranks) -> None:
 
 def test_sources_of_two_dtypes(ranks: Ranks) -> None:
     said = ranks.run(told, another_dtype, APART)
-    text = "the source's ranks must hold parameter 'norm.weight' in one dtype (rank 0: torch.float64, rank 1: torch.float32)"
+    text = "the source's ranks must have parameter 'norm.weight' in one dtype (rank 0: torch.float64, rank 1: torch.float32)"
     assert all(text in each for each in said), said
 
 

@@ -61,7 +61,7 @@ def resolve(path: str | Path) -> Path:
         return directory
     refuse_url(path, str(path), CheckpointError)
     if directory.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
-        raise CheckpointError(f"{path} is no directory with a model in it")
+        raise CheckpointError(f"{path} is not a directory with a model in it")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -264,7 +264,7 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
         )
     for pattern in patterns:
         with explain_read_errors(
-            f"{file}: alpha_pattern {pattern!r} is no pattern of names", CheckpointError
+            f"{file}: alpha_pattern {pattern!r} is not a pattern of names", CheckpointError
         ):
             re.compile(pattern)
     numbers = {

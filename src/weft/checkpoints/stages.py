@@ -76,7 +76,7 @@ def _open_reader(source: str | Path, type: str | None) -> ParameterReader:
         return ParameterReader(source, type=type)
     except CheckpointError:
         raise ConfigError(
-            f"--model_type {type}: {source} is no such model, its config.json says {own!r}; leave "
+            f"--model_type {type}: {source} is not such a model: its config.json says {own!r}; leave "
             f"--model_type out"
         ) from None
 

@@ -199,7 +199,7 @@ def _read_index(index: Path) -> dict[str, list[str]]:
     for name, file in places.items():
         if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
             raise CheckpointError(
-                f"{index}: {name} lies in {file!r}, which is no file beside the index"
+                f"{index}: {name} lies in {file!r}, which is not a file next to the index"
             )
         files.setdefault(file, []).append(name)
     return dict(sorted(files.items()))
@@ -236,18 +236,20 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}"
+                f"{file} is not a safetensors file, or is truncated: {size} bytes, a header of {length}"
             )
         raw = handle.read(length)
     with explain_read_errors(
-        f"{file} is no safetensors file: its header cannot be read", CheckpointError
+        f"{file} is not a safetensors file: its header cannot be read", CheckpointError
     ):
         header = json.loads(raw, object_pairs_hook=_build_unique_object)
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
+        raise CheckpointError(f"{file} is not a safetensors file: its header is not a JSON object")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise CheckpointError(f"{file}: __metadata__ is no mapping of texts; the header is damaged")
+        raise CheckpointError(
+            f"{file}: __metadata__ is not a mapping of texts; the header is damaged"
+        )
     ends = [end for entry in header.values() if (end := _end(entry)) is not None]
     if ends and 8 + length + max(ends) > size:
         raise CheckpointError(
@@ -372,7 +374,7 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
             )
         for name, tensor in content.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                raise CheckpointError(f"{directory / file}: {name} is no plain tensor")
+                raise CheckpointError(f"{directory / file}: {name} is not a plain tensor")
         tensors |= content
     return tensors
 

@@ -20,7 +20,7 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
     longest = int(np.max(np.asarray(costs), initial=0))
     if longest > budget:
         raise ConfigError(
-            f"{field}={budget}: a batch must hold the longest sequence, and that has {longest} "
+            f"{field}={budget}: a batch must have room for the longest sequence, which has {longest} "
             f"tokens; "
             f"set {field} to {longest} or more, or shorten the rows with dataset.max_seqlen"
         )

@@ -472,7 +472,7 @@ def list_added_tokens(
             tokens += TEMPLATES[template].tokens
         else:
             raise ConfigError(
-                f"{option}.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template "
+                f"{option}.add_tokens: {TEMPLATE!r} means the tokens of a chat_template "
                 f"given by name, and "
                 f"{option}.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write "
                 f"the tokens themselves"

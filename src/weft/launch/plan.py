@@ -240,7 +240,10 @@ def _merge_rows(
         frozen = ""
     return [
         *rows[:num_kept],
-        (names, f"{len(rows) - num_kept} models, {frozen}{format_amount(total)} parameters in all"),
+        (
+            names,
+            f"{len(rows) - num_kept} models, {frozen}{format_amount(total)} parameters in total",
+        ),
     ]
 
 
@@ -283,7 +286,7 @@ def format_memory_row(
     for size, held in ranks.items():
         sizes.append(f"{size} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}")
     if several:
-        of = f"{', '.join(sizes)}, of {format_size(room)}{' in all' if shared else ''}"
+        of = f"{', '.join(sizes)}, of {format_size(room)}{' in total' if shared else ''}"
     else:
         of = f"{format_size(need)} of {format_size(room)}"
     most = "at least" if "without" in expected.scope else "at most"

@@ -198,7 +198,7 @@ class Reallocation:
                 f"rank {rank}: {version}" for rank, version in sorted(versions.items())
             )
             raise RunError(
-                f"reallocation: the source's ranks must hold one version of the weights "
+                f"reallocation: the source's ranks must have one version of the weights "
                 f"({listing or 'no rank is a source'})"
             )
         codes = self._link.all_gather(
@@ -265,7 +265,7 @@ def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side:
         if len(set(theirs.values())) != 1:
             listing = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
             raise RunError(
-                f"reallocation: the {side}'s ranks must hold parameter {name!r} in one dtype "
+                f"reallocation: the {side}'s ranks must have parameter {name!r} in one dtype "
                 f"({listing})"
             )
         dtypes[name] = next(iter(theirs.values()))

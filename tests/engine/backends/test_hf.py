@@ -313,7 +313,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     )
     make_tokenizer(tmp_path / "bert")
     AutoModelForCausalLM.from_config(bert).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match="no decoder"):
+    with pytest.raises(ConfigError, match="not a decoder"):
         engine_of(tmp_path / "bert", backend="hf")
     small = save_tiny(tmp_path / "small", "stablelm", vocab_size=100)
     with pytest.raises(CheckpointError, match="vocabulary of 100"):

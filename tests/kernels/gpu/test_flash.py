@@ -224,7 +224,7 @@ def test_version_3_is_taken_where_it_is_and_given_back(monkeypatch: pytest.Monke
     registry = Registry(monkeypatch)
     for device in (AMPERE, torch.device("cpu")):
         assert flash.choose(device, "auto") is None and registry.current is None
-        with pytest.raises(RuntimeError, match=r"is no GPU of compute capability 9\.x"):
+        with pytest.raises(RuntimeError, match=r"is not a GPU of compute capability 9\.x"):
             flash.choose(device, "fa3")
     assert (
         flash.choose(HOPPER, "auto")

@@ -169,7 +169,7 @@ def _check_report(path: str, report: dict[str, Any]) -> list[str]:
             f"{path} {kind} {wrong}; is config.json the one that belongs to the weights?"
         )
     if any(name.startswith("lm_head.") for name in missing):
-        raise CheckpointError(f"{path} lacks lm_head; it is no causal language model")
+        raise CheckpointError(f"{path} lacks lm_head; it is not a causal language model")
     return missing
 
 

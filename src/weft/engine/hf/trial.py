@@ -125,7 +125,7 @@ def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Ten
     prefix = run(module, probes[longest][None, :-1])[0]
     if _compute_difference(prefix, alone[longest][:-1]) > TOLERANCE:
         raise ConfigError(
-            f"backend=hf: a {module.config.model_type} model is no decoder: its tokens see later "
+            f"backend=hf: a {module.config.model_type} model is not a decoder: its tokens see later "
             f"ones"
         )
 
@@ -146,7 +146,7 @@ def _check_head(
                 layers.append(m)
         if len(layers) != 1:
             raise ConfigError(
-                f"backend=hf: the classifier of a {kind} model is no single linear layer, so it "
+                f"backend=hf: the classifier of a {kind} model is not a single linear layer, so it "
                 f"gives no values"
             )
         head_layer = HeadLayer(layers[0])
@@ -156,7 +156,7 @@ def _check_head(
         layer = module.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ConfigError(
-                f"backend=hf: the output layer of a {kind} model is no linear layer; weft cannot "
+                f"backend=hf: the output layer of a {kind} model is not a linear layer; weft cannot "
                 f"use it"
             )
         scale = 1.0

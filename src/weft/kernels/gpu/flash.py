@@ -76,7 +76,7 @@ def choose(device: torch.device, version: str) -> str | None:
     if fits:
         obstacle = _activate()
     else:
-        obstacle = f"{device} is no GPU of compute capability {HOPPER}.x"
+        obstacle = f"{device} is not a GPU of compute capability {HOPPER}.x"
     if version == "fa3" and obstacle is not None:
         raise RuntimeError(obstacle)
     if not fits:
