@@ -217,7 +217,7 @@ def test_shapes_take_no_memory_and_no_random_numbers() -> None:
 
 
 def test_directories_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no directory"):
+    with pytest.raises(CheckpointError, match="not a directory"):
         hf_io.read_config(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         hf_io.read_config(tmp_path)

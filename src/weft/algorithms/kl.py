@@ -33,8 +33,8 @@ def estimate_kl(
         k3 = exp(-r) - 1 + r    unbiased, never negative
 
     k3 is clipped at `K3_BOUND` = 10 nats per token, with gradient 0 above it, as in verl: a token
-    that the reference considers impossible would otherwise add e^20. r is clipped before `exp`
-    (rule 5.4). TRL clips neither.
+    that the reference considers impossible would otherwise add e^20. r is clipped before `exp`,
+    so that it cannot overflow. TRL clips neither.
 
     As loss terms, their gradients differ from the estimates: the gradient of k1 vanishes in
     expectation, the gradient of k2 is the gradient of the true KL, and k3 is the term that

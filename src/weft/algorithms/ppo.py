@@ -89,7 +89,7 @@ def compute_clipped_surrogate(
         -min(w A, clip(w, 1 - low, 1 + high) A)          Schulman et al. 2017, eq. 7
         and, if A < 0, at most -c A                      dual clip
 
-    `log_ratio` is clipped before `exp` (rule 5.4).
+    `log_ratio` is clipped before `exp`, so that it cannot overflow.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ratio = exp_ratio(log_ratio)

@@ -1,1 +1,1 @@
-"""Entry points with the module names of ReaL: `python -m weft.apps.main` and `.quickstart`."""
+"""Entry points with ReaL's module names: `python -m weft.apps.main` and `.quickstart`."""

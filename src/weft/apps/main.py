@@ -1,4 +1,4 @@
-"""`python -m weft.apps.main COMMAND ...`: the same as `weft COMMAND ...`; also `find_config`."""
+"""Entry point `python -m weft.apps.main COMMAND ...`, which runs `weft COMMAND` or `find_config`."""
 
 from __future__ import annotations
 

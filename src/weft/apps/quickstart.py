@@ -1,4 +1,4 @@
-"""`python -m weft.apps.quickstart NAME key=value ...`: the same as `weft quickstart`."""
+"""Entry point `python -m weft.apps.quickstart NAME key=value ...`: the same as `weft quickstart`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.cli.main import main as weft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `weft quickstart` with `argv`, or with `sys.argv`, and return the exit code.
+    """Run `weft quickstart` with `argv`, by default `sys.argv`, and return the exit code.
 
     A script that registers a quickstart can end with `sys.exit(main())`.
     """

@@ -1,4 +1,4 @@
-"""Options and messages shared by the commands that use models: `weft sample`, `weft eval`."""
+"""Options and messages shared by the commands that load models: `weft sample`, `weft eval`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 
 
 def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
-    """Open a policy, with its chat template replaced by `--chat-template` if that is given.
+    """Open a policy, with the chat template of `--chat-template` if that is given.
 
-    A run means its newest checkpoint. Raises `UserError` for a model that is not a policy.
+    For the name of a run, its newest checkpoint is opened. Raises `UserError` for a model that is
+    not a policy.
     """
     return _print_notes(
         open_policy(_build_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
@@ -54,7 +55,7 @@ def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
 
 
 def check_policies(names: Iterable[str]) -> None:
-    """Raise `UserError` for the first name that is not a policy, before any model is loaded."""
+    """Raise `UserError` for the first name that is not a policy; no model is loaded."""
     for name in names:
         check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
 
@@ -62,7 +63,8 @@ def check_policies(names: Iterable[str]) -> None:
 def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
     """Open a reward model with its own tokenizer and chat template.
 
-    `option` is the flag that errors name. A run means its newest checkpoint. Raises `UserError`.
+    For the name of a run, its newest checkpoint is opened. `option` is the flag that error messages
+    name. Raises `UserError` for a model that is not a reward model.
     """
     return _print_notes(open_scorer(_build_spec(name, given, ModelQuery(option, SCORERS), None)))
 
@@ -99,7 +101,7 @@ def print_note(text: str) -> None:
 def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar titled `what` on standard error, if that is a terminal.
 
-    Yields a function that sets (number done, total).
+    Yields a function that sets the number done and the total.
     """
     from rich.console import Console
     from rich.progress import (

@@ -99,7 +99,7 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 @dataclass
 class OverrideTranslation:
-    """Overrides under weft's option names, with one note per alternative spelling."""
+    """Result of translating overrides to weft's option names, with a note per alternative spelling."""
 
     config: RunConfig
     known_options: frozenset[str]
@@ -112,8 +112,8 @@ class OverrideTranslation:
     def add_assignment(self, target: str, override: Override, value: Any) -> None:
         """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
-        Of two spellings of one option, the one set later counts. Raises `ConfigError` if both are
-        set at the same position.
+        If two spellings set the same option, the later one is used. Raises `ConfigError` if both
+        have the same position.
         """
         before = self.user_spellings.setdefault(target, override.name)
         if before != override.name:
@@ -130,7 +130,7 @@ class OverrideTranslation:
         self.overrides.append(replace(override, name=target, value=value))
 
     def add_assignments(self, targets: Sequence[str], override: Override, value: Any) -> None:
-        """Assign `value` to each option in `targets`, and add a note with their names."""
+        """Assign `value` to each option in `targets`, and add a note that names these options."""
         for target in targets:
             self.add_assignment(target, override, value)
         assignments = [
@@ -144,7 +144,7 @@ class OverrideTranslation:
 
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
-    """Return (overrides under weft's option names, notes).
+    """Return the overrides under weft's option names, and a note per translated spelling.
 
     Unknown names are returned unchanged; `options.read` rejects them.
     """
@@ -157,7 +157,7 @@ def build_translation(
 ) -> OverrideTranslation:
     """Translate overrides to weft's option names, and record how the user spelled each option.
 
-    `positions` maps each spelling to the position at which it was set.
+    `ranks` maps a name, as the user spelled it, to its position in the stack of sections.
     """
     done = OverrideTranslation(
         config, frozenset(leaf.name for leaf in iterate_options(config)), positions=ranks or {}
@@ -186,9 +186,9 @@ def list_spellings(config: RunConfig) -> list[str]:
 
 
 def map_spellings(config: RunConfig) -> dict[str, list[str]]:
-    """Return option -> up to `MAX_SHOWN_SPELLINGS` spellings of other programs, for help pages.
+    """Return, for each option, up to `MAX_SHOWN_SPELLINGS` spellings of other programs.
 
-    Spellings that equal the last part of the option's name are not included.
+    Help pages show them. Spellings that equal the last part of the option's name are left out.
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     spellings_by_option: dict[str, list[str]] = {}
@@ -208,7 +208,7 @@ def map_spellings(config: RunConfig) -> dict[str, list[str]]:
 
 
 def is_spelling(name: str, config: RunConfig) -> bool:
-    """Return whether weft accepts the name: an option, a group, or an alternative spelling."""
+    """Return whether weft accepts `name` as an option, an option group, or an alternative spelling."""
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     if name in VALUE_TRANSLATORS or any(
         known == name or known.startswith(f"{name}.") for known in done.known_options
@@ -219,7 +219,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` if `name` is a call option of a node that runs a host function."""
+    """Raise `ConfigError` if `name` sets an option of model calls on a node with a host function."""
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
@@ -230,14 +230,20 @@ def _check_node(name: str, config: RunConfig) -> None:
 
 
 def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override]:
-    """Split `group={a: 1, b: 2}` into `group.a=1 group.b=2`."""
+    """Split an override such as `group={a: 1, b: 2}` into `group.a=1` and `group.b=2`.
+
+    The override is returned unsplit if its name is an option or its value is not a mapping.
+    """
     if isinstance(override.value, Mapping) and override.value and override.name not in known:
         return flatten(override.value, f"{override.name}.")
     return [override]
 
 
 def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
-    """Return the options that the spelling `name` sets; empty if it is not a spelling."""
+    """Return the options that `name` sets as an alternative spelling.
+
+    The list is empty if `name` is an option itself or is unknown.
+    """
     config = done.config
     if name in done.known_options:
         return []
@@ -262,7 +268,10 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
 
 
 def _map_to_trained_role(config: RunConfig, name: str) -> str:
-    """Map top-level `optimizer.*` to the optimizer of the only trained role."""
+    """Return the trained role's option for a top-level name `optimizer.*`.
+
+    Raises `ConfigError` unless exactly one role is trained.
+    """
     if len(config.trained_roles) == 1:
         return f"{config.trained_roles[0]}.{name}"
     if not config.trained_roles:
@@ -275,7 +284,7 @@ def _map_to_trained_role(config: RunConfig, name: str) -> str:
 
 
 def _translate_batch(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """`dataset.train_bs_n_seqs`: batch per device x accumulation steps x data-parallel ranks."""
+    """Set `dataset.train_bs_n_seqs` to batch per device x accumulation steps x data-parallel ranks."""
     if BATCH_SPELLINGS[0] not in given:
         raise ConfigError(
             f"{BATCH_SPELLINGS[1]}: multiplies {BATCH_SPELLINGS[0]}, which is not set; write "
@@ -301,8 +310,9 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
-    It is taken from the layout of the training call or of the role, from `allocation_mode`, or from
-    `data_parallel_size`; 1 if none is set.
+    The number is read from `given`, the values that the user set: from the layout of the training
+    call or of the role, from `allocation_mode`, or else from the role's `data_parallel_size`. It is
+    1 if none is set, and the number of all devices if weft searches for the layout.
     """
     role = done.trained_roles[0]
     call = next(
@@ -319,7 +329,7 @@ def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
 
 
 def _translate_warmup(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """`MODEL.optimizer.warmup_steps`; a value below 1 sets `warmup_steps_proportion` instead."""
+    """Set `MODEL.optimizer.warmup_steps`, or `warmup_steps_proportion` for a value below 1."""
     value = given[override.name]
     share = isinstance(value, float) and 0 < value < 1
     name = "warmup_steps_proportion" if share else "warmup_steps"
@@ -331,7 +341,7 @@ def _translate_warmup(done: OverrideTranslation, override: Override, given: dict
 def _translate_half_precision(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """`MODEL.dtype`: bfloat16 for bf16=true, float16 for fp16=true."""
+    """Set `MODEL.dtype` to bfloat16 for bf16=true, or to float16 for fp16=true."""
     if _read_bool(override, given):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
         done.add_assignments([f"{role}.dtype" for role in done.trained_roles], override, dtype)
@@ -340,7 +350,7 @@ def _translate_half_precision(
 def _translate_use_cpu(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """`device=cpu` for true."""
+    """Set `device=cpu` for use_cpu=true."""
     if _read_bool(override, given):
         done.add_assignments(["device"], override, "cpu")
 
@@ -348,7 +358,7 @@ def _translate_use_cpu(
 def _translate_use_peft(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """`MODEL.lora.r=16` for true, unless lora_r or num_virtual_tokens is set."""
+    """Set `MODEL.lora.r=16` for use_peft=true, unless lora_r or num_virtual_tokens is set."""
     if _read_bool(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
         done.add_assignments([f"{role}.lora.r" for role in done.trained_roles], override, LORA_RANK)
 
@@ -356,7 +366,10 @@ def _translate_use_peft(
 def _translate_strategy(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """`save_freq_steps` or `eval_freq_steps` for steps, `..._freq_epochs=1` for epoch."""
+    """Set `save_freq_steps` or `eval_freq_steps` for steps, or `..._freq_epochs=1` for epoch.
+
+    The interval is 500 steps if the user sets none.
+    """
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
     if value not in ("no", "steps", "epoch"):
@@ -370,7 +383,10 @@ def _translate_strategy(
 def _translate_report_to(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """`logger.tensorboard=true`, `logger.wandb.mode=online`, `logger.trackio.project` or none."""
+    """Set `logger.tensorboard=true`, `logger.wandb.mode=online` or `logger.trackio.project`.
+
+    The value none sets no logger.
+    """
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
         settings = {
@@ -385,7 +401,7 @@ def _translate_report_to(
 
 
 def _translate_resume(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """`recover_mode=resume` for true, latest or the bare flag; `resume_from` for a path."""
+    """Set `recover_mode=resume` for true, latest or the bare flag, or `resume_from` for a path."""
     value = given[override.name]
     if value in (True, "latest", "true"):
         done.add_assignments(["recover_mode"], override, "resume")

@@ -1,6 +1,6 @@
 """`weft data augment`: add bad replies as the last rank of reward-model rankings.
 
-The bad replies come from a weak model or are deliberate corruptions.
+The bad replies are sampled from a weak model or made by corrupting good replies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft data augment ...`. Raises `UserError` for unusable files and options."""
+    """Run `weft data augment ...` and return the exit code.
+
+    Raises `UserError` for unusable files and options.
+    """
     given = _build_parser().parse_args(list(argv))
     from weft.evaluation import augment
 
@@ -169,7 +172,10 @@ def _parse_kinds(text: str) -> tuple[str, ...]:
 
 
 def _find_paths(given: argparse.Namespace) -> list[str]:
-    """Return the files to read: named files, and the files of named datasets."""
+    """Return the files to read: the named files, and the files of the named datasets.
+
+    Raises `ConfigError` if there are none.
+    """
     if not given.datasets:
         if not given.paths:
             raise ConfigError("no rows are named: give a PATH or --datasets NAME")
@@ -206,7 +212,7 @@ def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
 
 
 def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Return the settings that determine the written rows."""
+    """Return the settings that the written rows depend on, including the number of rows `count`."""
     left_out = ("out", "yes", "device", "backend")
     plain = {}
     for name, value in vars(given).items():

@@ -1,6 +1,6 @@
-"""Candidate words for the shells' completion of a command line.
+"""Candidate words for shell completion of a `weft` command line.
 
-Loads no torch and runs in half a second.
+No torch is loaded, so that completion takes only half a second.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ NUMBER_TYPES = ("int", "float")
 
 
 def find_candidates(words: Sequence[str], current: str) -> list[Word]:
-    """Return completions of `current`, the word after `words`; `words[0]` is the subcommand.
+    """Return the possible completions of `current`, the word that follows `words`.
 
-    Returns an empty list if there are none, or if the words before are invalid.
+    `words[0]` is the subcommand. The list is empty if nothing fits or if `words` are invalid.
     """
     try:
         result: list[Word] = []
@@ -126,9 +126,9 @@ def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
 
 
 def _list_quickstart_names(words: Sequence[str]) -> list[str]:
-    """Return the names of shipped quickstarts, and of those registered in user code.
+    """Return the names of the shipped quickstarts and of those registered in user code.
 
-    User code is searched for calls of `register_quickstart`, not run.
+    User code is not run, but searched for calls of `register_quickstart`.
     """
     named = []
     for file in _find_user_files(words):
@@ -151,10 +151,10 @@ def _find_user_files(words: Sequence[str]) -> list[Path]:
 
 
 def _build_config(name: str, words: Sequence[str]) -> Any:
-    """Return a quickstart's default configuration.
+    """Return the default configuration of a quickstart.
 
-    A file of user code that registers it is imported, unless that file imports a slow package
-    such as torch.
+    The file of user code that registers the quickstart is imported, unless the file imports a slow
+    package such as torch.
     """
     if name not in registry.quickstarts.list_names():
         for file in _find_user_files(words):
@@ -166,7 +166,7 @@ def _build_config(name: str, words: Sequence[str]) -> Any:
 
 
 def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Iterate over option names one level at a time: `actor.` first, then its options."""
+    """Iterate over completions of option names, one level at a time: `actor.`, then its options."""
     given = {word.partition("=")[0] for word in words}
     open_ones = []
     for leaf in iterate_options(_build_config(name, words)):
@@ -176,9 +176,9 @@ def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator
 
 
 def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
-    """Iterate over the names of `options`, cut after the first dot behind `current`.
+    """Iterate over the names of `options`, each cut after the first dot that follows `current`.
 
-    If a group is the only match, its options are returned instead.
+    If only one group matches, the names of its options are returned instead.
     """
     start = current.rfind(".") + 1
     descriptions: dict[str, str] = {}
@@ -196,7 +196,7 @@ def list_next_parts(options: Sequence[OptionDescription], current: str) -> Itera
 
 
 def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Iterate over completions of `OPTION=VALUE` with the values of that option."""
+    """Iterate over completions of `OPTION=VALUE` with values that the option accepts."""
     option, _, begun = current.partition("=")
     leaf = next(
         (leaf for leaf in iterate_options(_build_config(name, words)) if leaf.name == option), None
@@ -247,7 +247,10 @@ def _list_sections(words: Sequence[str]) -> Iterator[Word]:
 
 
 def _complete_command(name: str, words: list[str], current: str) -> Iterator[Word]:
-    """Iterate over a command's subcommands or flags, read from its help, or over runs or files."""
+    """Iterate over the subcommands or flags of a command, or else over runs, sections or files.
+
+    Subcommands and flags are read from the command's help.
+    """
     if name not in COMMANDS:
         return
     before = words[-1] if words else ""
@@ -273,7 +276,7 @@ def _complete_command(name: str, words: list[str], current: str) -> Iterator[Wor
 
 
 def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
-    """Iterate over experiments for `-e`, and over trials of the named experiment for `-f`."""
+    """Iterate over experiments if `flag` is `-e`, or over the named experiment's trials if `-f`."""
     named = []
     for before, word in pairwise(words):
         if before in EXPERIMENT_FLAGS:
@@ -286,7 +289,7 @@ def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
 
 
 def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
-    """Return (subcommands, flags) of a command, parsed from its help."""
+    """Return the subcommands and the flags of a command, read from its help."""
     text = io.StringIO()
     with (
         contextlib.redirect_stdout(text),
@@ -300,7 +303,7 @@ def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str
 
 
 def _parse_subcommands(text: str) -> list[str]:
-    """Return the subcommand names listed under `positional arguments`."""
+    """Return the subcommands that a help text lists under `positional arguments`."""
     if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
         return []
     part = text.split("positional arguments:")[1].split("\noptions:")[0]
@@ -315,9 +318,9 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 
 
 def list_runs_and_paths(begun: str) -> Iterator[Word]:
-    """Iterate over the runs in ./runs by their paths, then over other files and folders.
+    """Iterate over the paths of the runs in ./runs, then over other files and folders.
 
-    Parent folders of a listed run are left out.
+    All paths begin with `begun`. Folders that contain a listed run are left out.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):

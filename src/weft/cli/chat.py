@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, load the models, and hold the conversation.
+    """Parse the command line, load the models, and run the conversation.
 
     Raises `UserError` (exit code 2) for an unusable model or option.
     """
@@ -176,8 +176,9 @@ def _build_generation_spec(given: argparse.Namespace) -> GenerationSpec:
 def _open_conversation(
     model: ModelSpec, spec: GenerationSpec, view: ChatView, *, plain: bool, label: str
 ) -> Conversation:
-    """Load the model and its tokenizer, and print the header lines.
+    """Load the model and its tokenizer, print a header, and return the conversation.
 
+    `plain` continues each line without a chat template. `label` names the model if two models chat.
     Raises `UserError` for a model that cannot chat.
     """
     opened = open_policy(model)

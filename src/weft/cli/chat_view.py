@@ -19,14 +19,14 @@ MAX_TEXT_WIDTH = 100  # maximum columns of text; longer lines are hard to read
 
 
 def is_printable(character: str) -> bool:
-    """Return whether a character is printed as it is; control characters could move the cursor."""
+    """Return whether a character can be printed safely; control characters could move the cursor."""
     return ord(character) >= 160 or 32 <= ord(character) < 127
 
 
 class StreamWrapper:
     """Wraps a stream of text at word boundaries.
 
-    `feed` accepts a piece of the stream and returns the text that can be printed; a word is held
+    `feed` accepts a piece of the stream, and returns the text that can be printed. A word is held
     back until it is complete.
     """
 
@@ -55,7 +55,7 @@ class StreamWrapper:
         return out
 
     def flush(self) -> str:
-        """Return the text that is held back."""
+        """Return the text that has been held back."""
         out = self._place_word()
         self._gap = ""
         return out
@@ -77,9 +77,9 @@ class StreamWrapper:
 
 
 class StreamedAnswer:
-    """One streamed answer: `with view.answer() as open_answer: open_answer.write(...)`.
+    """Context manager that shows one answer while it is generated; `write` adds text.
 
-    `label` names the speaker; without one a pipe gets only the answer.
+    `label` names the speaker. Without a label, only the answer is written to a pipe.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
@@ -96,9 +96,10 @@ class StreamedAnswer:
         return self
 
     def write(self, text: str, style: str = "") -> str:
-        """Show text and return it.
+        """Show text, and return it unchanged.
 
-        `style` is a style of rich; "dim" marks text shown before, which is not repeated in a pipe.
+        `style` is a style of the package rich. Styled text, such as the "dim" beginning of a
+        continued answer, is not written to a pipe.
         """
         if self._interactive:
             self._print(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
@@ -124,7 +125,7 @@ class StreamedAnswer:
 class ChatView:
     """Reads the user's lines and shows answers.
 
-    Unless input and output are terminals, only answers go to standard output, and notes go to
+    Unless input and output are terminals, standard output gets only the answers, and notes go to
     standard error.
     """
 
@@ -141,9 +142,9 @@ class ChatView:
                 importlib.import_module("readline")
 
     def read_line(self) -> str | None:
-        """Return the user's next line; None at the end of the input (Ctrl-D).
+        """Return the user's next line, or None at the end of the input (Ctrl-D).
 
-        Ctrl-C only clears the line.
+        Ctrl-C in a terminal only discards the current line.
         """
         while True:
             try:
@@ -169,7 +170,7 @@ class ChatView:
         self._console.print(what)
 
     def open_live_display(self, what: RenderableType) -> Live:
-        """Return a live display that is removed when it ends."""
+        """Return a live display of `what`, which is erased when the display closes."""
         return Live(what, console=self._console, transient=True, refresh_per_second=8)
 
     def show_title(self, text: str) -> None:
@@ -182,7 +183,7 @@ class ChatView:
         self._notes.print(text, style="red", markup=False, soft_wrap=True)
 
     def _format_prompt(self) -> str:
-        """Return the label of the user's line, with zero-width characters marked for readline."""
+        """Return the input prompt, with zero-width characters marked for readline."""
         label = f"{'you':{LABEL_WIDTH}}"
         if self._console.color_system:
             return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02"

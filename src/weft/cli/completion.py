@@ -17,7 +17,10 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell, or candidates for a command line. Returns exit code 0."""
+    """Print a shell's completion script, or candidates for a command line.
+
+    Returns the exit code.
+    """
     if argv and argv[0] == WORDS_SUBCOMMAND:
         return _print_candidates(list(argv[1:]))
     parser = CommandParser(prog="weft completion", description=__doc__, epilog=EPILOG)
@@ -30,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_candidates(words: list[str]) -> int:
-    """Print one line per candidate for the last word: the candidate, a tab, its description."""
+    """Print a line for each completion of the last word: the candidate, a tab, its description.
+
+    The description and the tab are left out if there is none. Returns the exit code 0.
+    """
     from weft.cli.candidates import find_candidates
 
     words = words[1:] if words[:1] == ["--"] else words

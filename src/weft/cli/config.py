@@ -47,7 +47,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft config ...` and return exit code 0. Raises `UserError` for unusable input."""
+    """Run `weft config ...` and return the exit code. Raises `UserError` for unusable input."""
     parser = _build_parser()
     given = parser.parse_args(list(argv))
     if given.command is None:
@@ -129,7 +129,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def list_sections(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines that list recipes with their purpose, other sections, and unreadable files."""
+    """Yield lines that list the recipes with their purpose, other sections, and unusable files."""
     broken: list[str] = []
     library = SectionLibrary.from_folders(given.folders, broken)
     sections = []
@@ -161,7 +161,7 @@ def list_sections(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
-    """Yield a line per section: its name, its file and its first keys."""
+    """Yield a line per section with its name, location and first keys."""
     width = max((len(section.name) for section in sections), default=0)
     place = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
@@ -171,9 +171,9 @@ def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
 
 
 def _describe_recipe(section: ConfigSection) -> str | None:
-    """Return a recipe's purpose and the GPU it fits, from the head of its file.
+    """Return a recipe's purpose and the GPU it fits, read from the comment that begins its file.
 
-    Returns None for other sections.
+    Returns None for a section that is not a recipe.
     """
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
@@ -187,7 +187,7 @@ def _describe_recipe(section: ConfigSection) -> str | None:
 
 
 def show_stack(given: argparse.Namespace) -> Iterator[str]:
-    """Yield the merged options of sections, each with its origin."""
+    """Yield lines with the merged options of sections, and the origin of each."""
     names = []
     for word in given.words:
         if "=" not in word:
@@ -204,7 +204,7 @@ def show_stack(given: argparse.Namespace) -> Iterator[str]:
 
 
 def copy_section(given: argparse.Namespace) -> Iterator[str]:
-    """Copy one section, with its comments, to a new file. Yields the line to print."""
+    """Copy one section with its comments to a new file. Yields a line of confirmation."""
     section = SectionLibrary.from_folders(given.folders).get(given.name)
     if given.file.exists():
         raise ConfigError(f"weft config cp: {given.file} exists; name another file")
@@ -217,7 +217,7 @@ def copy_section(given: argparse.Namespace) -> Iterator[str]:
 def _read_section_text(section: ConfigSection) -> str:
     """Return the section's source text with its comments.
 
-    A section with an alias of an anchor elsewhere in its file is returned as plain YAML.
+    A section that uses a YAML anchor defined elsewhere in its file is written as plain YAML.
     """
     import yaml
 
@@ -243,15 +243,16 @@ def _read_section_text(section: ConfigSection) -> str:
 
 
 def _find_top_keys(rows: Sequence[str]) -> set[str]:
-    """Return the top-level keys of a file."""
+    """Return the top-level keys in the lines of a YAML file."""
     matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
     return {match[2].strip() for match in matches if match}
 
 
 def validate_words(given: argparse.Namespace) -> Iterator[str]:
-    """Check every section of the given files, and the given names as a stack.
+    """Check every section of the given files, and the stack of the given sections.
 
-    Raises `ConfigError` with every problem.
+    Yields a line for each valid section and for a valid stack. Raises `ConfigError` that lists
+    every problem.
     """
     problems: list[str] = []
     names: list[str] = []
@@ -291,7 +292,10 @@ def validate_words(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
-    """Check each section of a file; yield a line per valid one, append others to `problems`."""
+    """Check each section of a file, and yield a line for each valid section.
+
+    The problems of the other sections are appended to `problems`.
+    """
     try:
         contents = read_file(file)
     except ConfigError as error:
@@ -314,7 +318,11 @@ def _find_problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """Return (quickstart that the stack fits, "") or (most likely quickstart, the problem)."""
+    """Return a quickstart that the stack fits, and "".
+
+    If the stack fits none, return the likeliest quickstart and the problem. Only `quickstart` is
+    tried if it is given.
+    """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
     for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
@@ -335,7 +343,10 @@ def _read_checked_stack(
     quickstart: str,
     given: Iterable[overrides.Override],
 ) -> SectionStack:
-    """Return the stack after reading and checking its options. Raises `ConfigError`."""
+    """Return the stack after checking its options as for a run of `quickstart`.
+
+    Raises `ConfigError` with the origin of an invalid option.
+    """
     from weft.cli.quickstart import apply_overrides
 
     base = registry.quickstarts.get(quickstart)()
@@ -356,9 +367,9 @@ def _read_checked_stack(
 
 
 def _check_named_objects(config: RunConfig) -> None:
-    """Check that the files, functions and interfaces named by the options exist.
+    """Check that files, models, interfaces and functions named by the options exist.
 
-    Raises `UserError` for a missing one.
+    Raises `UserError` for the first that is missing.
     """
     registry.import_user_code(config.imports)
     for spec in fields(config):
@@ -390,7 +401,10 @@ def _check_named_objects(config: RunConfig) -> None:
 
 
 def _check_call(name: str, call: MFCOptions) -> None:
-    """Check that the interface and hooks of a call are registered or can be imported."""
+    """Check that the interface and the hooks of the model call `name` exist.
+
+    Raises `ConfigError` for an unknown name.
+    """
     if call.interface is not None and call.interface not in registry.interfaces:
         raise qualify_error(
             f"{name}.interface",
@@ -408,7 +422,7 @@ def _check_call(name: str, call: MFCOptions) -> None:
 
 
 def _check_sources(config: RunConfig, stack: SectionStack) -> None:
-    """Check the names of datasets. Raises `ConfigError` with the location of the list."""
+    """Check the datasets in `dataset.sources`. Raises `ConfigError` with the location of the list."""
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None
     )

@@ -35,7 +35,10 @@ Ctrl-C           stop the answer"""
 
 
 class AnswerDisplay(Protocol):
-    """Protocol of a streamed answer; `write` shows text in a style of rich and returns it."""
+    """Protocol of the display of a streamed answer.
+
+    `write` shows text in a style of the package rich, and returns the text.
+    """
 
     def __enter__(self) -> AnswerDisplay: ...
     def write(self, text: str, style: str = "") -> str: ...
@@ -48,7 +51,7 @@ class AnswerDisplay(Protocol):
 
 
 class ConversationView(Protocol):
-    """Protocol of the view in which a conversation is shown."""
+    """Protocol of the view that reads the user's lines and shows a conversation."""
 
     interactive: bool
 
@@ -60,13 +63,13 @@ class ConversationView(Protocol):
 
 @dataclass
 class Conversation:
-    """One conversation.
+    """Conversation of a user with one model.
 
-    `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer;
+    `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer.
     `is_answer_complete` is True if the model finished that answer.
 
-    `context` is the model's maximum number of tokens; the oldest messages of a longer conversation
-    are left out. Without `history` each message is answered independently.
+    `context` is the model's maximum number of tokens: in a longer conversation, the oldest messages
+    are left out. Without `history`, each message is answered independently.
     """
 
     engine: Engine
@@ -85,9 +88,10 @@ class Conversation:
     name: str = ""  # model name, for files with the answers of several models
 
     def run_until_end(self) -> None:
-        """Read and handle lines until the input ends.
+        """Read and handle lines until the input ends or the user quits.
 
-        In a pipe an error ends the conversation, because no user can correct it.
+        If the input is not a terminal, an error ends the conversation, because no user can correct
+        it.
         """
         while (line := self.view.read_line()) is not None:
             try:
@@ -99,7 +103,7 @@ class Conversation:
                 self.view.show_error(str(error))
 
     def handle_line(self, line: str) -> bool:
-        """Handle one line; return False to leave the conversation."""
+        """Handle one line of input, and return False if the user wants to leave."""
         if not line.strip():
             if self.view.interactive:
                 self.continue_answer()
@@ -113,7 +117,10 @@ class Conversation:
         return True
 
     def answer_message(self, text: str) -> None:
-        """Add a user message and answer it. If that raises `UserError`, the message is removed."""
+        """Add a user message and answer it.
+
+        If answering raises `UserError`, the message is removed again.
+        """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
@@ -123,7 +130,7 @@ class Conversation:
             raise
 
     def continue_answer(self) -> None:
-        """Continue an answer that was cut off or stopped."""
+        """Continue the last answer if it was cut off or stopped."""
         if self.is_answer_complete:
             if self.messages:
                 self.view.show_note("the answer is complete; /retry samples another one")
@@ -222,10 +229,10 @@ class Conversation:
         return [*first, *self.messages[start:]]
 
     def _encode_within_context(self) -> list[int]:
-        """Return the token ids of the conversation, truncated to fit the context.
+        """Return the token ids of the conversation, without the oldest turns if it is too long.
 
-        The oldest turns are left out if they leave less than a quarter of the context for the
-        answer (or less than its maximum length).
+        Turns are left out until the answer has room for its maximum length, or for a quarter of the
+        context if that is less.
         """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)
@@ -258,9 +265,9 @@ class Conversation:
         self._stream_answer(prompt, [])
 
     def _stream_answer(self, prompt: list[int], answer_ids: list[int]) -> None:
-        """Show and store the answer to `prompt_ids`, which begins with `answer_ids`, as it is sampled.
+        """Sample the answer to `prompt`, show it token by token, and store it.
 
-        Ctrl-C keeps the tokens sampled so far.
+        `answer_ids` are tokens that the answer already has. Ctrl-C keeps the tokens sampled so far.
         """
         from weft.data.tokenizer import StreamDecoder
         from weft.engine.base import Request
@@ -311,7 +318,7 @@ class Conversation:
         self._show_answer_end(finish, len(new), time.perf_counter() - started)
 
     def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
-        """Print the token count, the speed and why the answer ended, in a terminal only."""
+        """Print the token count, the tokens per second and why the answer ended, if in a terminal."""
         if not self.view.interactive:
             return
         ends = {
@@ -324,7 +331,7 @@ class Conversation:
 
 
 def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
-    """Return the sampling limits that are in force, such as top_p."""
+    """Return the sampling limits that have an effect, such as top_p, by name."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}
     for name, value in off.items():

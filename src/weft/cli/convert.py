@@ -146,9 +146,10 @@ def _convert_llama2c(arguments: argparse.Namespace) -> None:
 
 
 def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
-    """Read a vocabulary file of llama2.c.
+    """Read a vocabulary file of llama2.c with `size` pieces.
 
-    The format is the length of the longest piece, then score, length and bytes of each piece.
+    The file has the length of the longest piece, then the score, length and bytes of each piece.
+    Raises `CheckpointError` if the file has another format or number of pieces.
     """
     raw = path.read_bytes()
     pieces = list[tuple[str, float, int]]()
@@ -188,9 +189,10 @@ def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
 
 
 def _save_tokenizer(vocabulary: spm.SentencePieceModel, length: int, output: Path) -> None:
-    """Save a fast tokenizer that starts with BOS.
+    """Save a fast tokenizer that begins each sequence with BOS.
 
-    The unknown piece, which never occurs, serves as padding.
+    `length` is the maximum number of tokens. The unknown piece, which never occurs, is also used
+    for padding.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -269,7 +271,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _find_adapter(given: Path) -> Path:
-    """Return the adapter's directory: the given one, or that of a run's newest checkpoint."""
+    """Return the adapter's directory: `given`, or the adapter in a run's newest checkpoint."""
     place = Path(find_model(str(given), ModelQuery("--adapter")).path)
     if (place / "adapter" / ADAPTER).is_file():
         return place / "adapter"
@@ -277,9 +279,11 @@ def _find_adapter(given: Path) -> Path:
 
 
 def _set_output(arguments: argparse.Namespace) -> None:
-    """Set the output: the single word given with --configs, or Open-Assistant's default store.
+    """Set the output directory of `weft convert triton` if it is not named separately.
 
-    Raises `ConfigError`.
+    With --configs, a single positional word is the output. Without an output, it is the default
+    directory of Open-Assistant's model store. Raises `ConfigError` unless either a model or
+    --configs is given.
     """
     if arguments.configs is not None and arguments.output is None and arguments.model is not None:
         arguments.model, arguments.output = None, Path(arguments.model)
@@ -314,8 +318,8 @@ def _write_triton_store(arguments: argparse.Namespace) -> None:
 def _find_tokenizer(adapter: Path, base: Path) -> Path | None:
     """Return the directory with the tokenizer, chat template and stop tokens of the merged model.
 
-    That is the adapter's directory, the checkpoint that contains it, or the base model; None if
-    none of them has a tokenizer.
+    It is the first of these that has a tokenizer: the adapter's directory, the checkpoint that
+    contains the adapter, and the base model. Returns None if no tokenizer is found.
     """
     for folder in (adapter, adapter.resolve().parent, base):
         if any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -61,9 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the pages until Ctrl-C or SIGTERM, and return exit code 0.
+    """Serve the pages until Ctrl-C or SIGTERM, and return the exit code 0.
 
-    Raises `ConfigError` for a missing folder or a port that is taken.
+    Raises `ConfigError` for a missing folder or a port that is in use.
     """
     given = build_parser().parse_args(list(argv))
     folder = given.folder.expanduser()
@@ -96,9 +96,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
-    """Return a loopback server that answers requests carrying the token.
+    """Return a loopback server that answers requests whose path begins with `token`.
 
-    Raises `ConfigError` if the port is taken.
+    Without `port`, the default port is used, or a free port if the default is in use. Raises
+    `ConfigError` if `port` is in use.
     """
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"--port={port}: must be from 0 to 65535")
@@ -151,9 +152,11 @@ def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> Th
 def answer_request(
     dashboard: Dashboard, token: str, target: str, host: str, known: str = ""
 ) -> DashboardAnswer:
-    """Return the answer to a request.
+    """Return the answer to a request for the URL path `target`.
 
-    Without the token, or under another host name, the answer reveals nothing about any run.
+    `host` is the request's Host header, and `known` the ETag of the client's copy of the page. If
+    the path lacks the token, or the host is not this machine, the answer reveals nothing about any
+    run.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
         return DashboardAnswer(403, "Only this machine can open this address.")

@@ -183,9 +183,10 @@ def _parse_count(text: str) -> int:
 
 
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """Return the dataset type: the requested one, or the one the first row fits.
+    """Return the dataset type that is set, or the one that the first row fits.
 
-    Raises `ConfigError` if the first row fits none.
+    `mode` decides the type of named datasets and of message trees. Raises `ConfigError` if the
+    first row fits no type.
     """
     from weft.data.rows import SINGLE_MESSAGE_HINT, guess_type, is_tree, is_tree_message
     from weft.data.sources import UnreadableRow, find_files, read_rows
@@ -232,9 +233,9 @@ def _load_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
-    """Return the tokenizer's options, with `path` replaced by a directory if it names a run.
+    """Return the tokenizer's options, with a run or model name in `path` replaced by a directory.
 
-    Raises `CheckpointError` if the tokenizer is not found.
+    Raises `CheckpointError` if no tokenizer is found.
     """
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
@@ -267,7 +268,7 @@ def _build_spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 
 
 def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print rows in file order, reading no more than it prints."""
+    """Print rows in file order, reading only as many as needed."""
     from weft.cli.data_rows import format_row
     from weft.data.byte_tokenizer import load_byte_tokenizer
     from weft.data.loader import load_data
@@ -306,7 +307,7 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 
 
 def _needs_all_rows(spec: DatasetSpec) -> bool:
-    """Return whether all rows must be read to know which ones are trained on."""
+    """Return whether all rows must be read to determine the training rows."""
     sources = list_source_specs(spec)
     mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
     return mixed or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
@@ -316,7 +317,11 @@ def _needs_all_rows(spec: DatasetSpec) -> bool:
 
 
 def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
-    """Print the table of counts; without a tokenizer only rows are counted."""
+    """Print a table of the number of rows per source.
+
+    With a tokenizer, the rows are loaded as for a run, so that rows cut or left out are counted
+    too. Returns the exit code, or None for success.
+    """
     from weft.cli import named_data
     from weft.data.loader import load_data, resolve_sources
 
@@ -343,7 +348,7 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print one line per source: `name: longest (p99 N, >4096: number of longer rows)`.
 
-    No row is truncated or left out.
+    Lengths are in tokens. No row is truncated or left out.
     """
     from weft.cli.named_data import iterate_length_statistics
 
@@ -377,10 +382,9 @@ def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Name
 def _load_with_template(
     config: DataConfig, spec: DatasetSpec, kind: str, tokenizer: Tokenizer
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
-    """Return (the data, the tokenizer that reads them, notes).
+    """Load the data, using a default chat format if the tokenizer has no chat template.
 
-    If the tokenizer has no chat template, messages are read in a default format, which a note
-    names.
+    Returns the data, the tokenizer that was used, and notes on the default format.
     """
     from weft.data.loader import load_data
 
@@ -403,7 +407,7 @@ def _load_with_template(
 
 
 def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
-    """Set tokenizer options in `config` that the command line leaves out; load the tokenizer."""
+    """Set tokenizer `options` in `config`, and return the tokenizer loaded with them."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _load_tokenizer(config)
 
@@ -412,7 +416,7 @@ def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
 
 
 def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print the findings of a scan of each path; with a tokenizer also bad and overlong rows."""
+    """Print what a scan finds in each file; with a tokenizer, also invalid and overlong rows."""
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look
     from weft.data.sources import find_files, read_rows

@@ -1,6 +1,6 @@
-"""Options of `weft data`: those that define a run's data.
+"""Options of `weft data`, which define the data of a run.
 
-Files, sections, dataset names and assignments set them.
+They are set by config files, sections, names of datasets, and assignments on the command line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COPY_PREFIX = "data_path="  # prefix of the path of a named dataset's local copy
 
 @dataclass
 class DataConfig:
-    """Options that define a run's data."""
+    """Configuration of `weft data`: the options that define a run's data."""
 
     dataset: DatasetSpec = option(DatasetSpec(), "data")
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer")
@@ -32,7 +32,7 @@ class DataConfig:
 
 
 def add_dataset_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
-    """Add the options of commands that read datasets by name; `modes` adds a choice of mode."""
+    """Add the options of commands that read named datasets; `modes` adds the option `--mode`."""
     command.add_argument(
         "--datasets",
         nargs="+",
@@ -70,7 +70,7 @@ def add_stack_options(command: argparse.ArgumentParser) -> None:
 
 
 def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
-    """Return (options, paths) of a command line.
+    """Return the data options and the paths on a command line.
 
     Raises `ConfigError` for unknown options or missing data.
     """
@@ -108,7 +108,10 @@ def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[s
 
 
 def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
-    """Move the assignments out of the values of list options, and return them."""
+    """Remove assignments such as `key=value` from the values of list options, and return them.
+
+    argparse stores assignments that follow a list option, such as `--datasets`, among its values.
+    """
     words = list[str]()
     for name in options:
         given = getattr(arguments, name) or []
@@ -120,7 +123,7 @@ def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
 
 
 def _read_config(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
-    """Return the options of `--config` and `--configs`, overridden by assignments."""
+    """Return the options in `--config` and `--configs`, overridden by the assignments."""
     config = DataConfig()
     if arguments.config is not None:
         config = read(config, _extract_data_options(overrides.read_file(str(arguments.config))))
@@ -156,9 +159,10 @@ def _read_config(arguments: argparse.Namespace, assigned: list[str]) -> DataConf
 def _set_named_datasets(
     config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None
 ) -> None:
-    """Set the data to the datasets named on the command line.
+    """Set the data sources to the datasets named on the command line.
 
-    Only datasets that are local, or that the user allows to be fetched, are used.
+    Datasets that are neither local nor allowed to be downloaded are left out; raises `ConfigError`
+    if none remains. `copy` is the path of a local copy.
     """
     if not (arguments.datasets or arguments.configs or copy):
         return
@@ -185,9 +189,9 @@ def _set_named_datasets(
 
 
 def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data options of a run's configuration.
+    """Return the data options in a run's configuration.
 
-    The tokenizer is that of the role that reads the data.
+    The tokenizer is that of the role whose tokenizer reads the data.
     """
     options = {}
     for name in ("dataset", "tokenizer", "seed"):

@@ -11,7 +11,10 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """Return one id as text: its prompt and completions, token by token."""
+    """Return one id's prompt and completions as text, token by token.
+
+    `lines` puts each token on its own line.
+    """
     prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
     text = Text().append(f"id {sample.ids[0]}", style="bold")
     text.append(f"  source {sample.metadata['source'][0]}", style="dim")
@@ -52,7 +55,10 @@ def _format_tokens(
     mask: Sequence[bool],
     lines: bool,
 ) -> Text:
-    """Separate tokens by |, with runs of trained tokens between ⟦ and ⟧; or print one per line."""
+    """Return tokens separated by |, with trained tokens between ⟦ and ⟧, or one token per line.
+
+    `before` are the tokens that precede `ids`, and `mask` marks the trained tokens.
+    """
     text = Text()
     previous = False
     for index, (id, on, piece) in enumerate(
@@ -78,7 +84,7 @@ def _format_tokens(
 def _decode_tokens(
     tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
 ) -> Iterator[str]:
-    """Iterate over the text that each token completes.
+    """Iterate over the text that each token adds to the tokens before it.
 
     A token that ends within a character is shown as its id.
     """

@@ -1,6 +1,6 @@
 """`--deepspeed [FILE]`: convert a DeepSpeed JSON file to assignments of weft's options.
 
-Assignments on the command line override them.
+Assignments on the command line override those from the file.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ LENGTH_OPTIONS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_len
 
 @dataclass(frozen=True)
 class DeepSpeedOverrides:
-    """The result of reading a DeepSpeed file.
+    """Result of reading a DeepSpeed file.
 
-    The command line overrides `assignments`; `notes` explain how the file was read.
+    `assignments` set weft's options; the command line overrides them. `notes` explain how the file
+    was read.
     """
 
     flag: str  # the flag as it was written
@@ -86,9 +87,9 @@ class DeepSpeedOverrides:
     batch: Mapping[str, int]  # batch sizes that must be consistent
 
     def describe_autos(self, config: RunConfig) -> list[str]:
-        """Return a note on the value that each `auto` has in the run's configuration.
+        """Return a note on the values that the file's `auto` keys have in the run's configuration.
 
-        Raises `ConfigError` for batch sizes that are inconsistent on the run's data-parallel ranks.
+        Raises `ConfigError` if the file's batch sizes do not fit the number of data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
@@ -111,10 +112,10 @@ class DeepSpeedOverrides:
 
 
 def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
-    """Convert a DeepSpeed file to overrides; "" is the flag without a file.
+    """Convert a DeepSpeed file to overrides of weft's options.
 
-    `given` is the rest of the command line. Raises `ConfigError` naming every key that weft does
-    not support.
+    `file` is "" if the flag has no file. `given` has the other assignments of the run. Raises
+    `ConfigError` that lists every key that weft does not support.
     """
     if file and not Path(file).is_file():
         known = KNOWN_FILES.get(Path(file).name)
@@ -165,7 +166,7 @@ def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Dee
 
 
 def _get_value(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, or None if it is missing."""
+    """Return the value of a dotted key in the nested `config`, or None if it is missing."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -173,9 +174,9 @@ def _get_value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
-    """Describe what is wrong with the batch sizes on `ranks` data-parallel ranks, or return None.
+    """Return why the batch sizes do not fit `ranks` data-parallel ranks, or None if they fit.
 
-    DeepSpeed's rule: global batch = micro-batch per device x accumulation steps x ranks.
+    DeepSpeed requires: global batch = micro-batch per device x accumulation steps x ranks.
     """
     total = batch.get("train_batch_size")
     parts = {k: v for k, v in batch.items() if k != "train_batch_size"}
@@ -194,7 +195,7 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
-    """Format the values of options that are set or that weft chooses itself."""
+    """Format the values of the options `names`; if none is set, say that weft chooses the value."""
     if not names:
         return "0"
     option_values = {}

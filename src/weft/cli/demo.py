@@ -28,7 +28,10 @@ FINAL_STEPS = 10  # number of final steps averaged for a stage's result
 
 @dataclass
 class Demo:
-    """One execution of the demo, in `root/{name}`."""
+    """One execution of the demo, with its runs in the folder `root/{name}`.
+
+    `accuracy` has the held-out accuracy of each stage, and `seconds` the duration of each run.
+    """
 
     root: Path
     name: str
@@ -46,7 +49,7 @@ class Demo:
         return self.folder / "material"
 
     def build_options(self, trial: str, **others: Any) -> dict[str, Any]:
-        """Return the run options that all stages share, with `others` added."""
+        """Return the options that the runs of all stages share, with `others` added."""
         own = {
             "experiment_name": self.name,
             "trial_name": trial,
@@ -56,7 +59,7 @@ class Demo:
         return {**own, **others}
 
     def run_stage(self, config: Any, doing: str = "starting") -> Any:
-        """Run one stage with a line of progress; add its seconds to `seconds`, by trial name."""
+        """Run one stage with a line of progress, and store its duration in `seconds` by trial name."""
         from weft.launch.run import run
 
         begun = time.monotonic()
@@ -65,7 +68,7 @@ class Demo:
         return result
 
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
-        """Complete every prompt of `rows` once; return the path of generations.jsonl."""
+        """Sample a completion of each row's prompt, and return the path of generations.jsonl."""
         config = GenConfig(**self.build_options(trial, progress=False))
         config.model.path, config.model.init_from_scratch = (
             str(model),
@@ -78,7 +81,10 @@ class Demo:
         return self.run_stage(config, "sampling").directory / "generations.jsonl"
 
     def measure_accuracy(self, stage: str, model: Path) -> float:
-        """Return the share of correct answers sampled for the held-out problems."""
+        """Sample answers to the held-out problems, and return the share of correct ones.
+
+        The share is also stored in `accuracy`, by `stage`.
+        """
         rows = self.material / "held_out.jsonl"
         self.accuracy[stage] = task.compute_accuracy(
             self.generate(model, rows, f"accuracy-{stage}")
@@ -99,9 +105,9 @@ def write_material(demo: Demo) -> None:
 
 
 def train_sft(demo: Demo) -> Path:
-    """Train with SFT from random weights.
+    """Train a randomly initialized model with SFT, and return the path of its checkpoint.
 
-    The model learns to add and to copy the teacher's errors.
+    The model learns to add, and to copy the teacher's errors.
     """
     config = SFTConfig(**demo.build_options("sft", max_steps=400))
     config.model.path = str(demo.material / "model")
@@ -117,9 +123,9 @@ def train_sft(demo: Demo) -> Path:
 def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     """Train a reward model that prefers correct sums to wrong ones.
 
-    Wrong sums are the model's own mistakes, some sampled at a high temperature, and random digit
-    errors. Returns (checkpoint, share of correctly ordered pairs in the first step, mean share in
-    the last steps).
+    Wrong sums are the model's own mistakes, sampled at a high temperature, and random digit errors.
+    Returns the checkpoint, the share of correctly ordered pairs in the first step, and the mean
+    share in the last steps.
     """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = task.draw_problems(demo.seed, HELD_OUT)
@@ -142,7 +148,10 @@ def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
 
 
 def train_ppo(demo: Demo, model: Path, reward: Path) -> Path:
-    """Train with PPO against the reward model, with a KL penalty to the supervised model."""
+    """Train with PPO against the reward model, with a KL penalty to the supervised model.
+
+    Returns the path of the policy's checkpoint.
+    """
     config = PPOConfig(**demo.build_options("ppo", max_steps=40))
     for role in (config.actor, config.ref):
         role.path = str(model)
@@ -164,7 +173,10 @@ def train_ppo(demo: Demo, model: Path, reward: Path) -> Path:
 
 
 def train_grpo(demo: Demo, model: Path) -> Path:
-    """Train with GRPO and the verifier: reward 1 for the correct number, else 0."""
+    """Train with GRPO and a verifier, whose reward is 1 for the correct number and otherwise 0.
+
+    Returns the path of the policy's checkpoint.
+    """
     config = GRPOConfig(**demo.build_options("grpo", max_steps=80))
     for role in (config.actor, config.ref):
         role.path = str(model)
@@ -182,7 +194,10 @@ def train_grpo(demo: Demo, model: Path) -> Path:
 
 
 def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
-    """Run all stages and report the accuracy on held-out problems before and after each."""
+    """Run all stages, and report the accuracy on held-out problems before and after each.
+
+    `say` prints a line.
+    """
     write_material(demo)
     say("[bold]weft demo[/]: a small model learns to add, and surpasses its teacher.")
     say("Accuracy is the share of correct answers to 200 sums that no stage trains on.")
@@ -209,13 +224,13 @@ def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
 
 
 def _format_rise(demo: Demo, before: str, model: Path, stage: str) -> str:
-    """Format the change in accuracy due to a stage."""
+    """Measure the accuracy of `model`, trained in `stage`, and format the change since `before`."""
     rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
     return f"   held-out accuracy {rise} in {format_duration(demo.seconds[stage])}"
 
 
 def print_conclusion(demo: Demo, say: Callable[[str], None]) -> None:
-    """Print the time taken and next steps."""
+    """Print the total time, the peak memory, and what to look at next."""
     say("")
     say(
         f"Done in {format_duration(sum(demo.seconds.values()))}, with {measure_peak_memory_gb():.1f} GB of "
@@ -227,13 +242,13 @@ def print_conclusion(demo: Demo, say: Callable[[str], None]) -> None:
 
 
 def find_free_name(root: Path) -> str:
-    """Return `demo`, or the first unused `demo-N`; earlier demos are never changed."""
+    """Return `demo` or the first unused `demo-N`, so that earlier demos are never changed."""
     names = [FOLDER_NAME, *(f"{FOLDER_NAME}-{i}" for i in range(2, 10_000))]
     return next(name for name in names if not (root / name).exists())
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line and run the demo."""
+    """Run `weft demo` and return the exit code 0."""
     parser = CommandParser(prog="weft demo", description=__doc__)
     parser.add_argument("--fileroot", default="./runs", help="folder of runs (default ./runs)")
     parser.add_argument(

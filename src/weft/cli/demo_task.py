@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class AdditionProblem:
-    """The sum of a two-digit and a one-digit number, `left` + `right`."""
+    """The problem of adding a two-digit number, `left`, and a one-digit number, `right`."""
 
     left: int
     right: int
@@ -42,7 +42,7 @@ class AdditionProblem:
 
 
 def draw_problems(seed: int, held_out: int) -> tuple[list[AdditionProblem], list[AdditionProblem]]:
-    """Return all 810 problems in random order as (training problems, `held_out` others)."""
+    """Split all 810 problems at random into training problems and `held_out` held-out problems."""
     every = []
     for left in range(10, 100):
         for right in range(1, 10):
@@ -52,22 +52,22 @@ def draw_problems(seed: int, held_out: int) -> tuple[list[AdditionProblem], list
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write one JSON object per line and return the path."""
+    """Write one JSON object per line, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def build_prompt_rows(chosen: Iterable[AdditionProblem], times: int = 1) -> list[dict[str, Any]]:
-    """Return rows of the `prompt` form with the answer for the verifier, `times` per problem."""
+    """Return `times` rows per problem, each with the prompt and the answer for the verifier."""
     return [{"prompt": p.prompt, "answer": p.answer} for p in chosen for _ in range(times)]
 
 
 def build_lesson_rows(
     chosen: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
-    """Return `prompt_answer` rows of the unreliable teacher, `times` per problem.
+    """Return `times` rows per problem, each with a prompt and an answer of the unreliable teacher.
 
-    A share `TEACHER_ACCURACY` of the answers is correct.
+    On average a share `TEACHER_ACCURACY` of the answers is correct.
     """
     draw = random.Random(seed)
     result: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def build_lesson_rows(
 
 
 def change_digit(answer: str, draw: random.Random) -> str:
-    """Return the answer with one digit replaced by a wrong one."""
+    """Return the answer with one random digit replaced by another."""
     at = draw.randrange(len(answer))
     wrong = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
     return answer[:at] + wrong + answer[at + 1 :]
@@ -94,7 +94,7 @@ def change_digit(answer: str, draw: random.Random) -> str:
 def write_model(directory: Path) -> Path:
     """Write the tokenizer and the configuration of a Llama with 1.3 million parameters.
 
-    The first run initializes its weights.
+    The weights are initialized by the first run. Returns the directory.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -127,13 +127,13 @@ def write_model(directory: Path) -> Path:
 
 
 def compute_accuracy(generations: Path) -> float:
-    """Return the share of completions in a `generations.jsonl` that are exactly the sum."""
+    """Return the share of completions in a `generations.jsonl` file that equal the correct sum."""
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     return sum(is_correct(row["prompt"], row["completion"]) for row in rows) / len(rows)
 
 
 def is_correct(prompt: str, completion: str) -> bool:
-    """Return whether `completion` is the sum that `prompt` asks for; an end token is ignored."""
+    """Return whether `completion` is the sum that `prompt` asks for; end tokens are ignored."""
     return completion.replace("</s>", "").strip() == compute_sum(prompt)
 
 
@@ -146,11 +146,12 @@ def compute_sum(prompt: str) -> str:
 def build_preference_rows(
     generations: Path, chosen: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
-    """Return preference pairs of the correct sum over wrong ones.
+    """Return preference pairs of a correct sum over a wrong one.
 
-    Wrong sums are the model's own mistakes and `times` random digit errors per problem. The model's
-    mistakes alone are few and repeat the same answers: a reward model would memorize them instead
-    of learning to add, and PPO would then find wrong answers that it never saw.
+    Wrong sums are the model's own mistakes in `generations`, and `times` random digit errors per
+    problem. The model's mistakes alone are few and repeat the same answers. A reward model would
+    memorize them instead of learning to add, and PPO would then find wrong answers that the reward
+    model never saw.
     """
     draw = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Progress display of the demo: one line per running stage, removed when the stage ends.
 
-All other output is in the runs' logs.
+All other output of the runs is in their logs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BAR_WIDTH = 30  # columns
 
 
 class StageView:
-    """A run as one terminal line: progress bar, steps, headline metric, elapsed time.
+    """View of a run as one terminal line: progress bar, steps, headline metric, elapsed time.
 
-    Without a terminal it prints nothing.
+    Prints nothing if the output is not a terminal.
     """
 
     def __init__(self, console: Console, doing: str) -> None:
@@ -51,13 +51,13 @@ class StageView:
         return [self._pace.format_line()] if is_shown else []
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Ignore sampled completions; the report shows them."""
+        """Do nothing: the report shows sampled completions."""
 
     def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def print_note(self, line: str) -> None:
-        """Ignore notes; they are in the log."""
+        """Do nothing: notes are in the run's log."""
 
     def show_stop_request(self, line: str) -> None:
         self._doing = line

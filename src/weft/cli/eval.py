@@ -1,6 +1,6 @@
 """`weft eval rm MODEL DATA`: accuracy of a reward model on replies ranked by people.
 
-Reported overall and by category.
+The accuracy is reported overall and by category.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _EvaluationData:
-    """A file or dataset on which the model is evaluated."""
+    """File or dataset on which a reward model is evaluated.
+
+    `kind` is the form of its rows.
+    """
 
     name: str
     path: str
@@ -100,7 +103,7 @@ class _EvaluationData:
 
 
 def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
-    """Return the given files and the named datasets that are local.
+    """Return the given files, and the named datasets that are local or allowed to be downloaded.
 
     Raises `ConfigError` if there are none.
     """
@@ -131,7 +134,11 @@ def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
 def _prepare_named_data(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
 ) -> list[_EvaluationData]:
-    """Return named datasets as files of rows, read as for training a reward model."""
+    """Return the files of named datasets, converted to rows as for reward-model training.
+
+    `words` set the parameters and the local copy of the datasets. `args` are arguments of the
+    dataset type.
+    """
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import NamedDataSettings, group_by_dataset
     from weft.data.named.prepare import ValidationSplit, find_cache_root, prepare
@@ -175,9 +182,9 @@ def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _guess_form(path: str, split: str | None) -> str:
-    """Return the form of the first row.
+    """Return the form of rows that the first row in `path` fits.
 
-    Raises `ConfigError` if the row has no ranked replies.
+    Raises `ConfigError` if the first row fits no form.
     """
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows

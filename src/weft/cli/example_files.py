@@ -1,7 +1,7 @@
 """Contents of `weft examples write`: sums of two digits in every row form, two tiny models.
 
-One model reads sums, the other any text; both are untrained. The bytes are the same on every
-machine.
+One model is for sums, the other for any text; both have random weights. The bytes are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama model."""
+    """Sizes that define a Llama model, such as its width and its number of layers."""
 
     hidden: int
     inner: int
@@ -53,7 +53,7 @@ TEXT_TEMPLATE = (
 
 
 def build_files() -> dict[str, bytes]:
-    """Return path -> contents of every file; paths are relative to the folder written."""
+    """Return the contents of every file, by path relative to the folder that is written."""
     sums = []
     for left in range(10):
         for right in range(10):
@@ -105,7 +105,7 @@ def _format_answer(each: tuple[int, int]) -> str:
 
 
 def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
-    """Return a wrong answer close to the correct one."""
+    """Return a random wrong answer, at most 3 away from the sum of the two numbers in `each`."""
     return str(
         draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
     )
@@ -137,7 +137,7 @@ def _build_sums_model() -> dict[str, bytes]:
 def _build_text_model() -> dict[str, bytes]:
     """Return the files of a random Llama with about 40,000 weights and a byte tokenizer.
 
-    It has a chat template.
+    The tokenizer has a chat template.
     """
     vocabulary = {
         token: i for i, token in enumerate([*TEXT_SPECIAL_TOKENS, *_list_byte_characters()])
@@ -174,7 +174,11 @@ def _list_byte_characters() -> list[str]:
 def _build_model_files(
     shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
 ) -> dict[str, bytes]:
-    """Return the files of a Llama with random weights; `named` has special tokens and template."""
+    """Return the files of a Llama with random weights.
+
+    `tokenizer` is the content of tokenizer.json. `named` has the special tokens and the chat
+    template by their names in tokenizer_config.json.
+    """
     from safetensors.numpy import save
 
     ids = {}
@@ -222,7 +226,11 @@ def _build_tokenizer(
     decoder: Any,
     core: dict[str, Any],
 ) -> bytes:
-    """Return tokenizer.json; `pieces` splits the text and `core` maps the pieces to ids."""
+    """Return the content of tokenizer.json.
+
+    `pieces` is the pre-tokenizer, which splits the text, and `core` the model, which maps the
+    pieces to ids.
+    """
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -248,7 +256,7 @@ def _build_tokenizer(
 
 
 def _draw_weights(shape: LlamaShape, vocabulary: int) -> dict[str, Any]:
-    """Return name -> random weight.
+    """Return the random weights of a Llama by name.
 
     `RandomState` draws the same numbers in every version of numpy.
     """

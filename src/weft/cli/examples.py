@@ -28,7 +28,10 @@ DESCRIPTIONS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft examples ...`; return 0. Raises `ConfigError` for a file with other content."""
+    """Run `weft examples ...` and return the exit code.
+
+    Raises `ConfigError` if a file to write exists with other content.
+    """
     parser = CommandParser(prog="weft examples", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{ls,write}", required=True)
     commands.add_parser("ls", help="list the files")
@@ -64,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_files(folder: Path, file_contents: dict[str, bytes]) -> None:
-    """Write the files that do not exist yet.
+    """Write the files that do not exist yet; `file_contents` maps paths in `folder` to contents.
 
     Raises `ConfigError`, before anything is written, if a file exists with other content.
     """
@@ -91,7 +94,7 @@ def write_files(folder: Path, file_contents: dict[str, bytes]) -> None:
 
 
 def _can_write(path: Path, content: bytes) -> bool:
-    """Return whether the file is missing or already has this content."""
+    """Return whether `path` is missing or is a file that already has this content."""
     if path.is_symlink() or not path.exists():
         return not path.is_symlink()
     return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content

@@ -1,6 +1,6 @@
 """`--help` of a quickstart, generated from its config dataclass.
 
-Shows the common options, all options, or one group. Loads no torch.
+The page shows the common options, all options, or one group. No torch is loaded.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ MAX_SUGGESTIONS = 8
 
 @dataclass(frozen=True)
 class OptionSheet:
-    """Options of one configuration, formatted for a given width."""
+    """Formatter of a configuration's options for a given width."""
 
     name: str
     config: Any
     width: int
 
     def list_options(self) -> list[OptionDescription]:
-        """Return the options that have an effect: roles that are not trained have no optimizer."""
+        """Return the options that have an effect; untrained roles have no optimizer options."""
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):
             if not self._is_without_effect(leaf.name):
@@ -85,7 +85,10 @@ class OptionSheet:
     def format_section(
         self, title: str, options: Sequence[OptionDescription], *, brief: bool = False
     ) -> Iterator[str]:
-        """Yield a heading and an entry per option; `brief` shortens texts and omits types."""
+        """Yield the lines of a section: a heading, and an entry for each option.
+
+        `brief` shortens the descriptions and leaves out the types.
+        """
         left = WIDE_NAME_WIDTH if self.width >= WIDE_TERMINAL else NARROW_NAME_WIDTH
         if isinstance(self.config, RunConfig):
             spelled = map_spellings(self.config)
@@ -125,7 +128,7 @@ class OptionSheet:
         yield ""
 
     def list_required_options(self) -> tuple[str, ...]:
-        """Options that must be set for a run to start."""
+        """Return the options that must be set for a run to start."""
         if not isinstance(self.config, RunConfig):
             return REQUIRED_OPTIONS
         return (*REQUIRED_OPTIONS, f"{self.config.main_role}.path", "dataset.path")
@@ -134,7 +137,7 @@ class OptionSheet:
 def describe_config(config: type) -> str:
     """Return the first paragraph of a configuration's docstring.
 
-    The signature that dataclasses without a docstring get is ignored.
+    Returns "" for the docstring that `dataclass` generates.
     """
     text = inspect.cleandoc(config.__doc__ or "")
     if text.startswith(f"{config.__name__}("):
@@ -143,15 +146,15 @@ def describe_config(config: type) -> str:
 
 
 def get_terminal_width() -> int:
-    """Return the columns of the terminal, limited to a readable width."""
+    """Return the number of columns of the terminal, limited to a readable width."""
     return max(60, min(MAX_WIDTH, shutil.get_terminal_size().columns))
 
 
 def format_quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
-    """Return the help page of a quickstart: common options, `all`, or one group.
+    """Return the help page of a quickstart with its common options, all options, or one group.
 
-    `group` is a prefix of dotted names. Raises `ConfigError` for an unknown group, listing the
-    options whose names contain the word.
+    `group` is "", "all" or the start of dotted option names. Raises `ConfigError` for an unknown
+    group, with the options whose names contain `group`.
     """
     sheet = OptionSheet(name, config, width)
     if not group and isinstance(config, RunConfig) and (chosen := find_common_options(config)):
@@ -191,7 +194,7 @@ def _format_common_options(
 
 
 def split_command(words: Sequence[str], width: int) -> Iterator[str]:
-    """Split a command over several lines that can be pasted into a shell; no word is cut."""
+    """Split a command into lines that can be pasted into a shell; words are not split."""
     line = " "
     for word in map(shlex.quote, words):
         if len(line) + len(word) + 3 > width and line.strip():
@@ -230,7 +233,7 @@ def _format_group(sheet: OptionSheet, group: str) -> Iterator[str]:
 def _build_group_error(
     sheet: OptionSheet, group: str, options: Sequence[OptionDescription]
 ) -> ConfigError:
-    """Return the error for an unknown group, with suggestions."""
+    """Return the error for an unknown group, with suggested options or groups."""
     names = [leaf.name for leaf in iterate_options(sheet.config)]
     if any(name.startswith(f"{group}.") for name in names):
         role = group.split(".")[0]
@@ -273,7 +276,7 @@ def _build_group_error(
 
 
 def list_groups(names: Iterable[str]) -> list[str]:
-    """Return the first parts of dotted names, each once, in order."""
+    """Return the distinct first parts of dotted names, in order."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
 
 
@@ -285,7 +288,11 @@ def _list_nested_groups(names: Iterable[str]) -> list[str]:
 def _describe_option(
     leaf: OptionDescription, spelled: Sequence[str], needed: Sequence[str], *, brief: bool
 ) -> str:
-    """Return an option's description, with its default and other spellings in brackets."""
+    """Return an option's description, followed by its type, default and spellings in brackets.
+
+    `spelled` are other spellings, and `needed` the required options. `brief` shortens the
+    description and leaves out the type.
+    """
     facts = [] if brief else [leaf.type]
     if leaf.name in needed and leaf.default in (None, ""):
         facts.append("required")
@@ -298,7 +305,7 @@ def _describe_option(
 
 
 def shorten_to_clause(text: str) -> str:
-    """Shorten a help text to its first clause or to as many clauses as fit."""
+    """Shorten a help text to its first clause, or to the parts of that clause that fit."""
     if len(text) <= MAX_BRIEF_LENGTH:
         return text
     text = text.split("; ", 1)[0]
@@ -310,7 +317,7 @@ def shorten_to_clause(text: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a default as on the command line."""
+    """Format a default as it is written on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -319,7 +326,7 @@ def format_value(value: Any) -> str:
 
 
 def print_page(page: str) -> None:
-    """Print a page, with highlighted headings on a terminal."""
+    """Print a page, with bold headings on a terminal."""
     if not sys.stdout.isatty():
         print(page, end="")
         return

@@ -16,7 +16,10 @@ QUIET_POLLS = 4  # polls without a new line before an inactive run counts as fin
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft logs ...`; return 0. Raises `UserError` for an unknown run or worker."""
+    """Run `weft logs ...` and return the exit code.
+
+    Raises `UserError` for an unknown run or worker.
+    """
     parser = CommandParser(
         prog="weft logs", description="Show the logs of a run, starting with its first failure."
     )
@@ -78,7 +81,10 @@ def _format_location(failure: LoggedFailure) -> str:
 def _print_new_lines(
     run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFile]]
 ) -> None:
-    """Print new lines until no process works on the run."""
+    """Print new lines of the logs until no process works on the run.
+
+    `files` returns the current log files, to which new processes can add more.
+    """
     from weft.launch.status import is_alive
 
     quiet = 0

@@ -61,7 +61,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft ls`; return 0. Raises `ConfigError` for an unknown folder, sort key or status."""
+    """Run `weft ls` and return 0. Raises `ConfigError` for an unknown folder, sort key or status."""
     parser = CommandParser(prog="weft ls", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)"
@@ -123,7 +123,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
-    """Return the runs in `root` that pass the filters."""
+    """Return the runs in `root` with one of the statuses and one of the algorithms.
+
+    An empty list selects all. Raises `ConfigError` for a missing folder or an unknown status.
+    """
     from weft.launch.status import is_alive
 
     if not root.is_dir():
@@ -145,7 +148,7 @@ def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) 
 def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
     """Replace the runs of each `weft demo` by a single entry without a trial.
 
-    Skipped if the demo's folder is `root` itself.
+    The runs are kept if `root` is the demo's own folder.
     """
     demo_runs: dict[Path, list[RunSummary]] = {}
     for run in runs:
@@ -164,7 +167,7 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 
 
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
-    """Summarize a demo: status of its least finished run, newest metric, total size."""
+    """Return a summary of a demo: status of its least finished run, newest metric, total size."""
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])
     return RunSummary(
@@ -189,10 +192,10 @@ def _rank_status(status: str) -> int:
 
 
 def build_table(runs: Sequence[RunSummary], width: int) -> Table:
-    """Return a table with one row per run, in `width` columns.
+    """Return a table with one row per run that fits in `width` columns.
 
-    Wide tables add the full metric name and the time of the last write. Narrow ones drop less
-    important columns before truncating run names.
+    Wide tables also have the full metric name and the time of the last write. Narrow tables leave
+    out the less important columns before run names are truncated.
     """
     rows = [_format_cells(run) for run in runs]
     if rows:
@@ -228,7 +231,7 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
 
 
 def _format_cells(run: RunSummary) -> dict[str, str]:
-    """Return column -> cell text."""
+    """Return the text of each cell in a run's table row, by column."""
     return {
         "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,
@@ -245,7 +248,7 @@ def _format_cells(run: RunSummary) -> dict[str, str]:
 
 
 def format_steps(run: RunSummary) -> str:
-    """Format the steps done out of all: 40/100."""
+    """Format the number of finished steps out of the total, such as 40/100."""
     if run.step is None:
         return UNKNOWN
     if run.total_steps is not None:
@@ -254,7 +257,7 @@ def format_steps(run: RunSummary) -> str:
 
 
 def format_size(num_bytes: float) -> str:
-    """Format a number of bytes: 12 MB."""
+    """Format a number of bytes, such as 12 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
@@ -263,7 +266,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_age(changed: float | None) -> str:
-    """Format the time since a change: 4 min."""
+    """Format the time that has passed since the Unix time `changed`, such as 4 min."""
     if changed is None:
         return UNKNOWN
     seconds = max(0.0, time.time() - changed)

@@ -86,7 +86,8 @@ WORKER_THREAD = "weft-worker"  # thread that executes a run's model function cal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    Without `argv` the arguments of the process are used, and the process may be ended.
+    If `argv` is None, the arguments of the process are used, and the call can end the process
+    instead of returning.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
-    """Remove empty OpenMP variables; its library prints a warning for each when torch loads it."""
+    """Remove empty OpenMP variables, because OpenMP prints a warning for each when torch loads it."""
     for name in [
         name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()
     ]:
@@ -118,9 +119,9 @@ def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
 
 
 def _end_if_still_running(code: int) -> None:
-    """End the process at once if a call is still running in torch after a failure.
+    """End the process immediately if a worker thread is still running after a failure.
 
-    A normal exit of the interpreter would then abort with code 134.
+    Otherwise the interpreter's normal exit would abort the process with code 134.
     """
     if any(thread.name == WORKER_THREAD and thread.is_alive() for thread in threading.enumerate()):
         sys.stdout.flush()
@@ -129,7 +130,7 @@ def _end_if_still_running(code: int) -> None:
 
 
 def print_overview(words: Sequence[str]) -> int:
-    """Print an overview of weft, or its version, and return the exit code."""
+    """Print the list of commands, or the version for `--version`, and return the exit code."""
     print(f"weft {__version__}" if words[:1] == ["--version"] else format_usage())
     return 0 if words else 2
 
@@ -148,10 +149,10 @@ def format_usage() -> str:
 
 
 def run_guarded(command: Callable[[], int], words: Sequence[str]) -> int:
-    """Run `command` and return its exit code; exceptions become a message on standard error.
+    """Run `command` and return its exit code, printing a message to standard error if it fails.
 
-    With `--debug` the traceback is printed. If the reader of the output is gone (`weft ... |
-    head`), no message is printed.
+    With `--debug`, the traceback is also printed. If the reader of the output is gone, as in `weft
+    ... | head`, nothing is printed.
     """
     try:
         return _run_and_report(command, words)
@@ -166,7 +167,7 @@ def run_guarded(command: Callable[[], int], words: Sequence[str]) -> int:
 
 
 def _is_reader_gone(stream: TextIO) -> bool:
-    """Return whether the reader of a stream is gone."""
+    """Return whether the process that reads `stream` has closed its end of the pipe."""
     try:
         stream.flush()
         pipe = select.poll()
@@ -179,7 +180,7 @@ def _is_reader_gone(stream: TextIO) -> bool:
 
 
 def _run_and_report(command: Callable[[], int], words: Sequence[str]) -> int:
-    """Run `command`, print its error if any, and return the exit code."""
+    """Run `command`, print a message if it raises an exception, and return the exit code."""
     try:
         return command()
     except KeyboardInterrupt:
@@ -210,7 +211,7 @@ def _run_and_report(command: Callable[[], int], words: Sequence[str]) -> int:
 
 
 def _wrap_text(text: str) -> str:
-    """Wrap text between words if it is printed to a terminal."""
+    """Wrap text at the terminal's width, unless standard error is not a terminal."""
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -228,7 +229,10 @@ def _print_message(message: str, words: Sequence[str]) -> None:
 
 
 def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
-    """Run the command that `words` begin with and return the exit code."""
+    """Run the command named by the first of `words`, and return the exit code.
+
+    `supervise` lets commands that start a run supervise it in a child process.
+    """
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:

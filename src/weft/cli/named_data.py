@@ -1,6 +1,6 @@
 """`weft data counts --datasets ...`: rows and languages of named datasets.
 
-Printed as a table, or written as CSV.
+The counts are printed as a table and can be written as CSV.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subs
 class DatasetCounts:
     """Counts of one dataset: rows, rows per epoch, and messages per language.
 
-    The language is stated in the row or detected.
+    The language of a message is the one stated in the row, or the detected one.
     """
 
     name: str
@@ -59,7 +59,7 @@ class DatasetCounts:
     unreadable: int = 0
 
     def to_table_cells(self, drawn: bool) -> list[int]:
-        """Return the counts of a table row; with `drawn` also the rows per epoch."""
+        """Return the counts of a table row, including the rows per epoch if `drawn` is set."""
         counts = [self.train, self.evaluation, self.train + self.evaluation]
         return [*counts, self.per_epoch] if drawn else counts
 
@@ -67,10 +67,10 @@ class DatasetCounts:
 def resolve_sources(
     words: Sequence[str], mode: str, spec: DatasetSpec, settings: NamedDataSettings = NO_SETTINGS
 ) -> list[SourceSpec]:
-    """Return the sources that a command's words name.
+    """Return the data sources named on the command line and in the options.
 
-    A word is `all` (of a mode), a name (also `a,b`), or a section of settings that lists datasets;
-    sources of the options are included.
+    Each word in `words` is the name of a dataset or of a section that lists datasets, or several
+    names separated by commas. The single word `all` means all datasets for `mode`.
     """
     names = []
     for word in words:
@@ -96,9 +96,9 @@ def resolve_sources(
 def _resolve_word(
     word: str, mode: str, spec: DatasetSpec, settings: NamedDataSettings
 ) -> list[SourceSpec]:
-    """Return a dataset by name, or the entries of the section of that name.
+    """Return the source for a dataset name, or the sources that a section lists.
 
-    Raises `ConfigError` with the nearest names.
+    Raises `ConfigError` with the nearest names for an unknown name.
     """
     try:
         return [SourceSpec(named=find_entry(word, spec.named_file).name)]
@@ -114,10 +114,9 @@ def _resolve_word(
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
-    """Return the sources that can be read.
+    """Return the sources that are local or that the user allows to be downloaded.
 
-    These are local sources and, if the user agrees (`yes`, or a prompt on a terminal), sources that
-    must be fetched.
+    The user allows downloads with `yes` or by answering a prompt on a terminal.
     """
     cache = find_cache_root(spec.cache_dir)
     missing = []
@@ -151,7 +150,8 @@ def count_source(
 ) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
-    Raises `DataError` if the source cannot be read.
+    `detect` returns the language of a text; if it is None, languages stated in the rows are
+    counted. Raises `DataError` if the source cannot be read.
     """
     spec = request.spec
     if source.valid_split is None:
@@ -182,7 +182,7 @@ def count_source(
 
 
 class _LanguageCounter:
-    """Counts of rows by language, and of invalid rows."""
+    """Counts the languages and the unreadable rows in files."""
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
         self.detect = detect
@@ -191,7 +191,7 @@ class _LanguageCounter:
         self.unreadable = 0
 
     def count_file(self, path: str, split: str | None) -> int:
-        """Return the number of rows in a file."""
+        """Count the languages in a file, and return the number of readable rows."""
         number = 0
         for file in find_files(path, split):
             for _, row in read_rows(file):
@@ -230,9 +230,10 @@ def load_language_detector() -> Callable[[str], str]:
 
 
 def format_counts_table(counted: Sequence[DatasetCounts], drawn: bool = False) -> str:
-    """Return a plain-text table with a row per dataset and their sum.
+    """Return a plain-text table with one row per dataset and a row of totals.
 
-    With `drawn` it also has the rows per epoch.
+    With `drawn`, the table has a column of rows per epoch. If languages are known, a table of
+    messages by language follows.
     """
     sums = []
     for numbers in zip(*(c.to_table_cells(drawn) for c in counted), strict=True):
@@ -258,7 +259,10 @@ def _list_columns(drawn: bool) -> list[str]:
 
 
 def _list_language_counts(counted: Sequence[DatasetCounts]) -> list[list[str]]:
-    """Return a line per dataset with known languages, the most frequent language first."""
+    """Return table rows of messages by language: a header, and a row per dataset with languages.
+
+    The most frequent language comes first.
+    """
     total = sum((each.languages for each in counted), Counter[str]())
     languages = [language for language, _ in total.most_common()]
     spoken = [each for each in counted if each.languages]
@@ -283,7 +287,7 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False) -> None:
-    """Write the table as CSV, with a column per language."""
+    """Write the table of counts as CSV, with a column per language."""
     languages = sorted({language for each in counted for language in each.languages})
     with replace_file(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
@@ -300,7 +304,7 @@ def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False)
 
 @dataclass(frozen=True)
 class CountRequest:
-    """Sources that a command counts, their purpose, and whether fetching is allowed."""
+    """Request to count rows: the sources, the training mode, and whether downloads are allowed."""
 
     sources: Sequence[SourceSpec]
     mode: str
@@ -309,13 +313,16 @@ class CountRequest:
 
 
 def to_source_entry(source: SourceSpec) -> dict[str, Any]:
-    """Return a source as an entry of `dataset.sources`."""
+    """Return a source as an entry of `dataset.sources`, without unset fields."""
     plain = {spec.name: getattr(source, spec.name) for spec in fields(source)}
     return {name: value for name, value in plain.items() if value not in (None, "", {})}
 
 
 def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
-    """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens."""
+    """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens.
+
+    Raises `ConfigError` for a user-defined dataset class, whose row lengths are unknown.
+    """
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
             raise ConfigError(f"{part.name}: only weft's own dataset types have row lengths")
@@ -329,7 +336,12 @@ def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
 
 
 def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
-    """Print the table; return 2 if a dataset could not be read, after printing the reason."""
+    """Print the table of counts, and return the exit code.
+
+    The exit code is 2 if a dataset could not be read, after the reason is printed. The table is
+    also written as CSV to `output`, if given. With `detect`, languages are detected instead of
+    being read from the rows.
+    """
     # Count every source.
     tell = load_language_detector() if detect else None
     counted = []
@@ -378,7 +390,7 @@ def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
 
 
 def list_named_files(spec: DatasetSpec, mode: str) -> dict[str, str]:
-    """Return file of rows -> displayed name, for each named dataset in the options."""
+    """Return a mapping from the files of the named datasets to the names to display."""
     names_by_file: dict[str, str] = {}
     for source in (each for each in list_source_specs(spec) if each.named is not None):
         prepared = prepare(
@@ -417,7 +429,7 @@ def _iterate_stated_languages(row: Row) -> Iterator[str]:
 
 
 def _iterate_texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
-    """Iterate over the texts of a row: its messages, replies and the given columns."""
+    """Iterate over the texts of a row: messages, replies, and the given columns."""
     spoken = (message.get("content") or message.get("value") for message in _get_messages(row))
     replies = row.get("replies")
     candidates = [

@@ -1,4 +1,4 @@
-"""Find the run that a command-line word means, and name runs that the user did not name."""
+"""Find the run that the user names, and generate names for runs without a name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIN_SIMILARITY = 0.6  # minimum similarity of each part of a name to suggest a r
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that name a run, as in `weft show`, or by `-e EXPERIMENT_FLAGS -f TRIAL_FLAGS`."""
+    """Add the arguments that select a run: its name, as in `weft show`, or -e EXPERIMENT -f TRIAL."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
@@ -42,9 +42,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def find_given_run(given: argparse.Namespace, command: str) -> Path:
-    """Return the directory of the run named by the arguments of `add_run`.
+    """Return the directory of the run that the arguments of `add_run` name.
 
-    The run may not have written a step yet. Raises `ConfigError`.
+    The run need not have finished a step. Raises `ConfigError` if the run does not exist, or if the
+    arguments do not name exactly one run. `command` is named in messages.
     """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
@@ -71,11 +72,11 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
-    """Return the configuration with run names set, and a line that states a generated name.
+    """Return the configuration with the run's names set, and a note on a generated name.
 
-    The line is None if the user gave the names. The experiment is `asked_for`, a recipe or an
-    algorithm. The trial is the newest unfinished numbered one with the same configuration, else the
-    next number.
+    The note is None if the user named the trial. The default experiment is `asked_for`, the name of
+    a recipe or algorithm. The default trial is the newest unfinished numbered trial with the same
+    configuration or, if there is none, the next number.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -100,7 +101,7 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 
 
 def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
-    """Return whether the directory holds an unfinished run of this experiment with no process."""
+    """Return whether `directory` has an unfinished run of this experiment that no process works on."""
     if (
         not directory.has_run()
         or directory.read_status() == "finished"
@@ -116,7 +117,7 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
 
 
 def _find_started_run(word: str, root: Path) -> Path | None:
-    """Return the directory of a started run that has not written any metrics, or None."""
+    """Return the directory of a run that has been started, even if it has no metrics yet, or None."""
     given = Path(word).expanduser()
     return next(
         (
@@ -129,9 +130,10 @@ def _find_started_run(word: str, root: Path) -> Path | None:
 
 
 def find_run(word: str, root: Path) -> Path:
-    """Return the directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`.
+    """Return the directory of the run that `word` names.
 
-    Raises `ConfigError`.
+    `word` is a path, `EXPERIMENT/TRIAL` in `root`, or `latest` for the newest run in `root`. Raises
+    `ConfigError` if there is no such run.
     """
     refuse_url(word, word, ConfigError)
     given = Path(word).expanduser()
@@ -167,7 +169,8 @@ def find_run(word: str, root: Path) -> Path:
 def _find_similar_runs(given: Path, root: Path) -> list[str]:
     """Return the runs in `root` with names similar to `given`, most similar first.
 
-    EXPERIMENT/TRIAL is compared part by part; a single word is compared to TRIAL.
+    The two parts of EXPERIMENT/TRIAL are compared separately. A single word is compared with the
+    names of trials.
     """
     given_parts = (given.relative_to(root) if given.is_relative_to(root) else given).parts
 

@@ -1,6 +1,6 @@
 """Parse `key=value ...` in Hydra's grammar, and YAML files, for `weft.options.read`.
 
-Both become nested plain values.
+Both are converted to nested plain values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBER_LIST_OPTION = "device_mesh"  # number lists that a text option accepts as
 
 @dataclass(frozen=True)
 class Override:
-    """One assignment.
+    """Assignment of a value to an option.
 
     `removed` marks `~key`, which restores the default. `typed` is the original command-line word.
     """
@@ -34,10 +34,10 @@ class Override:
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """Return the assignments in order.
+    """Return the assignments in `words`, in order.
 
-    A word that Hydra's grammar cannot read, or reads as a sweep, is kept as a text or list of texts
-    if the option takes one. Raises `ConfigError` for words that fit no option.
+    A word that is invalid in Hydra's grammar, or that Hydra reads as a sweep, becomes a text or a
+    list of texts if its option accepts one. Raises `ConfigError` for other invalid words.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -71,7 +71,7 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def describe_repeated(overrides: Sequence[Override]) -> list[str]:
-    """Return a note for each option that is set to several values; the last one counts."""
+    """Return a note for each option that is set to several values, of which the last is used."""
     words: dict[str, list[str]] = {}
     for each in overrides:
         # mappings are merged
@@ -96,10 +96,10 @@ def _build_sweep_error(word: str, name: str) -> ConfigError:
 
 
 def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """Return the word as an assignment of literal text.
+    """Return an assignment of the word's literal text.
 
-    Raises `error` if the word shows signs of another grammar: quotes, interpolations, brackets that
-    do not form a list, functions of sweeps.
+    Raises `error` if the text looks as if another meaning was intended: quotes, interpolations,
+    brackets that do not form a list or, with `sweep`, a sweep function.
     """
     match = WORD.fullmatch(word)
     if match is None or any(sign in match["text"] for sign in ("'", '"', "${")):
@@ -120,7 +120,10 @@ def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> O
 
 
 def _split_items(text: str) -> tuple[str, ...] | None:
-    """Split at commas outside brackets; return None if an item is empty."""
+    """Split a text at commas outside brackets.
+
+    Returns None if an item is empty or brackets do not match.
+    """
     depth = 0
     parts = [""]
     for letter in text:
@@ -148,7 +151,7 @@ def _build_syntax_error(word: str, error: Exception) -> ConfigError:
 
 
 def merge(values: dict[str, Any], override: Override) -> None:
-    """Set one override in the nested `values`, creating the groups of its dotted name."""
+    """Apply one override to the nested `values`, creating the groups in its dotted name."""
     *groups, last = override.name.split(".")
     inner = values
     if last == NUMBER_LIST_OPTION and isinstance(override.value, list | tuple):
@@ -169,7 +172,10 @@ def merge(values: dict[str, Any], override: Override) -> None:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the nested values of a YAML file (`--config FILE`), such as a run's config.yaml."""
+    """Return the nested values in a YAML file (`--config FILE`), such as a run's config.yaml.
+
+    Raises `ConfigError` if the file cannot be read or is not a mapping.
+    """
     values = read_yaml(Path(path).expanduser(), f"--config {path}", ConfigError)
     if values is None:
         raise ConfigError(f"--config {path}: is empty; write options as key: value")
@@ -181,10 +187,9 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
-    """Flatten nested values to assignments of dotted names, so that aliases work in files too.
+    """Iterate over nested values as assignments to dotted names, so that aliases work in files too.
 
-    A mapping whose own keys contain a colon, such as weights by FILE.py:function, is kept as a
-    value.
+    A mapping with a colon in one of its keys, such as weights by FILE.py:function, is kept whole.
     """
     for key, value in values.items():
         if isinstance(value, Mapping) and value and not any(":" in str(name) for name in value):
@@ -194,9 +199,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
 
 
 def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `${other.option}` replaced by that option's value.
+    """Return `values` with each `${other.option}` replaced by the value of that option.
 
-    Raises `ConfigError` for unknown names.
+    `defaults` has the values of options that are not set. Raises `ConfigError` for unknown names.
     """
     if "${" not in repr(values):
         return values
@@ -211,7 +216,7 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 
 def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that carry their spelling by plain values, which OmegaConf requires."""
+    """Return `values` with each `CommandLineValue` replaced by its plain value, for OmegaConf."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         result[key] = (
@@ -225,7 +230,10 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `resolved` that are in `wanted`, with the spellings of `wanted`."""
+    """Return the entries of `resolved` that `wanted` also has.
+
+    Each `CommandLineValue` in `wanted` is kept, because it has the text that the user typed.
+    """
     selected: dict[str, Any] = {}
     for key, value in wanted.items():
         if isinstance(value, Mapping):

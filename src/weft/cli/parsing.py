@@ -1,4 +1,4 @@
-"""Argument parser of the commands: short error messages, wrapped help, `--a_b` for `--a-b`."""
+"""Argument parser of all commands: short error messages, wrapped help, `--a_b` for `--a-b`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN_NAME = re.compile(r"^`weft [^`]*`: ")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises user errors and keeps the line breaks of examples."""
+    """Argument parser that raises `ConfigError` and keeps the line breaks of examples."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         return values, rest
 
     def _normalize_flags(self, words: Sequence[str]) -> list[str]:
-        """Return the words with flags rewritten to this parser's spelling."""
+        """Return the words with flags spelled as this parser spells them, with - or _."""
         end = list(words).index("--") if "--" in words else len(words)
         return [*map(self._normalize_flag, words[:end]), *words[end:]]
 
@@ -56,9 +56,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _parse_path(text: str) -> Path:
-    """Return the path of an argument.
+    """Convert an argument to a path.
 
-    Raises `ArgumentTypeError` for a URL, which `Path` would shorten to `gs:/bucket`.
+    Raises `ArgumentTypeError` for a URL, because `Path` would shorten it to `gs:/bucket`.
     """
     problem = find_url_problem(text)
     if problem is not None:
@@ -67,9 +67,9 @@ def _parse_path(text: str) -> Path:
 
 
 def _check_paths(values: argparse.Namespace) -> None:
-    """Raise `ConfigError` if a path argument of type str is a URL.
+    """Raise `ConfigError` if an argument of type str that must be a local path is a URL.
 
-    Names of models and data are checked where they are read.
+    Names of models and data are checked when they are read.
     """
     for name, value in vars(values).items():
         for each in value if isinstance(value, list) else [value]:
@@ -79,7 +79,7 @@ def _check_paths(values: argparse.Namespace) -> None:
 
 
 def print_help_if_empty(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
-    """Print the help if no arguments were given, and return whether it was printed."""
+    """Print the help if there are no arguments, and return whether it was printed."""
     if argv:
         return False
     parser.print_help()

@@ -1,8 +1,8 @@
 """`weft plan`: show what a run would do, without running it.
 
-`print_search`: the devices assigned to each call of an experiment, and the estimated times;
-`print_reallocation`: the transfers that move parameters between two layouts; `memory`: the GPU that
-fits the training of a model.
+`search` shows the devices that the search assigns to each call of an experiment, and the estimated
+times. `realloc` shows the transfers that move parameters between two layouts. `memory` shows the
+GPUs that fit the training of a model.
 """
 
 from __future__ import annotations
@@ -158,7 +158,10 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
-    """Build the experiment of `weft quickstart WORDS` and print the allocation the search finds."""
+    """Print the allocation that the search finds for the experiment of `weft quickstart WORDS`.
+
+    `as_json` prints it as JSON. Raises `ConfigError` if there is nothing to search.
+    """
     from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment
     from weft.launch.hub import fetch_configs
@@ -263,9 +266,9 @@ def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 
 @contextmanager
 def _prefix_errors(arguments: argparse.Namespace, side: str) -> Iterator[None]:
-    """Prefix errors raised within the context with the side's argument as typed.
+    """Prefix errors raised in the context with the command-line argument that they are about.
 
-    For example `FROM p4: ...` or `--source-mesh ...`.
+    `side` is "source" or "target". Examples of prefixes are `FROM p4: ...` and `--source-mesh ...`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`weft plan memory`: which GPU fits the training of a model, and how to fit a smaller one.
+"""`weft plan memory`: show which GPUs fit the training of a model, and how to fit smaller ones.
 
 Only config.json of the model is needed.
 """
@@ -23,7 +23,7 @@ EPILOG = """examples:
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand and its arguments."""
+    """Add the subcommand `memory` and its arguments."""
     parser = commands.add_parser(
         "memory",
         help=SUMMARY,
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
 
 
 def print_memory_plan(arguments: argparse.Namespace) -> int:
-    """Print the plan and return 0.
+    """Print the memory plan and return the exit code 0.
 
     Raises `UserError` for a model without a readable config.json, or for invalid options.
     """
@@ -98,10 +98,11 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 def build_training_case(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
 ) -> tuple[MemoryCase, int, int, str]:
-    """Return (training case, number of parameters, number of trained parameters, layout).
+    """Return a training case, its numbers of parameters and of trained parameters, and its layout.
 
-    The case describes one GPU, or one rank of a layout, with a minibatch of several micro-batches.
-    Raises `ConfigError` as a run with these options would.
+    The case describes training on one GPU, or on one rank of a layout, with `tokens` per
+    micro-batch and several micro-batches per minibatch. Raises `ConfigError` for options that a run
+    would reject.
     """
     import torch
 

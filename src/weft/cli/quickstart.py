@@ -46,7 +46,7 @@ FLAGS = (
 
 @dataclass
 class QuickstartCommandLine:
-    """A command line, sorted into flags and assignments."""
+    """Parsed command line of `weft quickstart`: its flags, and assignments to options."""
 
     name: str = ""
     assignments: list[str] = field(default_factory=list)
@@ -65,8 +65,8 @@ class QuickstartCommandLine:
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     """Run `weft quickstart ...` and return the exit code.
 
-    Raises `UserError` for unusable input. `supervise`: run in a child process, since Ray may kill
-    this one.
+    With `supervise`, a run that needs Ray is started in a child process, because Ray may kill the
+    process it runs in. Raises `UserError` for unusable input.
     """
     words = parse_command_line(argv)
     registry.import_user_folder()
@@ -103,9 +103,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 def read_section_stack(
     words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
 ) -> tuple[SectionStack, DeepSpeedOverrides | None]:
-    """Return (stack of the sections in `--configs` and the command line, DeepSpeed settings).
+    """Return the stack of sections and command line, and the DeepSpeed overrides, if any.
 
-    The command line overrides the sections, which override the DeepSpeed file.
+    The command line overrides the sections, and the sections override the DeepSpeed file.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -135,7 +135,11 @@ def _run(
     *,
     supervise: bool,
 ) -> int:
-    """Configure, then do what the flags ask: print the configuration, submit, plan, or run."""
+    """Build the configuration, then do what the flags ask for, and return the exit code.
+
+    The flags can ask to print the configuration, to print the plan (a dry run), to start a Slurm
+    job or, by default, to run.
+    """
     config, notes = apply_overrides(base, values, words.imports)
     print_notes([*(taken.describe_autos(config) if taken is not None else ()), *notes])
     if words.print_config:
@@ -180,7 +184,10 @@ def _run(
 
 
 def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunConfig:
-    """Return the configuration with run names; a supervised process uses its supervisor's."""
+    """Return the configuration with the run's names set.
+
+    A process started by a supervisor uses the names that the supervisor chose.
+    """
     from weft.cli.named_run import with_names
 
     if not is_reporting() and RUN_NAME_VARIABLE in os.environ:
@@ -194,13 +201,16 @@ def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunCon
 def is_reporting() -> bool:
     """Return whether this process prints notes and the plan before a run.
 
-    A supervised process does not, because its supervisor has printed it.
+    A supervised process does not, because its supervisor has already printed them.
     """
     return not SupervisorPipe.from_environment(os.environ).is_supervised
 
 
 def print_start(experiment: Experiment, *, several: bool) -> None:
-    """Print that the options are accepted, before the steps that take seconds."""
+    """Print that the run is starting, before torch is loaded, which takes seconds.
+
+    `several` is True for a run whose processes Ray starts.
+    """
     from weft.observe.progress import make_view
 
     if is_reporting():
@@ -212,15 +222,15 @@ def print_start(experiment: Experiment, *, several: bool) -> None:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes for the user, once per run."""
+    """Print notes for the user to standard error, once per run."""
     for note in notes if is_reporting() else ():
         print(redact(f"note: {note}"), file=sys.stderr)
 
 
 def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return (configuration run by `weft quickstart ARGV`, notes on other spellings).
+    """Return the configuration that `weft quickstart ARGV` runs, and notes for the user.
 
-    Raises `UserError`.
+    Raises `UserError` for unusable input.
     """
     words = parse_command_line(argv)
     registry.import_user_folder()
@@ -238,7 +248,10 @@ def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides.Override]]:
-    """Return the quickstart's own configuration, and the assignments from files and words."""
+    """Return the quickstart's default configuration, and the assignments in files and words.
+
+    The assignments in config files come first, so that the command line overrides them.
+    """
     from weft.cli import sections
 
     values = []
@@ -256,7 +269,11 @@ def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides
 def apply_overrides(
     base: Config, values: Sequence[overrides.Override], imports: Sequence[str] = ()
 ) -> tuple[Config, list[str]]:
-    """Return (`base` with the assignments, notes on other spellings). Raises `ConfigError`."""
+    """Return `base` with the assignments applied, and notes on repeated and translated ones.
+
+    `imports` are modules added to the option `imports`. Raises `ConfigError` for invalid
+    assignments.
+    """
     assignments, notes = (
         translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
     )
@@ -278,10 +295,9 @@ def apply_overrides(
 
 
 def _check_group(base: Any, assignment: overrides.Override) -> None:
-    """Raise `ConfigError` for a text, number or list assigned to a group of options.
+    """Raise `ConfigError` if a group of options is assigned a text, number or list.
 
-    This is checked on its own because a later assignment of one of the group's options would hide
-    it.
+    A later assignment to an option of the group would hide this error, so it is checked first.
     """
     if assignment.name.isidentifier():
         group = getattr(base, assignment.name, None)
@@ -296,7 +312,7 @@ def _check_group(base: Any, assignment: overrides.Override) -> None:
 
 
 def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
-    """Separate flags and assignments; `--key=value` is read as `key=value`.
+    """Parse the flags and assignments of a command line; `--key=value` is read as `key=value`.
 
     Raises `ConfigError` for unknown flags.
     """
@@ -345,7 +361,7 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
 def _build_unknown_flag_error(word: str, rest: Sequence[str]) -> ConfigError:
     """Return the error for an unknown flag.
 
-    If it is an option written as a flag, the error shows weft's form.
+    If the flag could be an option, the message shows it in the form `key=value`.
     """
     close = find_nearest(word, FLAGS)
     if close:
@@ -388,10 +404,10 @@ def _store_flag(words: QuickstartCommandLine, flag: str, value: str) -> None:
 
 
 def _take_section_names(attached: str, rest: list[str]) -> list[str]:
-    """Return the section names of `--configs`.
+    """Remove the section names of `--configs` from `rest`, and return them.
 
-    They are given after its `=`, or as words up to the next flag or assignment; commas separate
-    names as well.
+    `attached` is the text after `--configs=`. Without it, the names are the words up to the next
+    flag or assignment. Commas also separate names.
     """
     given = [attached] if attached else []
     while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
@@ -410,9 +426,9 @@ def _take_section_names(attached: str, rest: list[str]) -> list[str]:
 
 
 def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
-    """Return the modules that `imports=[...]` names.
+    """Return the modules in the last assignment of `imports=[...]`.
 
-    They are read first, because they may register the quickstart itself.
+    They are imported first, because they may register the quickstart.
     """
     named = []
     for override in values:
@@ -423,7 +439,7 @@ def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
 
 
 def format_overview() -> str:
-    """Return the list of quickstarts, each with the first line of its description."""
+    """Return the list of quickstarts with the description of each."""
     lines = [
         "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows "
         "the options)",

@@ -1,10 +1,10 @@
-"""Translate option names of ReaL to weft's.
+"""Translation of ReaL's option names to weft's.
 
-Covered are `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*` and nodes by name.
+It covers `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`, and devices given by node name.
 
-`translate_real_options` runs before the spellings of other programs are read (cli/aliases.py). It
-changes only names that are not options of the configuration, and adds a note for each. A name that
-is also weft's keeps weft's meaning.
+`translate_real_options` runs before the spellings of other programs are translated
+(cli/aliases.py). It renames only options that the configuration does not have, and adds a note for
+each. A name that weft also has keeps weft's meaning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _ReaLTranslation:
-    """Assignments of one command line, and their translation so far."""
+    """Assignments of one command line, and their translation so far.
+
+    `layouts` collects the parallel degrees of each call.
+    """
 
     config: RunConfig
     known: frozenset[str]  # options of the configuration
@@ -69,7 +72,7 @@ class _ReaLTranslation:
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
 
     def add_renamed(self, override: Override, name: str, value: Any) -> None:
-        """Store an assignment under another name, and add a note."""
+        """Store an assignment of `value` to weft's option `name`, and add a note."""
         assignment = name if value is override.value else f"{name}={value}"
         self.notes.append(f"{override.name} is read as {assignment}")
         self.translated.append(replace(override, name=name, value=value))
@@ -79,7 +82,7 @@ class _ReaLTranslation:
 
     @property
     def nodes(self) -> list[str]:
-        """Names in `nodelist`, in order; empty if it is not set."""
+        """Names of the nodes in `nodelist`, in order; empty if `nodelist` is not set."""
         return _expand_node_names(str(self.given.get("nodelist") or ""))
 
 
@@ -88,7 +91,8 @@ def translate_real_options(
 ) -> tuple[list[Override], list[str]]:
     """Return the assignments with ReaL's names replaced, and a note for each replacement.
 
-    Raises `ConfigError`.
+    `known` has the options of the configuration. Raises `ConfigError` for values that cannot be
+    translated.
     """
     overrides = list(overrides)
     done = _ReaLTranslation(config, known, {each.name: to_plain(each.value) for each in overrides})
@@ -139,7 +143,7 @@ def _translate_option(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _strip_group(done: _ReaLTranslation, name: str) -> str:
-    """Return `X` of `exp_ctrl.X`, and `{the one model}.X` of `allocation.X`."""
+    """Remove the prefix `exp_ctrl.`, or replace the prefix `allocation.` with the main role."""
     if name.startswith("exp_ctrl."):
         return name.removeprefix("exp_ctrl.")
     if name.startswith("allocation."):
@@ -148,7 +152,7 @@ def _strip_group(done: _ReaLTranslation, name: str) -> str:
 
 
 def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
-    """Keep an option that weft also has, and translate ReaL's value for it."""
+    """Translate ReaL's values of an option that weft also has; other values are unchanged."""
     value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
         done.add_renamed(override, override.name, "adamw")
@@ -163,7 +167,10 @@ def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None
 
 
 def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str) -> None:
-    """Read `ROLE.type._class` as the family; other parts of the type are not needed by weft."""
+    """Translate `ROLE.type._class` to `ROLE.type`, and drop `size` and `is_critic` with a note.
+
+    Raises `ConfigError` if `is_critic` contradicts the role.
+    """
     if what == "_class":
         done.add_renamed(override, f"{role}.type", override.value)
         return
@@ -184,9 +191,10 @@ def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str)
 
 
 def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
-    """Store one of the parallel degrees that form the layout of a call.
+    """Store a parallel degree of `call`, such as `data_parallel_size`, for the call's layout.
 
-    A model's own `parallel.*` are regular options.
+    The assignment is left unchanged if `call` has no layout, as for a model's own `parallel.*`, or
+    if the user also sets the layout. Raises `ConfigError` for an invalid size.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.translated.append(override)
@@ -198,7 +206,7 @@ def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degre
 
 
 def _read_sequence_parallel(done: _ReaLTranslation, override: Override, call: str) -> None:
-    """Set sequence parallelism as an option of the call's model."""
+    """Translate a call's `use_sequence_parallel` to `sequence_parallel` of the call's model."""
     role = call.partition("_")[0]
     target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
     if to_plain(override.value) is True:
@@ -215,7 +223,7 @@ def _read_half(done: _ReaLTranslation, override: Override, role: str, kind: str)
 
 
 def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
-    """Set Slurm's list of nodes; without Slurm the names only number the devices."""
+    """Translate `nodelist` to `slurm.nodelist`; without Slurm it only numbers the devices."""
     _expand_node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
     if done.given.get("mode") == "slurm":
         done.add_renamed(override, "slurm.nodelist", override.value)
@@ -226,10 +234,10 @@ def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
-    """Convert `NODE01:0,1` to `0,1`: device numbers over all nodes, in the order of `nodelist`.
+    """Convert devices such as `NODE01:0,1` to numbers that count over all nodes in `nodelist`.
 
-    A node without numbers means all of its devices. Raises `ConfigError` for a node that is
-    not in `nodelist`.
+    A node name without device numbers means all devices of the node. Raises `ConfigError` for a
+    node that is not in `nodelist` and for a device that the node does not have.
     """
     size = done.given.get("n_gpus_per_node")
     if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check
@@ -255,7 +263,10 @@ def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
 
 
 def _find_node_index(done: _ReaLTranslation, name: str, node: str) -> int:
-    """Return the number of nodes before this one; a single-node run needs no `nodelist`."""
+    """Return the index of `node` in `nodelist`; 0 in a single-node run without `nodelist`.
+
+    Raises `ConfigError` for an unknown node.
+    """
     if node in done.nodes:
         return done.nodes.index(node)
     if not done.nodes and done.given.get("n_nodes", 1) == 1:
@@ -270,7 +281,7 @@ def _find_node_index(done: _ReaLTranslation, name: str, node: str) -> int:
 
 
 def _expand_node_names(text: str) -> list[str]:
-    """Expand Slurm's notation: `n[01-03],m1` becomes n01, n02, n03 and m1."""
+    """Expand node names in Slurm's notation: `n[01-03],m1` becomes n01, n02, n03 and m1."""
     names = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
         match = NODE_PATTERN.fullmatch(part.strip())
@@ -290,7 +301,7 @@ def _expand_node_names(text: str) -> list[str]:
 
 
 def _expand_ranges(text: str) -> list[int]:
-    """Expand a list of ranges: `0,2-3` becomes 0, 2 and 3."""
+    """Expand ranges of numbers: `0,2-3` becomes 0, 2 and 3."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,6 +1,7 @@
 """Generate docs/options.md from the config dataclasses.
 
-Usage: `python -m weft.cli.reference > docs/options.md`. A test compares them.
+Usage: `python -m weft.cli.reference > docs/options.md`. A test compares that file with
+`format_page()`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ names weft's option.
 
 
 def format_page() -> str:
-    """Return the whole page as Markdown."""
+    """Return the content of docs/options.md."""
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
     run = []
     for leaf in iterate_options(configs["sft"]):
@@ -85,7 +86,7 @@ def format_page() -> str:
 
 
 def _format_paragraphs(config: type) -> str:
-    """Return the docstring of a configuration with one line for each paragraph."""
+    """Return the docstring of a configuration class with each paragraph on one line."""
     paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -95,7 +96,10 @@ def _is_run(name: str) -> bool:
 
 
 def _is_own(name: str, config: RunConfig) -> bool:
-    """Return whether an option belongs to the algorithm, not to a section shared with others."""
+    """Return whether an option belongs only to the algorithm.
+
+    Options of the run, of roles, of the data, of sampling and of calls have shared tables.
+    """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
         return False
@@ -119,7 +123,7 @@ def _list_calls(config: Any) -> list[str]:
 
 
 def _describe_differing_defaults(configs: dict[str, Any]) -> str:
-    """Return the defaults of roles that differ from those in the table of model options."""
+    """Return a sentence on the defaults of roles that differ from the table of model options."""
     usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     names_by_default: dict[str, list[str]] = {}
     for name, config in configs.items():

@@ -47,9 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and print its path.
+    """Run `weft report`: write the page, print its path, and return the exit code.
 
-    Raises `UserError` for a folder without a run, and for a file that cannot be written.
+    Raises `UserError` for a folder without a run, and for a page that cannot be written.
     """
     parser = build_parser()
     if print_help_if_empty(parser, argv):
@@ -79,7 +79,7 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 
 
 def _find(word: str, root: Path) -> Path:
-    """Return the folder of a run; a folder with only some of a run's files is accepted."""
+    """Return the folder of a run, which need not have all files of a run."""
     given = Path(word).expanduser()
     if any((given / name).is_file() for name in KNOWN):
         return given

@@ -1,6 +1,6 @@
 """Remove runs, or only their checkpoints or recovery points.
 
-Shows what will be removed and asks for confirmation. Never follows a link.
+The command shows what will be removed and asks for confirmation. It never follows a link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ EPILOG = """examples:
 
 @dataclass(frozen=True)
 class RunRemoval:
-    """Folders or links of one run to remove; `whole` if the run itself is removed."""
+    """Folders or links of one run that are to be removed.
+
+    `whole` is True if the run itself is removed.
+    """
 
     run: Path
     paths: tuple[Path, ...]
@@ -43,7 +46,7 @@ class RunRemoval:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft rm ...`; return 0, or 1 if the user declines.
+    """Run `weft rm ...` and return the exit code, which is 1 if the user declines.
 
     Raises `ConfigError` for a path that is not a run, and for a run that a process works on.
     """
@@ -90,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
 def check_removable(run: Path) -> Path:
     """Return `run` if it can be removed.
 
-    Raises `ConfigError` for a link, a folder that is not a run, or a run that a process works on.
+    Raises `ConfigError` for a link, a folder that is not a run, a run that a process works on, and
+    a folder that contains the current folder or another run.
     """
     if run.is_symlink():
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
@@ -135,7 +139,7 @@ def _was_written_by_weft(run: Path) -> bool:
 
 
 def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
-    """Return what to remove: the whole run, or those of `parts` that exist."""
+    """Return the removal of the whole run, or only of those `parts` that exist."""
     if not parts:
         return RunRemoval(run, (run,), whole=True)
     return RunRemoval(
@@ -144,7 +148,7 @@ def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
 
 
 def describe_removal(removal: RunRemoval) -> Iterator[str]:
-    """Yield lines on what will be removed and on what depends on it."""
+    """Yield lines that describe what will be removed, and which runs depend on it."""
     status = read_json(removal.run / STATUS).get("status", "unfinished")
     if removal.whole:
         yield f"{removal.run} ({status}), {format_size(removal.num_bytes)}:"
@@ -174,7 +178,7 @@ def _count_bytes(path: Path) -> int:
 
 
 def _find_dependent_runs(removal: RunRemoval) -> Iterator[Path]:
-    """Iterate over neighbouring runs whose configuration names a folder of this one."""
+    """Iterate over runs in the same root folder whose configuration names a folder of this run."""
     if not any(path.name != RECOVER for path in removal.paths):
         return
     run = removal.run.absolute()
@@ -187,7 +191,10 @@ def _find_dependent_runs(removal: RunRemoval) -> Iterator[Path]:
 
 
 def confirm_removal(num_bytes: int) -> bool:
-    """Ask the user for confirmation. Raises `ConfigError` if input is not interactive."""
+    """Ask the user for confirmation, and return whether the user agrees.
+
+    Raises `ConfigError` if the input is not a terminal.
+    """
     if not sys.stdin.isatty():
         raise ConfigError("weft rm asks for confirmation, which needs a terminal; add --yes")
     try:
@@ -198,7 +205,7 @@ def confirm_removal(num_bytes: int) -> bool:
 
 
 def remove(removal: RunRemoval) -> None:
-    """Remove while holding the run's lock, so that no process starts to work on the run."""
+    """Remove the folders, holding the run's lock so that no process starts to work on the run."""
     from weft.runtime.directory import RunLock
 
     num_bytes = removal.num_bytes

@@ -1,8 +1,8 @@
 """`weft sample`: sample answers to a file of prompts, to compare, score, or train on.
 
 report   answers under named sampling settings, as JSON and as one HTML page that compares models
-score    the mean reward that a reward model gives each model and setting of such reports
-best     the best of n answers by a reward model, as SFT rows and preference pairs (rejection sampling)
+score    the mean reward of each model and setting in these reports, by a reward model
+best     the best of n answers by reward, as SFT rows and preference pairs (rejection sampling)
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
 
 
 def write_report(given: argparse.Namespace) -> None:
-    """Answer the prompts with each model; write `OUT/MODEL.json` and `OUT/report.html`."""
+    """Answer the prompts with each model, and write `OUT/MODEL.json` and `OUT/report.html`."""
     from weft.evaluation import sampling_report
     from weft.evaluation.answers import sample_answers
     from weft.evaluation.prompts import read_prompts
@@ -218,7 +218,7 @@ def write_report(given: argparse.Namespace) -> None:
 
 
 def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the report records about its creation."""
+    """Return the command-line arguments, which the report records."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(given).items()
@@ -227,7 +227,7 @@ def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
-    """Return a file name for a model's report that no other model of this command uses."""
+    """Return a path for a model's report that is not in `taken`, the other models' paths."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     return next(path for each in numbered if str(path := folder / f"{each}.json") not in taken)
@@ -237,7 +237,7 @@ def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, An
 
 
 def score_reports(given: argparse.Namespace) -> None:
-    """Score every answer of the reports, write the scores into them, and print the means."""
+    """Score every answer in the reports, write the scores into the reports, and print the means."""
     from weft.evaluation import rewards, sampling_report
 
     reports = [(path, sampling_report.read(path)) for path in given.reports]
@@ -286,7 +286,7 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_best_answers(given: argparse.Namespace) -> None:
-    """Sample n answers per prompt, score them, and keep the best."""
+    """Sample several answers per prompt, score them, and write the best ones."""
     from weft.evaluation import best_of, rewards
     from weft.evaluation.answers import SampledAnswer, sample_answers
     from weft.evaluation.prompts import read_prompts

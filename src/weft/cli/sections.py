@@ -26,7 +26,10 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Settings under one name. `lines` maps the path of every key below them to its line."""
+    """Named settings in a YAML file.
+
+    `lines` maps the path of every key in the section to its line number.
+    """
 
     name: str
     file: str
@@ -45,7 +48,7 @@ class ConfigSection:
 
 @dataclass(frozen=True)
 class SectionFile:
-    """Contents of a file: its sections, and values outside of any section."""
+    """Contents of a YAML file: its sections, and `strays`, the keys outside of any section."""
 
     sections: tuple[ConfigSection, ...]
     strays: tuple[tuple[str, int], ...] = ()
@@ -53,7 +56,7 @@ class SectionFile:
 
     @property
     def problems(self) -> list[str]:
-        """Return problems with the values outside of sections."""
+        """Messages about keys outside of any section."""
         result: list[str] = []
         for stray, line in self.strays:
             result.append(
@@ -64,7 +67,7 @@ class SectionFile:
 
 @dataclass(frozen=True)
 class SectionLibrary:
-    """All available sections: those of `./configs`, of the named folders, and of weft."""
+    """All available sections: those in `./configs`, in the given folders, and shipped with weft."""
 
     # (folder, contents of a file), in search order
     contents: tuple[tuple[str, SectionFile], ...]
@@ -73,10 +76,10 @@ class SectionLibrary:
     def from_folders(
         cls, folders: Sequence[str] = (), broken: list[str] | None = None
     ) -> SectionLibrary:
-        """Read all YAML files.
+        """Read all YAML files in `./configs`, in `folders`, and shipped with weft.
 
-        Raises `ConfigError` for a missing folder, and for invalid YAML unless `broken` is given, to
-        which the problems are appended.
+        Raises `ConfigError` for a missing folder or an invalid YAML file. If `broken` is given,
+        messages about invalid files are appended to it instead.
         """
         entries: list[tuple[str, SectionFile]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
@@ -101,9 +104,10 @@ class SectionLibrary:
         )
 
     def get(self, name: str) -> ConfigSection:
-        """Return the first section of this name.
+        """Return the first section named `name` in search order.
 
-        Raises `ConfigError` for an unknown name, and if one folder has the section in two forms.
+        Raises `ConfigError` for an unknown name, if the section's file has keys outside of any
+        section, and if the folder has two sections of this name with different values.
         """
         same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
         if not same:
@@ -143,7 +147,7 @@ class SectionLibrary:
 def list_yaml_files(folder: Path, what: str) -> list[Path]:
     """Return the YAML files in a folder and its subfolders.
 
-    Raises `ConfigError` if there are too many.
+    Raises `ConfigError` if there are too many files. `what` names the folder in messages.
     """
     return sorted(
         path
@@ -164,8 +168,8 @@ def _read_contents(path: Path, broken: list[str] | None) -> Iterator[SectionFile
 def read_file(path: Path, display_path: str = "") -> SectionFile:
     """Return the sections of a YAML file.
 
-    A file with options at its top level is a single section, named after the file. Raises
-    `ConfigError` with file and line for invalid YAML.
+    A file with options at its top level is one section, named after the file. `display_path` is the
+    path shown in messages. Raises `ConfigError` with file and line for invalid YAML.
     """
     display_path = display_path or str(path)
     values, node = parse_yaml(
@@ -249,12 +253,15 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
 
 
 def find_shipped_file(display_path: str = "") -> Path:
-    """Return the path of a shipped section by its name in messages; the folder for ""."""
+    """Return the path of a shipped file by its name in messages, such as `weft:ready/NAME.yaml`.
+
+    With the default "", return the folder of the shipped files.
+    """
     return Path(str(files("weft") / "recipes" / display_path.removeprefix(f"{SHIPPED}:")))
 
 
 def find_recipe_file(path: str) -> str:
-    """Return `path`, or the shipped recipe if `recipes/NAME.yaml` does not exist locally."""
+    """Return `path`, or the shipped recipe if `path` is a missing `recipes/NAME.yaml`."""
     place = Path(path)
     shipped = find_shipped_file(f"{READY}/{place.name}")
     if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():

@@ -1,6 +1,6 @@
 """`weft serve MODEL --reward MODEL`: serve a policy and a reward model over HTTP and gRPC.
 
-Runs until Ctrl-C.
+The server runs until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ def _check_arguments(given: argparse.Namespace) -> None:
 
 
 def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
-    """Return (the token, a line that states its source).
+    """Return the token that clients must send, and a line that tells where it comes from.
 
-    The token comes from a file or the environment, or is generated. Raises `ConfigError`; no
-    message contains a given token.
+    The token is read from a file or the environment, or is generated; it is None with `--no-token`.
+    Raises `ConfigError` for an invalid token, whose value is not in the message.
     """
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
@@ -272,7 +272,10 @@ def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
 
 
 def load_models(given: argparse.Namespace) -> list[ServedModel]:
-    """Load the requested policy and reward model. Raises `UserError`."""
+    """Load the policy and the reward model that the command line names.
+
+    Raises `UserError` for models that cannot be served.
+    """
     model_requests: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
     if given.model is not None:
         path = _find_path(given.model, ModelQuery("MODEL"))
@@ -306,7 +309,10 @@ def _find_path(name: str, wanted: ModelQuery) -> str:
 
 
 def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
-    """Load one model with its tokenizer and its worker, which is not started."""
+    """Load the model at `path` with its tokenizer and its worker, which is not yet started.
+
+    `name` is the model's name for clients.
+    """
     from weft.serve.served_model import LOGPROBS, REWARDS, ServedModel
     from weft.serve.worker import ServingWorker
 

@@ -38,7 +38,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft show ...`; return 0. Raises `ConfigError` for an unknown run."""
+    """Run `weft show ...` and return the exit code. Raises `ConfigError` for an unknown run."""
     parser = CommandParser(prog="weft show", description=__doc__, epilog=EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
     parser.add_argument(
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 def format_page(
     run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the lines of the page."""
+    """Yield the lines that describe a run."""
     if summary.step is None:
         state = summary.status
     else:
@@ -118,7 +118,7 @@ def format_page(
 
 
 def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
-    """Yield the commands that started the run: the last in full, earlier ones in a line each."""
+    """Yield lines on the last start of the run, with its full command, and on earlier starts."""
     if not record.starts:
         return
     last = record.starts[-1]
@@ -157,7 +157,11 @@ def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
 def _find_changed_options(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
-    """Return (options that differ from the default, as (value, default); their heading)."""
+    """Return the options that differ from their defaults, and a heading for their list.
+
+    Each option's name is mapped to its value and its default. Without known defaults, all options
+    are returned.
+    """
     values = dict(flatten_options(config))
     defaults = _read_defaults(config, algorithm)
     if defaults is None:
@@ -172,9 +176,9 @@ def _find_changed_options(
 
 
 def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
-    """Return the defaults of a quickstart, or None.
+    """Return the default options of the quickstart for `algorithm`, or None if it is unknown.
 
-    A user's quickstart is found through the modules that the run imported.
+    For a quickstart in user code, the modules that the run imported are imported.
     """
     if algorithm is None:
         return None
@@ -243,7 +247,7 @@ def _align_columns(rows: Sequence[tuple[str, str]], indent: str = "  ") -> Itera
 
 
 def _format_value(value: Any) -> str:
-    """Format a value as on the command line, truncated if long."""
+    """Format a value as it is written on the command line, truncated to 60 characters."""
     if not isinstance(value, list | dict):
         text = format_value(value)
     else:

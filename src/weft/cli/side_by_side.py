@@ -1,6 +1,6 @@
 """`weft chat A B`: two models answer the same lines in separate conversations.
 
-They are shown side by side if the terminal is wide enough.
+The answers are shown side by side if the terminal is wide enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELP = "/a LINE, /b LINE a message or a command for one model; other lines are f
 
 
 class AnswerColumn:
-    """A growing answer in its column."""
+    """Display of a streamed answer in one column of the terminal."""
 
     def __init__(self, side: ColumnView) -> None:
         self._side = side
@@ -54,7 +54,7 @@ class AnswerColumn:
 class ColumnView:
     """View of one of the two conversations.
 
-    Notes are held until both models have handled a line.
+    Notes are stored and shown after both models have handled a line.
     """
 
     def __init__(self, both: SideBySide, label: str) -> None:
@@ -86,13 +86,13 @@ class ColumnView:
         self.answered = False
 
     def format_cell(self) -> Text:
-        """Return the answer, with its notes below."""
+        """Return the text of the table cell: the answer, followed by the notes."""
         lines = [Text(text.strip(), style=style) for text, style in self.notes]
         return Text("\n").join([*([self.answer_text] if self.answered else []), *lines])
 
 
 class SideBySide:
-    """Two conversations with one user."""
+    """Conversations of one user with two models, which answer the same lines."""
 
     def __init__(self, chats: Sequence[Conversation], view: ChatView) -> None:
         self.view = view
@@ -104,16 +104,16 @@ class SideBySide:
         self._live = None if not self.columns else view.open_live_display(Text())
 
     def converse(self) -> None:
-        """Read and handle lines until the input ends.
+        """Read and handle lines until the input ends or the user quits.
 
-        In a pipe an error ends the conversation, as with one model.
+        If the input is not a terminal, an error ends the program, as with one model.
         """
         while (line := self.view.read_line()) is not None:
             if not self.handle_line(line):
                 return
 
     def handle_line(self, line: str) -> bool:
-        """Handle one line; return False to leave."""
+        """Handle one line of input, and return False if the user wants to leave."""
         self.columns = self.view.interactive and self.view.width >= MIN_TERMINAL_WIDTH
         for side in self._sides:
             side.reset()
@@ -135,12 +135,15 @@ class SideBySide:
         return stays
 
     def refresh(self) -> None:
-        """Redraw the answers received so far."""
+        """Redraw the display with the answers received so far."""
         if self._live is not None:
             self._live.update(self._build_table())
 
     def _parse_address(self, line: str) -> tuple[list[int], str]:
-        """Return (indices of the addressed models, the line without the address)."""
+        """Return the indices of the models that a line addresses, and the line without the address.
+
+        A line that begins with `/a` or `/b` addresses one model, other lines address both.
+        """
         for index, label in enumerate(LABELS):
             name, _, rest = line.strip().partition(" ")
             if name == f"/{label.lower()}" and rest.strip():
@@ -163,7 +166,7 @@ class SideBySide:
         return stays
 
     def _show_remaining_notes(self) -> None:
-        """Show notes of a line that no model answered; equal notes are shown once."""
+        """Show the notes that are not yet shown; notes that both models share are shown once."""
         one, other = self._sides
         if one.notes == other.notes:
             for text, style in one.notes:

@@ -42,9 +42,10 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True)
 class StackedValue:
-    """A value and the place where it was set.
+    """A value set in a section or on the command line, with the place where it was set.
 
-    `rank` is its position in the stack; later assignments have a higher rank.
+    `rank` is the position in the stack of sections, with the command line last. If a key is set
+    twice, the value with the higher rank is used.
     """
 
     value: Any
@@ -60,7 +61,7 @@ class StackedValue:
 
 @dataclass
 class SectionStack:
-    """Result of a stack: weft's options, where each was set, and notes for the user."""
+    """Result of reading a stack of sections: weft's options, their origins, and notes for the user."""
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
@@ -70,7 +71,7 @@ class SectionStack:
     deepspeed: str | None = None  # default file of --deepspeed
 
     def format_lines(self) -> list[str]:
-        """Return lines listing the options and the origin of each."""
+        """Return lines that list the options, each with its origin as a comment."""
         rows = []
         for override in self.overrides:
             key, where = self.origins[override.name]
@@ -91,7 +92,10 @@ class SectionStack:
         ]
 
     def add_origin(self, error: ConfigError) -> ConfigError:
-        """Return the error with the place of the option that it begins with."""
+        """Return `error` with the origin of the option that its message begins with.
+
+        An error whose message does not begin with an option of this stack is returned unchanged.
+        """
         text = str(error)
         named = []
         for name in self.origins:
@@ -112,10 +116,11 @@ def read_stack(
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
 ) -> SectionStack:
-    """Read the sections `names` in order, then the command line `given`.
+    """Read the sections `names` in order, then the assignments `given` on the command line.
 
-    `below` has the lowest priority. Raises `ConfigError` for unknown sections and keys, with the
-    nearest name, file and line, and for settings that weft does not support.
+    The assignments `below`, from a DeepSpeed file, have the lowest priority. Raises `ConfigError`
+    for unknown sections and keys, with the nearest name and the file and line, and for settings
+    that weft does not support.
     """
     reader = _StackReader(base)
     sections = [library.get(name) for name in names]
@@ -141,9 +146,9 @@ def _is_rl(section: ConfigSection) -> bool:
 
 
 class _StackReader:
-    """Collects the keys of a stack in order.
+    """Collects the keys of a stack of sections in order.
 
-    Keys of Open-Assistant are kept whole, weft's as dotted names.
+    Open-Assistant's keys keep nested values; weft's keys are flattened to dotted names.
     """
 
     def __init__(self, base: RunConfig) -> None:
@@ -188,7 +193,7 @@ class _StackReader:
                         )
 
     def read_override(self, override: Override, rank: int) -> None:
-        """Add one assignment of the command line, with `rank` as its position.
+        """Add one assignment of the command line, with `rank` as its position in the stack.
 
         Raises `ConfigError` for an unknown key.
         """
@@ -241,7 +246,11 @@ class _StackReader:
             self.weft_values[name] = where
 
     def _set_entry_parameter(self, key: str, inner: str, override: Override) -> None:
-        """Set a parameter of the entries named NAME: `datasets.NAME.PARAMETER=value`."""
+        """Set a parameter of a listed dataset, as in `datasets.NAME.PARAMETER=value`.
+
+        `key` is the list, datasets or datasets_extra, and `inner` is `NAME.PARAMETER`. The
+        parameter is set in all entries named NAME. Raises `ConfigError` if there is no such entry.
+        """
         name, _, parameter = inner.partition(".")
         before = self.open_assistant_values.get(key)
         entries = list(before.value or ()) if before is not None else []
@@ -271,9 +280,11 @@ class _StackReader:
         self.open_assistant_values[key] = replace(before, value=changed)
 
     def find_origin(self, key: str) -> StackedValue:
-        """Return where a key of Open-Assistant was set.
+        """Return a `StackedValue` that tells where one of Open-Assistant's keys was set.
 
-        A key in a group was set with the group, unless the command line set it individually.
+        For a key in a group, the place is the key's line in the section that sets the group, unless
+        the command line set the key individually. For a key that is not set, the place is
+        `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
@@ -282,10 +293,10 @@ class _StackReader:
         return origin or group or StackedValue(None, IMPLIED, "", -2)
 
     def _resolve_trlx_key(self, name: str) -> str:
-        """Return the trlX key that a word means, or the word itself.
+        """Return the full trlX key that `name` refers to, or `name` itself if it refers to none.
 
-        The word is a full key or, if the sections have trlX keys, the end of one. Raises
-        `ConfigError` if two keys end so.
+        If the sections have trlX keys, `name` can be the last part of a key. Raises `ConfigError`
+        if several keys end with `name`, unless weft has an option of that name.
         """
         if (
             self.mode != RL
@@ -350,9 +361,9 @@ class _StackReader:
 
 
 def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Return an entry's parameters with one added.
+    """Return a copy of a dataset entry's parameters with the parameter `name` set.
 
-    Of the mutually exclusive parameters for the amount of data, the last is kept.
+    Parameters that set the amount of data exclude each other, so setting one removes the others.
     """
     excluded_names = SHARES if name in SHARES else ()
     return {
@@ -362,7 +373,10 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 
 
 def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
-    """Return the keys on the path of a dotted name; a section's own keys can contain dots."""
+    """Return the longest path of keys in `section` that the dotted `name` begins with.
+
+    The paths come from the section because its keys can contain dots.
+    """
     best: tuple[str, ...] = ()
     for path in section.lines:
         texts = tuple(str(part) for part in path)
@@ -373,7 +387,11 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
 
 
 def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
-    """Map Open-Assistant's keys, let later keys override earlier ones, translate spellings."""
+    """Fill `stack` with the options, origins and notes that result from the keys in `reader`.
+
+    Maps Open-Assistant's keys to options and translates alternative spellings. Keys with a higher
+    rank override others. Raises `ConfigError` if two keys of equal rank set the same option.
+    """
     sets = dict(reader.weft_values)
     keys = {name: name for name in sets}
     mapped = _map_open_assistant_keys(reader)
@@ -416,7 +434,7 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
 def _map_open_assistant_keys(reader: _StackReader) -> KeyMapping:
     """Map Open-Assistant's keys to options.
 
-    Raises `ConfigError` naming every rejected value and its place.
+    Raises `ConfigError` that lists every rejected value with its place.
     """
     set_ = {}
     for name, each in reader.open_assistant_values.items():
@@ -458,7 +476,7 @@ def _strip_trlx_prefixes(notes: Mapping[str, list[str]]) -> dict[str, list[str]]
 
 
 def _find_excluded_options(stack: SectionStack) -> set[str]:
-    """Return the options that are excluded by an option set later in the stack."""
+    """Return the options that are overridden by a mutually exclusive option set later in the stack."""
     excluded_options: set[str] = set()
     for ends in EXCLUSIVE:
         groups: dict[str, list[str]] = {}
@@ -475,7 +493,7 @@ def _find_excluded_options(stack: SectionStack) -> set[str]:
 
 
 def _name_run(stack: SectionStack, base: RunConfig) -> None:
-    """Name a run without a name after its quickstart and its sections."""
+    """Name the experiment after the quickstart and the trial after the sections, if not yet named."""
     trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
     for name, value in (
         ("experiment_name", base.algorithm or "run"),
@@ -487,10 +505,10 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 
 
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
-    """Return the quickstart that sections are most likely meant for.
+    """Return the name of the quickstart that the sections are most likely meant for.
 
-    It is found by a recipe's name, by options of its algorithm, or by keys that only one of
-    Open-Assistant's trainers reads.
+    The guess uses the name of a recipe, else an option group named after PPO, GRPO or DPO, else
+    keys that only one of Open-Assistant's trainers reads. The default is "sft".
     """
     recipes = []
     for section in sections:

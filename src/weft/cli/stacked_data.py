@@ -28,10 +28,10 @@ KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_trai
 
 @dataclass(frozen=True)
 class NamedDataSettings:
-    """Folders of sections, and the command line's settings for named datasets.
+    """The command line's settings for named datasets, and the folders of config sections.
 
-    `data_path` is a local copy, `parameters` come from `datasets.NAME.PARAMETER=value`, and
-    `options` are those of `dataset.*`.
+    `data_path` is the local copy of the datasets. `parameters` maps a dataset's name to the values
+    of `datasets.NAME.PARAMETER=value`. `options` are the assignments to `dataset.*`.
     """
 
     folders: Sequence[str] = ()
@@ -44,13 +44,14 @@ class NamedDataSettings:
         return SectionLibrary.from_folders(self.folders)
 
     def find_section(self, name: str) -> ConfigSection | None:
-        """Return the section of this name, or None."""
+        """Return the section `name`, or None if it does not exist."""
         return self.library.get(name) if name in self.library.list_names() else None
 
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
-        """Return the entries that a section lists, with the evaluation share that a run would use.
+        """Return the data sources that a section lists, with the validation share of a run.
 
-        Raises `ConfigError`.
+        Sources that set no validation data get the share that a run would use. Raises `ConfigError`
+        if the section lists no datasets.
         """
         data_values = {}
         for key, value in section.values.items():
@@ -79,9 +80,10 @@ class NamedDataSettings:
         return result
 
     def apply_to(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
-        """Return the sources with the command line's settings applied.
+        """Return the sources, changed by `parameters` and read from the copy in `data_path`.
 
-        Raises `ConfigError` for names that are not among them.
+        `files` are the user's dataset catalogues, in which aliases are also looked up. Raises
+        `ConfigError` if a parameter is set for a dataset that is not in `sources`.
         """
         names = [source.named for source in sources if source.named]
         parameters_by_name = {
@@ -120,9 +122,9 @@ def build_stacked_options(
     mode: str | None,
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, Any], str]:
-    """Return (options, mode) of the run that `--configs NAMES` describes.
+    """Return the options and the mode of the run that `--configs NAMES` describes.
 
-    If no mode is given, it is derived from the sections' keys.
+    The mode is "sft", "rm" or "rl". If `mode` is None, it is guessed from the sections' keys.
     """
     library = SectionLibrary.from_folders(folders)
     if mode:
@@ -136,9 +138,11 @@ def build_stacked_options(
 def group_by_dataset(
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
-    """Return (name -> parameters from `datasets.NAME.PARAMETER=value`, other assignments).
+    """Separate the parameters of named datasets from other assignments.
 
-    Raises `ConfigError` for other words beginning with `datasets.`.
+    Returns the parameters set by `datasets.NAME.PARAMETER=value`, grouped by dataset name, and the
+    other assignments. Raises `ConfigError` if a name that begins with `datasets.` is not of this
+    form.
     """
     parameters_by_name: dict[str, dict[str, Any]] = {}
     others = []
@@ -164,7 +168,7 @@ def _collect_values(stack: SectionStack) -> dict[str, Any]:
 
 
 def _resolve_alias(name: str, files: Sequence[str]) -> str:
-    """Return the dataset name that an alias means."""
+    """Return the name of the dataset that has the alias `name`, or `name` if there is none."""
     try:
         return find_entry(name, files).name
     except ConfigError:
@@ -172,9 +176,9 @@ def _resolve_alias(name: str, files: Sequence[str]) -> str:
 
 
 def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
-    """Return the source with parameters replaced; names are Open-Assistant's or weft's.
+    """Return the source with parameters replaced; their names can be Open-Assistant's or weft's.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for parameters that the source does not accept.
     """
     where = f"datasets.{source.named}"
     try:
@@ -191,7 +195,7 @@ def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> So
 
 
 def _find_datasets_with_files(parameters_by_name: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Return the datasets whose own files the command line names."""
+    """Return the names of the datasets for which the command line sets a path."""
     result: set[str] = set()
     for name, parameters in parameters_by_name.items():
         if any(datasets.PARAMETERS.get(key) == "path" for key in parameters):
@@ -202,10 +206,10 @@ def _find_datasets_with_files(parameters_by_name: Mapping[str, Mapping[str, Any]
 def _with_copies(
     sources: Sequence[SourceSpec], data_path: str, placed: Set[str] = frozenset()
 ) -> list[SourceSpec]:
-    """Return the sources, replaced by their local copies in `data_path`.
+    """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
-    `data_path` is the copy of the only named source, or a folder with one copy per name. Sources in
-    `placed` are unchanged.
+    If there is only one named source, `data_path` is its copy. Otherwise it is a folder with one
+    copy per name, and sources in `placed` are unchanged. Raises `ConfigError` if there is no copy.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
@@ -239,7 +243,10 @@ def _is_elsewhere(source: SourceSpec) -> bool:
 
 
 def _find_file(folder: Path, source: SourceSpec) -> str | None:
-    """Return the source's file in the folder of its copy or in `folder`, or None."""
+    """Return the path of the source's file in the dataset's subfolder of `folder`, or in `folder`.
+
+    Returns None if the file is in neither.
+    """
     if not source.path or _is_elsewhere(source):
         return None
     places = (folder / str(source.named) / source.path, folder / source.path)

@@ -1,7 +1,7 @@
 """`weft start` runs a registered experiment, `weft stop` ends a run so that it can be resumed.
 
-`find_config` lists registered experiments by a pattern, as ReaL's `python -m realhf.apps.main
-find_config` does.
+`find_config` lists the registered experiments that match a pattern, as ReaL's `python -m
+realhf.apps.main find_config` does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from weft.experiments import _checks as checks
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     """Run `weft start ...` and return the exit code.
 
-    Raises `UserError` for unusable input. `supervise`: run in a child process, since Ray may kill
-    this one.
+    With `supervise`, a run that needs Ray is started in a child process, because Ray may kill the
+    process it runs in. Raises `UserError` for unusable input.
     """
     parser = build_run_parser(
         "weft start", "Run an experiment registered with register_experiment(name), or list them."
@@ -123,7 +123,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 
 def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Experiment:
-    """Return the experiment with settings replaced by those of the command line."""
+    """Return the experiment with its settings replaced by those on the command line."""
     settings = {}
     for name in ("fileroot", "recover_mode"):
         if getattr(given, name) is not None:
@@ -153,7 +153,10 @@ def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Exper
 
 
 def _parse_allocation_mode(text: str | None) -> str | None:
-    """Parse `--allocation_mode`, also in ReaL's terms. Raises `ConfigError`."""
+    """Return the value of `--allocation_mode`, with ReaL's names translated to weft's.
+
+    Raises `ConfigError` for an unknown mode.
+    """
     if text is None:
         return None
     mode = ALLOCATIONS.get(text, text)
@@ -164,7 +167,10 @@ def _parse_allocation_mode(text: str | None) -> str | None:
 
 
 def find_config(argv: Sequence[str]) -> int:
-    """Print the registered experiments whose names begin with a pattern."""
+    """Print the registered experiments whose names match a regular expression from the start.
+
+    Returns the exit code.
+    """
     parser = CommandParser(
         prog="weft.apps.main find_config", description="List registered experiments by a pattern."
     )
@@ -197,7 +203,10 @@ def find_config(argv: Sequence[str]) -> int:
 
 
 def stop(argv: Sequence[str]) -> int:
-    """Ask a run to end after its current step, wait until it has, and print the result."""
+    """Run `weft stop`: ask a run to end after its current step, and wait until it has ended.
+
+    Prints the result and returns the exit code 0.
+    """
     parser = CommandParser(
         prog="weft stop", description="End a run after its step; the same command resumes it."
     )
@@ -217,7 +226,7 @@ def stop(argv: Sequence[str]) -> int:
 
 
 def build_run_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that name a run."""
+    """Return a parser with the options that select a run and the mode it runs in."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name"

@@ -30,7 +30,10 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft data trees ...`. Raises `UserError` for unusable files and options."""
+    """Run `weft data trees ...` and return the exit code.
+
+    Raises `UserError` for unusable files and options.
+    """
     arguments = _build_parser().parse_args(list(argv))
     if arguments.command is None:
         _build_parser().print_help()
@@ -128,7 +131,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def read_tree_file(path: str) -> Iterator[Tree]:
-    """Iterate over the trees of a file. Raises `DataError` with the place of an invalid one."""
+    """Iterate over the trees in a file. Raises `DataError` with the place of an invalid row."""
     place = path
 
     def iterate_rows() -> Iterator[Mapping[str, Any]]:
@@ -147,7 +150,10 @@ def read_tree_file(path: str) -> Iterator[Tree]:
 
 
 def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
-    """Write one object per line, gzipped if the name says so; return the number of objects."""
+    """Write one object per line, compressed with gzip if the path ends in .gz.
+
+    Returns the number of objects. Raises `ConfigError` unless the path ends in .jsonl or .jsonl.gz.
+    """
     if not path.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
     count = 0
@@ -162,7 +168,7 @@ def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 
 
 def format_statistics(trees: Iterable[Tree]) -> list[str]:
-    """Return lines of counts."""
+    """Return lines with counts of trees, messages, training rows, roles, languages and states."""
     every = TreeFilter(states=(), reviewed=False)
     counts = Counter[str]()
     langs = Counter[str]()

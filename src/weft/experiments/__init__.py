@@ -1,4 +1,7 @@
-"""The shipped experiments, one file per algorithm. They turn options into graphs without torch."""
+"""The shipped experiments, one file per algorithm.
+
+They turn options into dataflow graphs without importing torch.
+"""
 
 from weft.experiments.distill import DistillConfig
 from weft.experiments.dpo import DPOConfig

@@ -16,7 +16,7 @@ MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
 class SearchSpec:
     """Assumptions for the estimates of `allocation_mode=search` and of `--dry-run`.
 
-    An absent value is taken from this machine or from the other options.
+    A value that is not set is derived from this machine or from the other options.
     """
 
     gpu: str | None = option(
@@ -46,12 +46,14 @@ class SearchSpec:
 def allocate_layouts(
     roles: Mapping[str, ModelSpec], mode: str, num_devices: int
 ) -> dict[str, ModelSpec]:
-    """Return the roles, each with a layout; `num_devices` counts the devices of all machines.
+    """Return the roles with layouts assigned according to the allocation mode `mode`.
 
-    A role that names a layout keeps it, and a role whose backend runs on one device is unchanged.
-    For the others: `manual` leaves them on the first device; an explicit layout is given to each of
-    them; `heuristic` and `search` make each data-parallel over all devices. The placement of
-    `heuristic` and `search` is refined later (`weft.experiments._placement.place_calls`).
+    `num_devices` is the number of devices of all machines. Roles that name a layout, or whose
+    backend runs on one device only, are unchanged. For the other roles, "manual" assigns no layout,
+    so that they run on the first device; "heuristic" and "search" make them data-parallel over all
+    devices; any other mode is itself the layout that they all get.
+    `weft.experiments._placement.place_calls` refines the placement of "heuristic" and "search"
+    later.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"

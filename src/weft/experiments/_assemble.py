@@ -43,8 +43,8 @@ ROW_KEYS = {
 class ExperimentParts:
     """Roles, nodes and data that an algorithm derives from its options.
 
-    Fields have the meaning of the same fields of `Experiment`; `evaluation` lists the nodes of the
-    evaluation graph.
+    Fields with the name of a field of `Experiment` have the same meaning. `nodes` and `evaluation`
+    are the nodes of the main graph and of the evaluation graph.
     """
 
     roles: Mapping[str, ModelSpec]
@@ -62,9 +62,10 @@ class ExperimentParts:
 
 
 def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
-    """Return the experiment, with every check done that needs no torch.
+    """Return the experiment that `plan` describes, after all checks that do not need torch.
 
-    Raises `UserError` with the option, its value and the rule.
+    Raises `UserError` if an option is invalid. The message names the option, its value and the rule
+    that it breaks.
     """
     # Give every role a layout, and check its model.
     _check_sizes(config, plan)
@@ -121,10 +122,11 @@ def _build_allocation_notes(config: RunConfig) -> list[str]:
 
 
 def check_config(config: RunConfigT) -> RunConfigT:
-    """Check the options that all experiments share, and resolve the models.
+    """Check the options that all experiments share, and resolve the models of the roles.
 
-    Returns the configuration with its models resolved (`weft.experiments._models`). An algorithm's
-    `build` calls this before it checks options of the algorithm.
+    Returns the configuration with each role's model resolved to a directory and a backend
+    (`weft.experiments._models`). Each algorithm's `build` method calls this function before it
+    checks the algorithm's own options.
     """
     validate(config)
     import_user_code(config.imports)  # registers names that the options can refer to
@@ -140,9 +142,9 @@ def check_config(config: RunConfigT) -> RunConfigT:
 
 
 def fill_batch_sizes(dataset: DatasetSpec) -> DatasetSpec:
-    """Return the dataset options with default batch sizes and with `train_path` in place of `path`.
+    """Return the dataset options with default batch sizes, and with `path` moved to `train_path`.
 
-    Raises `ConfigError` if options exclude each other.
+    Raises `ConfigError` if training data are missing, or if options exclude each other.
     """
     checks.check_dataset(dataset)
     size = dataset.train_bs_n_seqs
@@ -158,23 +160,26 @@ def fill_batch_sizes(dataset: DatasetSpec) -> DatasetSpec:
 
 
 def _expand_paths(spec: ModelSpec) -> ModelSpec:
-    """Return the role with `~` expanded in its paths; a shell does not expand it after `path=`."""
+    """Return the role's spec with `~` expanded in the paths of the model and the tokenizer.
+
+    A shell does not expand `~` in an argument such as `actor.path=~/model`.
+    """
     tokenizer = replace(spec.tokenizer, path=checks.expand_home(spec.tokenizer.path))
     return replace(spec, path=checks.expand_home(spec.path), tokenizer=tokenizer)
 
 
 def get_batch_size(dataset: DatasetSpec) -> int:
-    """Return the number of ids that a node takes per step.
+    """Return the number of dataset rows that a node processes per step.
 
-    It is 0 if the loader forms batches by token count, or mixes samples.
+    Returns 0 if the loader forms batches by token count, or if it mixes samples.
     """
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
 
 def choose_dataset_type(dataset: DatasetSpec, usual: str) -> str:
-    """Return the dataset type that the options name, or the algorithm's default type.
+    """Return the dataset type that the options set, or else `usual`, the algorithm's default type.
 
-    Raises `ConfigError` for an unknown type.
+    Raises `ConfigError` if the type is unknown.
     """
     name = dataset.type or usual
     if name not in datasets:
@@ -183,7 +188,11 @@ def choose_dataset_type(dataset: DatasetSpec, usual: str) -> str:
 
 
 def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
-    """Return the nodes for validation rows; calls that train use the method `evaluate` instead."""
+    """Return the nodes of the evaluation graph, which processes validation rows.
+
+    They are copies of `nodes` with the batch size for validation. Calls that train become calls of
+    the method `evaluate`, which computes the loss without an optimizer step.
+    """
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
     evaluation_nodes: list[Node] = []
@@ -195,7 +204,7 @@ def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[
 
 
 def has_validation(dataset: DatasetSpec) -> bool:
-    """Return whether the dataset options or one of the sources have validation rows."""
+    """Return whether validation rows are configured, for the dataset or for one of its sources."""
     # Look for validation rows of the sources, then of the named datasets.
     sources = list_source_specs(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
@@ -210,7 +219,7 @@ def has_validation(dataset: DatasetSpec) -> bool:
 
 
 def _collect_options(config: RunConfig, plan: ExperimentParts) -> dict[str, Any]:
-    """Return the options as plain values, with default learning rates and lengths filled in."""
+    """Return all options as nested dicts, with default learning rates and lengths filled in."""
     # Fill in the learning rates of trained roles.
     values = to_mapping(config)
     for name, spec in plan.roles.items():
@@ -255,9 +264,10 @@ def _check_sizes(config: RunConfig, plan: ExperimentParts) -> None:
 
 
 def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
-    """Return the run options.
+    """Return the run options in the form that the runtime reads.
 
-    Raises `ConfigError` if evaluation is requested and there is nothing to evaluate on.
+    Raises `ConfigError` if evaluation is requested, but there are no validation rows and no
+    `eval_prompts`.
     """
     options = []
     for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
@@ -280,9 +290,10 @@ def _build_evaluation(plan: ExperimentParts, keys: Sequence[str]) -> Evaluation 
 
 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
-    """Add an offload hook after the call of a role with `{role}.offload`.
+    """Return the node with an offload hook, if it is a call whose role has the option `offload`.
 
-    A hook in the graph is visible to users, who can remove it.
+    After the call, the hook moves the role's weights to host memory. It is part of the graph, so
+    that users can see and remove it.
     """
     if isinstance(node, MFCDef) and roles[node.role].offload:
         return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
@@ -290,7 +301,10 @@ def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
 
 
 def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
-    """Return the experiment with the `{mfc}.*` options applied to its calls."""
+    """Return the experiment with options of single calls applied, such as `actor_train.layout`.
+
+    Raises `ConfigError` if such options are set for a call that is not in the graph.
+    """
     names = {n.name for n in experiment.graph.nodes}
     for spec in fields(config):
         wanted: Any = getattr(config, spec.name)
@@ -311,9 +325,9 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
 
 
 def _check_calls(experiment: Experiment) -> None:
-    """Raise an error for an unknown interface or loss, or for arguments that a loss does not take.
+    """Raise an error for unknown interfaces or losses, or for arguments that a loss does not have.
 
-    Losses work on arrays of any library, so torch is not loaded.
+    This does not load torch, since losses work on arrays of any library.
     """
     for node in experiment.graph.list_model_calls():
         if node.interface not in interfaces:

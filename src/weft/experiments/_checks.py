@@ -64,7 +64,8 @@ def find_device_problem(device: str) -> str | None:
 def check_flash(flash_attention: str, mode: str) -> None:
     """Raise `ConfigError` if flash attention 3 is requested, but not installed.
 
-    Only `mode=local` is checked: in the other modes another machine computes.
+    The check is limited to `mode` "local", since in the other modes the computation takes place on
+    other machines.
     """
     if flash_attention == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
         raise ConfigError(
@@ -74,7 +75,7 @@ def check_flash(flash_attention: str, mode: str) -> None:
 
 
 def find_profile_problem(steps: str) -> str | None:
-    """Return an error message for an invalid range of steps, else None."""
+    """Return an error message if `steps` is not a range of steps such as "5" or "5:8", else None."""
     try:
         parse_step_range(steps)
     except ConfigError as error:
@@ -102,7 +103,10 @@ def find_layout_problem(layout: str) -> str | None:
 
 
 def check_names(**names: str) -> None:
-    """Raise `ConfigError` unless each name is valid for a folder, a process and a job."""
+    """Raise `ConfigError` unless each name can be the name of a folder, of a process and of a job.
+
+    The keys of `names` are the options that set the names.
+    """
     for option, name in names.items():
         if not name:
             raise ConfigError(
@@ -130,7 +134,8 @@ def _suggest_name(name: str) -> str:
 def check_model(role: str, spec: ModelSpec) -> None:
     """Raise an error if the options of a role do not name a model that can be loaded.
 
-    Only local paths are checked; hub names are looked up later.
+    `role` is the role's name, for messages. Only local paths are checked; names of the Hugging Face
+    hub are looked up later.
     """
     if spec.tokenizer.path is not None:
         check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
@@ -163,9 +168,10 @@ def is_local(path: str) -> bool:
 
 
 def check_local(option: str, path: str) -> Path | None:
-    """Return the local path, or None for a hub name.
+    """Return `path` as a local path, or None if it is a hub name.
 
-    Raises `CheckpointError` if a local path does not exist.
+    `option` is the option that sets the path, for messages. Raises `CheckpointError` if a local
+    path does not exist.
     """
     if not is_local(path):
         return None
@@ -212,9 +218,10 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
 
 
 def _check_prefix(role: str, spec: ModelSpec, prefix: PrefixSettings) -> None:
-    """Check a trained prefix that is given as a role's model, and its base model.
+    """Check a role whose path is a trained prefix (prefix tuning), and the prefix's base model.
 
-    A trained role must set `prefix.num_tokens` to the length of the prefix.
+    Raises `ConfigError` if the role's backend does not support prefixes, or if the role is trained
+    and its option `prefix.num_tokens` is not the length of the prefix.
     """
     option = f"{role}.path={spec.path!r}"
     num_tokens = spec.prefix.num_tokens
@@ -234,7 +241,7 @@ def _check_prefix(role: str, spec: ModelSpec, prefix: PrefixSettings) -> None:
 
 
 def count_prefix_tokens(spec: ModelSpec) -> int:
-    """Return the number of context tokens that a role's prefix takes."""
+    """Return how many positions of the context a role's trained prefix uses; 0 without a prefix."""
     if spec.path is not None and is_local(spec.path):
         prefix = read_prefix(spec.path)
     else:
@@ -243,15 +250,16 @@ def count_prefix_tokens(spec: ModelSpec) -> int:
 
 
 def read_model_config(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config.json of a role's model, or an empty mapping.
+    """Return the contents of the config.json of a role's model, or an empty mapping.
 
-    It is read from a local directory or from the hub's cache.
+    The file is read from a local directory, from the hub's cache or from the copies that weft
+    ships, without downloading anything.
     """
     return {} if spec.path is None else read_config_values(spec.path)
 
 
 def read_vocab_size(spec: ModelSpec) -> int | None:
-    """Return the vocabulary size in the model's config.json, or None if it is not known yet."""
+    """Return the vocabulary size that the model's config.json states, or None if it is unknown."""
     size = read_model_config(spec).get("vocab_size")
     return size if isinstance(size, int) else None
 
@@ -292,7 +300,7 @@ def check_dataset(dataset: DatasetSpec) -> None:
 
 
 def _is_local_path(path: str) -> bool:
-    """Return whether a dataset path is local, not a hub name `OWNER/NAME[:FOLDER]`."""
+    """Return whether a dataset path is local, rather than a hub name `OWNER/NAME[:FOLDER]`."""
     if Path(path).expanduser().exists() or DATA_FILE.search(path):
         return True
     return HUB_DATA.fullmatch(path) is None
@@ -319,9 +327,11 @@ def _check_data_file(option: str, path: str) -> None:
 
 
 def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> None:
-    """Raise `ConfigError` if a token budget is below the length of the longest sequence.
+    """Raise `ConfigError` if the longest sequence does not fit a token budget.
 
-    `of_what` names the options that determine that length.
+    `budget` is the value of the option `option`, or None if there is no limit. `longest` is the
+    length of the longest sequence in tokens, and `of_what` names the options that determine that
+    length.
     """
     if budget is not None and budget < longest:
         raise ConfigError(
@@ -333,8 +343,9 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
 def count_minibatches(total: int, size: int | None, count: int, algorithm: str) -> int:
     """Return the number of optimizer steps per pass over `total` completions.
 
-    `size` is the number of completions per minibatch; without it there are `count` minibatches.
-    Raises `ConfigError` if the total is not divisible.
+    `size` is the number of completions per minibatch; if it is None, there are `count` minibatches.
+    `algorithm` is the option group of the algorithm, for messages. Raises `ConfigError` if `total`
+    cannot be divided evenly.
     """
     if size is not None:
         if total % size:

@@ -31,7 +31,10 @@ def _list_learning_options(role: str) -> tuple[str, ...]:
 
 
 def _list_sampling_options(algorithm: str, *others: str) -> tuple[str, ...]:
-    """Return the names of an algorithm's sampling options, followed by `others`."""
+    """Return the full names of an algorithm's main sampling options and of the options `others`.
+
+    For example, "kl_ctl" in `others` becomes "ppo.kl_ctl".
+    """
     return tuple(
         f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)
     )
@@ -158,9 +161,9 @@ EXAMPLES: Mapping[str, str] = {
 
 
 def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the names of the common options that `config` has, by group.
+    """Return the names of the most common options that `config` has, by the group in `--help`.
 
-    For a user's own configuration class the first group lists the options that the class adds.
+    If a user defined the class of `config`, the first group lists the options that this class adds.
     """
     known = {leaf.name for leaf in iterate_options(config)}
     chosen = {}

@@ -1,8 +1,9 @@
-"""Estimates of the seconds and device memory of a call on a layout, from sizes alone.
+"""Estimates of a call's duration and device memory with a given layout, from sizes alone.
 
-Seconds add up matrix products, memory reads and messages; nothing overlaps within a call. Parts
-that are left out (data between devices, host functions, the softmax of the head) are small in
-comparison, or equal for all layouts. The functions are pure.
+A duration is the sum of the times for matrix products, memory reads and messages; nothing is
+assumed to overlap within a call. Costs that are left out (data sent between devices, host
+functions, the softmax of the head) are small in comparison, or equal for all layouts. The functions
+are pure.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a decoder, and the settings of its role that affect cost.
+    """Sizes of a decoder, and the settings of its role that affect the estimates.
 
-    `inner` is the width of the MLP, summed over the experts that a token is routed to. `active` is
-    the number of elements of a layer that a token passes through, `whole` the number of all its
-    elements. `outputs` is the number of elements of the output matrix, `embedding` that of the
-    input embedding.
+    `query` and `key` are the widths of the queries and of the keys, over all heads. `inner` is the
+    width of the MLP, summed over the experts that a token is routed to. `whole` is the number of
+    weights of a layer, and `active` the number of those that are used for a token. `outputs` and
+    `embedding` are the numbers of weights of the output matrix and of the input embedding.
     """
 
     layers: int
@@ -74,7 +75,7 @@ class DecoderSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Number of all parameters."""
+        """Total number of parameters; tied embeddings count once."""
         return self.layers * self.whole + self.embedding + (0 if self.tied else self.outputs)
 
     @property
@@ -87,9 +88,10 @@ class DecoderSizes:
         return 0
 
     def count_operations(self, tokens: float, length: float, rows: float) -> float:
-        """Return the floating-point operations of a forward pass.
+        """Return the number of floating-point operations of a forward pass.
 
-        `tokens` are in sequences of `length`; logits are computed for `rows` of them.
+        `tokens` is the number of tokens, in sequences of `length` tokens each. Logits are computed
+        for `rows` of the tokens.
         """
         return (
             tokens * self.layers * 2 * (self.active + self.query * length) + rows * 2 * self.outputs
@@ -98,11 +100,11 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class CallWorkload:
-    """The work of a call in one step.
+    """Workload of a model function call in one step.
 
-    `num_sequences` have `prompt_tokens` + `new_tokens` tokens each. A call that trains makes
-    `num_updates` optimizer steps per epoch; `microbatch` is the maximum number of tokens on a
-    device at a time.
+    The call processes `num_sequences` sequences of `prompt_tokens` + `new_tokens` tokens each. A
+    call that trains makes `num_epochs` passes with `num_updates` optimizer steps each. `microbatch`
+    is the maximum number of tokens that a device processes at a time.
     """
 
     method: str
@@ -115,17 +117,17 @@ class CallWorkload:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per sequence."""
+        """Number of tokens per sequence."""
         return self.prompt_tokens + self.new_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Total number of tokens of all sequences."""
         return self.num_sequences * self.sequence_length
 
     @property
     def trains(self) -> bool:
-        """True if the call trains."""
+        """True if the call trains a model."""
         return self.method == "train_step"
 
 
@@ -135,7 +137,7 @@ class CallWorkload:
 def estimate_call_seconds(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> float:
-    """Return the seconds of a call in one step on this mesh, without the transfer of parameters."""
+    """Return the duration of a call in one step on `mesh`, in seconds, without weight transfers."""
     if load.method == "generate":
         return _estimate_generation(network, load, mesh, rates)
     once = _estimate_pass(network, load, mesh, rates)
@@ -147,9 +149,10 @@ def estimate_call_seconds(
 def estimate_transfer_seconds(
     network: DecoderSizes, source: Mesh, target: Mesh, rates: DeviceRates
 ) -> float:
-    """Return the seconds to copy the weights trained on `source` to `target`.
+    """Return the time to copy the weights trained on `source` to `target`, in seconds.
 
-    The device that sends or receives the most bytes determines the time.
+    The device that sends or receives the most bytes determines the time. If only adapters are
+    trained, only they are copied.
     """
     size = float(
         (network.num_parameters if network.trainable is None else network.trainable)
@@ -170,14 +173,15 @@ def estimate_transfer_seconds(
 
 
 def _compute_stored_share(layout: Layout) -> float:
-    """Return the fraction of a network that one device stores."""
+    """Return the fraction of a network's parameters that each device stores with this layout."""
     return 1.0 / (layout.tensor * layout.pipeline * layout.fsdp)
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's share on `target` that it already has from `source`.
+    """Return the fraction of a device's parameters on `target` that it already stores for `source`.
 
-    It is 1 for the same position in the same layout.
+    `rank` is the device. The fraction is 1 if the device has the same position in the same layout,
+    and 0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0
@@ -201,7 +205,10 @@ def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
 def _estimate_pass(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> float:
-    """Return the seconds of one pass over all tokens, with the backward pass if the call trains."""
+    """Return the duration of one pass over all tokens, in seconds.
+
+    If the call trains, this includes the backward pass.
+    """
     layout = mesh.layout
     trains = load.trains
     forwards = 2 if trains and network.recompute else 1
@@ -263,7 +270,7 @@ def _estimate_pass(
 
 
 def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> float:
-    """Return the seconds of summing the gradients and of one optimizer step."""
+    """Return the time to sum the gradients over devices and take one optimizer step, in seconds."""
     layout = mesh.layout
     band = rates.compute_bandwidth(mesh.ranks)
     # Bytes that a device exchanges: one share per shard, then sums over the copies.
@@ -287,9 +294,9 @@ def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> f
 def _estimate_generation(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> float:
-    """Return the seconds of prefilling the prompts and decoding all sequences token by token.
+    """Return the time to prefill the prompts and decode all sequences token by token, in seconds.
 
-    Pipeline stages are assumed to wait for each other.
+    The stages of a pipeline are assumed to run one after another.
     """
     # Prefill: a pass over the prompts.
     layout = mesh.layout
@@ -348,9 +355,10 @@ def estimate_role_memory(
     *,
     own: bool = True,
 ) -> RoleMemory:
-    """Estimate the bytes on one device for a role's weights and for these calls.
+    """Return the estimated memory in bytes that a role's weights and calls use on one device.
 
-    With `own=False` the device has a copy of a trained role, without an optimizer.
+    `loads` are the workloads of the role's calls on this layout. With `own=False`, the device only
+    has a copy of a trained role's weights, without an optimizer.
     """
     # Sizes of one device's shard of the network.
     parts = layout.tensor * layout.pipeline

@@ -1,9 +1,9 @@
 """Translate a DeepSpeed configuration into weft's options.
 
-Each key is mapped to an option, ignored because it only tunes DeepSpeed, or refused by name.
-DeepSpeed itself is not needed. The known keys come from its "DeepSpeed Configuration JSON". A value
-of `auto`, which Hugging Face's Trainer fills in from its own options, sets nothing, so that weft's
-command line or defaults apply.
+Each key is mapped to an option, ignored because it only tunes DeepSpeed, or refused with a reason.
+DeepSpeed itself is not needed. The known keys are those of its documentation page "DeepSpeed
+Configuration JSON". A value of `auto`, which Hugging Face's Trainer fills in from its own options,
+sets nothing, so that weft's command line or defaults apply.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ REFUSED = {
 class MappedDeepSpeedConfig:
     """Result of translating a DeepSpeed configuration.
 
-    `options` are weft's options by name; `notes` are lines for the user; `tuning` lists the keys
-    that only tune DeepSpeed; `refused` lists the refused keys with the reasons.
+    `options` maps the names of weft's options to values. `notes` has lines to show to the user.
+    `tuning` lists the keys that are ignored because they only tune DeepSpeed, and `refused` the
+    keys that are refused, with the reasons.
     """
 
     roles: tuple[str, ...]  # trained roles
@@ -142,7 +143,11 @@ class MappedDeepSpeedConfig:
             self.options[option] = value
 
     def list_names(self, name: str) -> tuple[str, ...]:
-        """Return full option names: if `name` begins with a dot, one per trained role."""
+        """Return the full names of the option `name`.
+
+        A name that begins with a dot, such as ".dtype", becomes one option per trained role, such
+        as "actor.dtype". Other names are returned unchanged.
+        """
         if name.startswith("."):
             return tuple(f"{role}{name}" for role in self.roles)
         return (name,)
@@ -152,7 +157,7 @@ class MappedDeepSpeedConfig:
         self.refused.append(f"{key}={value!r}: {why}")
 
     def refuse_unknown(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Refuse all keys of a group that are set and not in `known`."""
+        """Refuse all keys of the group `prefix` that are set, but are not in `known`."""
         for key, value in group.items():
             if key not in known and not _is_off(value):
                 close = find_nearest(key, known, 1)
@@ -166,7 +171,10 @@ class MappedDeepSpeedConfig:
 def map_config(
     config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None
 ) -> MappedDeepSpeedConfig:
-    """Translate a DeepSpeed configuration into options of the trained roles."""
+    """Translate a DeepSpeed configuration into options of the run and of the trained roles `roles`.
+
+    `max_seqlen` is the maximum number of tokens per row, if it is known.
+    """
     done = MappedDeepSpeedConfig(tuple(roles), max_seqlen)
     config = _with_numbers(config)
     for key, value in config.items():
@@ -187,7 +195,8 @@ def map_config(
 def _with_numbers(value: Any) -> Any:
     """Return `value` with strings such as "1e-5" and "true" converted to numbers and booleans.
 
-    Open-Assistant's files quote their numbers.
+    Mappings and lists are converted recursively. Open-Assistant's files quote their numbers, for
+    example.
     """
     if isinstance(value, Mapping):
         return {key: _with_numbers(each) for key, each in value.items()}
@@ -201,14 +210,21 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value requests nothing: absent, auto, false, 0, or a group not enabled."""
+    """Return whether a value leaves its feature off.
+
+    Such values are None, "auto", "none", False, 0, empty values, and groups that are not enabled.
+    """
     if isinstance(value, Mapping):
         return value.get("enabled", bool(value)) in (False, AUTO)
     return value in (None, AUTO, False, 0, "none", [], "")
 
 
 def _check_number(done: MappedDeepSpeedConfig, key: str, value: Any, least: float = 0.0) -> bool:
-    """Return whether the value is a usable number; refuse the key if it is set to anything else."""
+    """Return whether the value is a number of at least `least`.
+
+    Returns False if the value is None or "auto", which leave the key unset. Any other value is also
+    recorded in `done` as refused.
+    """
     if value in (None, AUTO):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
@@ -228,7 +244,10 @@ def _read_group(done: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[st
 
 
 def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
-    """Map the batch sizes: the global batch to rows, the micro-batch of a device to tokens."""
+    """Map the global batch size to rows, and the micro-batch size per device to tokens.
+
+    If only the micro-batch size is set, it also determines the batch size per device.
+    """
     # Find the sizes that the file sets.
     micro, accumulation = (
         config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

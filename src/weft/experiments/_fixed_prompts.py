@@ -22,10 +22,11 @@ COPIED_OPTIONS = (
 
 
 def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
-    """Return the graph in which the trained model answers `eval_prompts`, or None without them.
+    """Return the graph in which the trained model answers the prompts of the option `eval_prompts`.
 
-    The call uses the layout and devices of the run's own sampling, if the run samples. Raises
-    `ConfigError` if the run trains no model that generates text.
+    Returns None if the option is not set. If the run samples completions with the trained model,
+    the answers are sampled with the same layout and devices. Raises `ConfigError` if the run trains
+    no model that generates text.
     """
     path = config.eval_prompts
     most = config.eval_prompts_max_new_tokens
@@ -81,7 +82,11 @@ def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation
 def _find_sampler(
     config: RunConfig, experiment: Experiment, path: str
 ) -> tuple[MFCDef | None, str]:
-    """Return (the run's call that samples with the trained policy, or None; the policy's role)."""
+    """Return the run's call that samples with the trained policy, and the policy's role.
+
+    The call is None if the run does not sample. `path` is the value of `eval_prompts`, for
+    messages. Raises `ConfigError` if the run trains no model that generates text.
+    """
     calls = experiment.graph.list_model_calls()
     trained = []
     for call in calls:

@@ -23,10 +23,10 @@ CONTEXT_KEYS = (
 
 
 def find_context(config: RunConfig) -> int | None:
-    """Return the shortest context of the run's models in tokens, or None if it is unknown.
+    """Return the shortest context length of the run's models in tokens, or None if none is known.
 
-    Contexts come from the available config.json files. The reward model's context does not count,
-    since its tokenizer can differ.
+    Context lengths are read from the config.json files that are available. The reward model is left
+    out, since its tokenizer can differ.
     """
     named = {}
     for spec in fields(config):
@@ -40,7 +40,10 @@ def find_context(config: RunConfig) -> int | None:
 
 
 def read_model_context(spec: ModelSpec) -> int | None:
-    """Return a model's context in tokens, or None if no available config.json states it."""
+    """Return a model's context length in tokens, or None if no available config.json states it.
+
+    The length takes RoPE scaling and the tokens of a trained prefix into account.
+    """
     values = checks.read_model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):
@@ -56,13 +59,16 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return a dataset of rows with answers; its `max_seqlen` defaults to the context."""
+    """Return the options of a dataset with answers, with `max_seqlen` filled in.
+
+    The default of `max_seqlen` is the context length of the run's models.
+    """
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """A dataset of prompts and its sampling options, with default lengths filled in."""
+    """Dataset of prompts and options for sampling, with default lengths filled in."""
 
     dataset: DatasetSpec
     gen: GenerationSpec
@@ -71,11 +77,13 @@ class SampleLengths:
     def from_options(
         cls, config: RunConfig, dataset: DatasetSpec, gen: GenerationSpec, name: str
     ) -> SampleLengths:
-        """Fill in `max_new_tokens` and `max_prompt_len` if they are not set.
+        """Return the dataset and sampling options with default lengths filled in.
 
-        `max_new_tokens` is the smaller of `MAX_NEW_TOKENS` and the context less `max_prompt_len`,
-        or half of the context if `max_prompt_len` is not set. `max_prompt_len` is the context less
-        `max_new_tokens`. Raises `ConfigError` if no room is left for a prompt or a completion.
+        Values that are set are kept. By default, `max_new_tokens` is `MAX_NEW_TOKENS`, but at most
+        the context length minus `max_prompt_len`, or half of the context length if `max_prompt_len`
+        is not set. `max_prompt_len` is by default the context length minus `max_new_tokens`. `name`
+        is the option group of `gen`, for messages. Raises `ConfigError` if no room is left for a
+        prompt or a completion.
         """
         context = find_context(config)
         given = dataset.max_prompt_len
@@ -108,7 +116,7 @@ class SampleLengths:
 
 
 def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
-    """Return the maximum tokens of a prompt and its completion, or None if no length is set."""
+    """Return the maximum length of a prompt with its completion in tokens, or None if none is set."""
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None
     return (dataset.max_prompt_len or 1) + (gen.max_new_tokens or 1)

@@ -69,7 +69,10 @@ class LaunchSpec:
 
 @dataclass
 class SlurmSpec:
-    """Resources and settings of a Slurm job (`mode=slurm`); the cluster's defaults if absent."""
+    """Resources and settings of a Slurm job (`mode=slurm`).
+
+    Those that are not set have the cluster's defaults.
+    """
 
     partition: str | None = option(None, "partition, or several with commas")
     account: str | None = option(None, "account that is charged")

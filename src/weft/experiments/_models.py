@@ -1,4 +1,4 @@
-"""Resolve users' names of models to directories and backends; nothing is loaded."""
+"""Resolve the model names that users write to directories and backends, without loading models."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ NamedRunConfig = RunConfig | Control  # both have `fileroot` and the names of th
 
 
 def resolve_models(config: RunConfigT) -> RunConfigT:
-    """Return the configuration with the directory and the backend of each role's model.
+    """Return the configuration with each role's model resolved to a directory and a backend.
 
-    Names of runs are replaced by directories. A backend is chosen only if the role's config.json is
-    available. A resumed run keeps the checkpoints that it started with. Raises `CheckpointError`
-    with the option.
+    A model that is given as the name of a run is replaced by a checkpoint directory of that run. A
+    backend is chosen only if the model's config.json is available. A resumed run keeps the
+    checkpoints that it started with. Raises `CheckpointError`, which names the option, if a model
+    cannot be found.
     """
     changed: dict[str, Any] = {}
     for spec in fields(config):
@@ -46,7 +47,10 @@ def resolve_models(config: RunConfigT) -> RunConfigT:
 
 
 def resolve_roles(experiment: Experiment) -> Experiment:
-    """Resolve the model paths of an experiment built by user code. Raises `CheckpointError`."""
+    """Return an experiment that user code built, with its model paths resolved.
+
+    Raises `CheckpointError` if a model cannot be found.
+    """
     roles = {}
     for name, spec in experiment.roles.items():
         roles[name] = _resolve_role(experiment.control, name, spec)
@@ -70,9 +74,10 @@ def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelS
 
 
 def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the reward model has no score head: a new random one gives noise.
+    """Return a list with a warning if the reward model's checkpoint has no score head.
 
-    `values`: the contents of config.json.
+    In this case the score head is new and random, and the rewards are noise. Otherwise the list is
+    empty. `values` has the contents of the checkpoint's config.json.
     """
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
@@ -86,9 +91,10 @@ def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) 
 
 
 def find_option_role(config: Mapping[str, Any], role: str, path: str) -> str:
-    """Return the role whose option `path` the user set: `role`, or the role it was copied from.
+    """Return the role for which the user set the model path `path`.
 
-    `config`: the options as plain values.
+    This is `role` itself, or the role that its model was copied from. `config` has the options as
+    plain values.
     """
 
     def is_set(name: str) -> bool:
@@ -124,7 +130,12 @@ def _locate_path(
     *,
     tokenizer: bool,
 ) -> tuple[str | None, str]:
-    """Return (the directory or hub name, a note for the user)."""
+    """Return the directory or hub name of the model `given`, and a note for the user.
+
+    `option` is the option that names the model. If the model is given as the name of a run, `roles`
+    are the roles whose checkpoints can be used. `tokenizer` is true if only a tokenizer is needed.
+    The note is empty if there is nothing to report.
+    """
     if given is None or (tokenizer and _has_tokenizer(Path(given).expanduser())):
         return given, ""
     run = Path(config.fileroot).expanduser() / config.experiment_name / config.trial_name
@@ -140,9 +151,10 @@ def _has_tokenizer(place: Path) -> bool:
 
 
 def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str | None:
-    """Return the option's value in the config of the run that is resumed, or None for a new run.
+    """Return the value that `option` had when the resumed run started, or None for a new run.
 
-    The resumed run is this run, or the run that `resume_from` names.
+    The value is read from the saved configuration in `run`, the directory of this run, or else in
+    the run that `resume_from` names.
     """
     places = [run]
     if config.resume_from is not None:
@@ -166,10 +178,10 @@ def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str |
 
 
 def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
-    """Return the role with a backend that can run its model, according to its config.json.
+    """Return the role with a backend that can run its model, according to the model's config.json.
 
-    `values` are the contents of config.json; without them the backend stays as it is. Raises
-    `ConfigError` if the backend cannot run the model.
+    `values` has the contents of config.json; if they are not available, the backend is unchanged.
+    Raises `ConfigError` if no backend, or not the one that is set, can run the model.
     """
     if spec.backend not in (AUTO, kind.TORCH_BACKEND) or spec.path is None:
         return spec

@@ -47,14 +47,17 @@ class UnknownRates(ConfigError):
 
 @dataclass(frozen=True)
 class PlacementReport:
-    """Result of a search, with the `rates` and `loads` that it used."""
+    """Result of a placement search, with the data on which it is based.
+
+    `rates` are the speeds of the devices, and `loads` maps each call to its workload.
+    """
 
     result: SearchResult
     rates: DeviceRates
     loads: Mapping[str, CallWorkload]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates as plain values: of the best placement and of the heuristic one."""
+        """Return the estimates of the best placement and of the heuristic one as plain values."""
         result = self.result
         return {
             "device": self.rates.name,
@@ -66,7 +69,7 @@ class PlacementReport:
         }
 
     def build_lines(self) -> list[str]:
-        """Return lines for the plan that is printed before the run."""
+        """Return lines that describe the result, for the plan that is printed before the run."""
         # Describe the search and the heuristic's placement.
         best = self.result.best
         first = self.result.first
@@ -103,11 +106,12 @@ class PlacementReport:
 def place_calls(
     experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
 ) -> Experiment:
-    """Return the experiment with calls placed by `allocation_mode` search or heuristic, and notes.
+    """Return the experiment with its calls placed on devices, and with notes on the placement.
 
-    `given` are the roles as the user wrote them. Calls are placed if neither they nor their role
-    name a layout. If nothing can be estimated, calls stay on all devices and a note gives the
-    reason. Raises `ConfigError` if the search finds no placement that fits.
+    This applies the values "search" and "heuristic" of `allocation_mode`. `given` has the roles as
+    the user wrote them. A call is placed unless it or its role names a layout. If nothing can be
+    estimated, calls stay on all devices and a note says why. With "search", raises `ConfigError` if
+    the speed of the devices is unknown, or if no placement fits into memory.
     """
     # Nothing to choose on one device, or if every role names its layout
     per_node = config.n_gpus_per_node or 1
@@ -153,7 +157,11 @@ def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 def _build_heuristic_lines(
     best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
 ) -> list[str]:
-    """Return lines on the chosen placement, or none if all calls are sharded over all devices."""
+    """Return lines that describe the placement `best` of the heuristic, for the printed plan.
+
+    The list is empty if `best` equals `everywhere`, the placement with all calls sharded over all
+    devices.
+    """
     if best.meshes == everywhere.meshes:
         return []
     fits = "" if not everywhere.excess_bytes else ", which does not fit"
@@ -167,7 +175,11 @@ def _build_heuristic_lines(
 def _build_problem(
     experiment: Experiment, config: RunConfig, free: set[str]
 ) -> tuple[PlacementProblem, list[int]]:
-    """Return the search problem, and the placement with every call on all devices."""
+    """Return the search problem, and the placement with every movable call on all devices.
+
+    The placement has, for each unit of calls, the index of its mesh. Calls of the roles in `free`
+    can be moved.
+    """
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
     # Read the sizes of the models.
@@ -197,7 +209,10 @@ def _build_problem(
 
 
 def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
-    """Return a line for each model without a local config.json, which an estimate needs."""
+    """Return a message for each model whose config.json is not available on this machine.
+
+    Without this file nothing can be estimated.
+    """
     missing = {}
     for role, spec in roles.items():
         if spec.path and not checks.read_model_config(spec):
@@ -227,7 +242,13 @@ def _with_placement(
 def _build_units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
-    """Return (the units, the index of the mesh on all devices by the calls of a unit)."""
+    """Return the units of calls to place together, and the index of each unit's initial mesh.
+
+    A unit has all calls that train a role, or one other call. The indices refer to the unit's
+    `meshes`, and are keyed by the names of its calls. Calls of the roles in `free` are initially on
+    all devices and can be moved, unless they name a layout. `count` is the number of all devices,
+    and `per_node` the number per machine.
+    """
     # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
     for call in experiment.graph.list_model_calls():
@@ -255,9 +276,11 @@ def _build_units(
 def _build_layout_filter(
     spec: ModelSpec, at_once: int, *, trains: bool
 ) -> Callable[[Layout], Layout | None]:
-    """Return a function that adapts a layout to the role's schedule, or rejects it with None.
+    """Return a function that adapts a layout to a role, or returns None to reject it.
 
-    A layout is rejected if the network, the batch or the options do not fit it.
+    The function sets the number of pipeline stages per rank that the role's pipeline schedule uses.
+    It rejects layouts that the network or the role's options do not allow, and layouts with more
+    than `at_once` data-parallel ranks.
     """
     from weft.checkpoints.hf_io import read_config
     from weft.engine.torch.network_source import check_layout
@@ -285,7 +308,10 @@ def _build_layout_filter(
 
 
 def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
-    """Return the number of ids per minibatch of a call, the limit of its data-parallel ranks."""
+    """Return the number of dataset rows per minibatch of a call.
+
+    A call cannot have more data-parallel ranks than that.
+    """
     if call.trains:
         updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
     else:
@@ -297,7 +323,7 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
 
 
 def _find_devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
-    """Return (whether the devices are GPUs, the default dtype of roles)."""
+    """Return whether the run uses GPUs, and the default dtype of roles on its devices."""
     import torch
 
     device = experiment.control.device
@@ -401,9 +427,10 @@ def _build_network_sizes(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) ->
 
 
 def _count_adapter_activations(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Return the activation elements per token saved for a layer's adapters.
+    """Return the number of activation elements per token that are saved for a layer's adapters.
 
-    They are the low-rank products and the input of the MLP's last matrix.
+    The backward pass needs the low-rank products and, in a layer without experts, the input of the
+    MLP's last matrix.
     """
     experts, matrices = (
         config.experts,
@@ -413,7 +440,7 @@ def _count_adapter_activations(spec: ModelSpec, config: TransformerConfig) -> in
 
 
 def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Return the number of elements of the `lora.*` adapters, or of a prefix.
+    """Return the number of trained elements of a role's LoRA adapters or prefix.
 
     Each expert has its own adapters.
     """
@@ -456,7 +483,10 @@ def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> CallWorklo
 
 
 def _count_ids(experiment: Experiment) -> int:
-    """Return the number of ids per step."""
+    """Return the number of dataset rows per step.
+
+    If batches are formed by token count, this is an estimate.
+    """
     size = experiment.get_node(experiment.steps_follow).batch_size
     dataset = experiment.dataset
     return size or max(
@@ -467,7 +497,7 @@ def _count_ids(experiment: Experiment) -> int:
 
 
 def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
-    """Return (tokens per prompt, tokens per answer, sampled answers per prompt)."""
+    """Return the estimated tokens per prompt, tokens per answer, and sampled answers per prompt."""
     # Lengths are those of the call that samples, or those of the rows.
     samplers = []
     for call in experiment.graph.list_model_calls():
@@ -493,7 +523,10 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return the actor of each reference that is an actor with its adapters disabled."""
+    """Return a mapping from each reference that can share an actor's weights to that actor.
+
+    Such a reference is the actor with its adapters disabled.
+    """
     from weft.engine.torch.adapters_off import can_share_base
 
     shared_references: dict[str, str] = {}

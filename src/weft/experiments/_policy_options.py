@@ -31,7 +31,10 @@ def _find_reward_problem(reward: Any) -> str | None:
 
 @dataclass
 class SamplingOptions:
-    """Options of methods that train on sampled and rewarded completions; defaults are PPO's."""
+    """Options of methods that train on sampled and rewarded completions.
+
+    The defaults are those of PPO.
+    """
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
     ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)
@@ -127,12 +130,16 @@ class PolicyOptions(SamplingOptions):
 
     @property
     def correction(self) -> str:
-        """The sampler correction; `token_truncate` if weights can be stale and none is set."""
+        """Name of the correction for differences between sampler and actor log-probs.
+
+        It is "token_truncate" if the sampling weights can be stale and `sampler_correction` is
+        "none".
+        """
         lags = self.max_staleness and self.sampler_correction == "none"
         return "token_truncate" if lags else self.sampler_correction
 
     def clip_args(self) -> dict[str, Any]:
-        """Return the arguments that both policy losses share."""
+        """Return the arguments that the policy losses of PPO and GRPO share."""
         names = (
             "eps_clip",
             "eps_clip_high",
@@ -209,7 +216,7 @@ class SamplingConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
 
     def missing(self) -> list[str]:
-        """Return a phrase for each required option that is not set; the reward is one of them."""
+        """Return a phrase for each required option that is not set, including the reward."""
         model = (
             self.rew.path
             or self.rew.url

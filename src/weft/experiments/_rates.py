@@ -1,6 +1,7 @@
-"""Speeds of devices for estimates of placements.
+"""Speeds of devices, from which the duration of steps is estimated.
 
-They are constants, so that every start of a run gets the same estimates. The functions are pure.
+The speeds are constants, so that the estimates are the same each time a run starts. The functions
+are pure.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Speed of one device and of its links to others.
+    """Speed of one device and of its links to other devices.
 
-    `flops` are floating-point operations per second that a run reaches in the model's dtype.
-    `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to another
-    machine) are bytes per second. `latency` is the seconds of one exchange, `launch` the minimum
-    seconds per layer, `dispatch` the seconds of a call to another process. `capacity` is the number
-    of bytes that a run can fill, `per_node` the devices per machine. `cores` are the CPU cores of a
-    machine, shared by its devices, with at most `threads` used by each process; None if devices
-    share nothing.
+    `flops` is the number of floating-point operations per second that a run reaches in the model's
+    dtype. `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to
+    another machine) are in bytes per second. `latency` is the duration of one exchange of messages,
+    `launch` the minimum time per layer, and `dispatch` the time of a call to another process, all
+    in seconds. `capacity` is the number of bytes of device memory that a run can use, and
+    `per_node` the number of devices per machine. `cores` is the number of CPU cores of a machine,
+    which are shared by its devices, or None if devices share no cores. Each process uses at most
+    `threads` cores.
     """
 
     name: str
@@ -41,16 +43,22 @@ class DeviceRates:
     threads: int | None = None
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
-        """Return the rates while `working` of `started` processes of the machine compute."""
+        """Return the rates of one process while `working` processes of its machine compute.
+
+        `started` is the number of processes on the machine. Rates of devices that share no cores
+        are unchanged.
+        """
         if self.cores is None:
             return self
         products, memory, launch = _estimate_core_rates(self.compute_cores_each(working, started))
         return replace(self, flops=products, memory_bandwidth=memory, launch=launch)
 
     def compute_cores_each(self, working: int, started: int) -> float:
-        """Return the number of cores that each of `working` processes uses.
+        """Return the number of cores that each process uses while `working` processes compute.
 
-        That is its number of threads, or an equal share of the cores if these are fewer.
+        This is the number of threads of a process, or an equal share of the machine's cores if
+        there are fewer cores than threads. `started` is the number of processes on the machine,
+        which determines the default number of threads. Returns 0 if devices share no cores.
         """
         if self.cores is None:
             return 0.0
@@ -58,7 +66,10 @@ class DeviceRates:
         return min(threads, self.cores / working)
 
     def compute_bandwidth(self, ranks: Iterable[int]) -> float:
-        """Return the bytes per second between these devices."""
+        """Return the bandwidth between the devices `ranks`, in bytes per second.
+
+        This is the bandwidth of the network if the devices are in several machines.
+        """
         if len({rank // self.per_node for rank in ranks}) == 1:
             return self.link_bandwidth
         return self.network_bandwidth
@@ -108,9 +119,10 @@ DISPATCH = 4e-3
 def estimate_cpu_rates(
     cores: float, memory_gb: float, per_node: int, threads: int | None = None
 ) -> DeviceRates:
-    """Return the rates of `per_node` processes that share a machine's cores, with `memory_gb` each.
+    """Return the rates of one of `per_node` processes that share the cores of a machine.
 
-    `threads`: threads per process, if the user set them (`OMP_NUM_THREADS`).
+    The machine has `cores` cores, and each process has `memory_gb` GiB of memory. `threads` is the
+    number of threads per process, if the user set it (`OMP_NUM_THREADS`).
     """
     products, memory, launch = _estimate_core_rates(max(1.0, cores / per_node))
     return DeviceRates(
@@ -131,7 +143,7 @@ def estimate_cpu_rates(
 
 
 def _estimate_core_rates(cores: float) -> tuple[float, float, float]:
-    """Return (products, memory, launch) of a process with this many cores.
+    """Return the `flops`, `memory_bandwidth` and `launch` of a process with this many cores.
 
     `cores` is below 1 if there are more processes than cores.
     """
@@ -141,9 +153,10 @@ def _estimate_core_rates(cores: float) -> tuple[float, float, float]:
 def find_gpu_rates(
     name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8
 ) -> DeviceRates:
-    """Return the rates of a GPU by the name that its driver reports, or by a name such as H100.
+    """Return the rates of a GPU, such as "H100" or the name that the GPU's driver reports.
 
-    Raises `ConfigError` for an unknown GPU.
+    `dtype` is the dtype of the matrix products. `memory_gb` is the usable memory in GiB, by default
+    90% of the GPU's memory. Raises `ConfigError` for an unknown GPU.
     """
     gpu = next((known for known in GPUS if known.lower() in name.lower()), None)
     if gpu is None:

@@ -1,6 +1,6 @@
-"""Nodes shared by the methods that train on sampled completions.
+"""Graph nodes shared by the methods that train on sampled completions.
 
-They generate, reward, score, train and evaluate.
+The nodes sample completions, compute rewards and log-probs, train models and evaluate them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUPPORT_KEYS = ("support", "support_counts")
 
 @dataclass(frozen=True)
 class RLGraphBuilder:
-    """Sizes and sampling options of a policy experiment, and the nodes built from them."""
+    """Builder of the roles and nodes of an experiment that trains on sampled completions."""
 
     config: SamplingConfig
     options: SamplingOptions
@@ -47,10 +47,10 @@ class RLGraphBuilder:
     def from_options(
         cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int
     ) -> RLGraphBuilder:
-        """Build from the options of the run and of the method.
+        """Create a builder from the options of the run and of the method.
 
-        Raises `UserError` for invalid shared options (names, devices), for sizes that do not divide
-        or fit, and if nothing gives a reward.
+        Raises `UserError` for invalid options that all these methods share, for lengths that do not
+        fit the model's context, and if there is no source of rewards.
         """
         config = check_shared_options(config, options, name)
         # Check the options.
@@ -76,17 +76,17 @@ class RLGraphBuilder:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts per step."""
+        """Number of prompts per step."""
         return self.dataset.train_bs_n_seqs or 0
 
     @property
     def num_completions(self) -> int:
-        """Completions per step."""
+        """Number of completions per step."""
         return self.num_prompts * self.samples
 
     @property
     def num_minibatches(self) -> int:
-        """Minibatches per pass over the completions of a step."""
+        """Number of minibatches per pass over the completions of a step."""
         return checks.count_minibatches(
             self.num_completions,
             self.options.mini_batch_size,
@@ -96,12 +96,12 @@ class RLGraphBuilder:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps per batch."""
+        """Number of optimizer steps per batch of completions."""
         return self.num_minibatches * self.options.ppo_epochs
 
     @property
     def temperature(self) -> float:
-        """Temperature of the log-probs; 1 for greedy sampling."""
+        """Temperature at which log-probs are computed; 1 if sampling is greedy."""
         return 1.0 if self.gen.greedy else self.gen.temperature
 
     @property
@@ -116,14 +116,14 @@ class RLGraphBuilder:
 
     @property
     def token_reward_keys(self) -> tuple[str, ...]:
-        """Key of the per-token rewards, if there are any."""
+        """Tuple with the key of the per-token rewards; empty if there are none."""
         if self.config.reward_by_token or self.config.rew_step is not None:
             return ("token_rewards",)
         return ()
 
     @property
     def reward_weights(self) -> list[float]:
-        """Weights of the reward functions, followed by that of the reward model."""
+        """Weights of the reward functions, then the weight of the reward model if there is one."""
         return [
             *(part.weight for part in parse_reward(self.config.reward)),
             *([self.config.rew_weight] * self.has_model),
@@ -131,30 +131,31 @@ class RLGraphBuilder:
 
     @property
     def correction_keys(self) -> tuple[str, ...]:
-        """Keys that a policy loss needs for the sampler correction."""
+        """Keys that a policy loss reads for the sampler correction; empty if it is disabled."""
         if _has_option(self.options, "correction"):
             return ("old_logprobs", "sampler_weights")
         return ()
 
     @property
     def covariance_keys(self) -> tuple[str, ...]:
-        """Key of the tokens to which Clip-Cov or KL-Cov applies."""
+        """Tuple with the key of the token mask for Clip-Cov or KL-Cov; empty if neither is used."""
         return ("high_covariance",) if _has_option(self.options, "covariance") else ()
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys that calls on sampled tokens need if sampling was truncated to some ids."""
+        """Keys of the token ids among which truncated sampling chose; empty without truncation."""
         return SUPPORT_KEYS if self.gen.record_support else ()
 
     def build_roles(
         self, *, reference_by: str | None
     ) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """Return (the roles by name, the source of the initial weights by role).
+        """Return the roles by name, and a mapping from copied roles to the roles that they copy.
 
-        Roles are the actor, and the reference and the reward model if the run has them.
-        `reference_by` is the option that removes the reference, or None if the run has one. The
-        actor's default learning rate is 1e-6. A reference without a path is the initial actor. The
-        reward model's head returns one number per completion, or one per token if it scores steps.
+        The roles are the actor and, if the run has them, the reference and the reward model. The
+        second mapping has only roles whose initial weights are a copy. `reference_by` is the option
+        that removes the reference, or None if the run has one. The actor's default learning rate is
+        1e-6. A reference without a path is the initial actor. The reward model's head returns one
+        number per completion, or one per token if it scores steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
@@ -173,10 +174,11 @@ class RLGraphBuilder:
         return roles, init_from
 
     def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """Return (the critic, the source of the initial weights by role).
+        """Return the critic, and {"critic": "actor"} if its weights are copied from the actor.
 
-        The critic is `spec` if it has a path. Otherwise it starts as the reward model if that reads
-        the actor's tokens, else as the actor. Its default learning rate is 5e-6.
+        The critic is `spec` if that has a path. Otherwise it is initialized from the role that
+        `init` names. If `init` is None, that is the reward model if it reads the actor's tokens,
+        else the actor. The critic's default learning rate is 5e-6.
         """
         valued, copied = build_critic(spec, init, self.config.actor, self.config.rew)
         return with_lr(valued, 5e-6), copied
@@ -188,10 +190,11 @@ class RLGraphBuilder:
         nodes: Sequence[Node],
         *notes: str,
     ) -> Experiment:
-        """Return the experiment, with every check done that needs no torch.
+        """Return the experiment with these roles and nodes, after all checks that need no torch.
 
-        A step of the run is one firing of `actor_train`; each call that trains makes `num_updates`
-        optimizer steps per batch. `notes` are lines for the plan that is printed before the run.
+        A step of the run is one execution of `actor_train`; each call that trains makes
+        `num_updates` optimizer steps per batch. `init_from` maps roles to the roles whose initial
+        weights they copy. `notes` are lines for the plan that is printed before the run.
         """
         # Each training call makes `num_updates` optimizer steps.
         trains = []
@@ -217,7 +220,11 @@ class RLGraphBuilder:
     def build_generation(
         self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any
     ) -> MFCDef:
-        """Return the call that samples completions; `prefix` is prepended to its output keys."""
+        """Return the call `name`, which samples `samples` completions per prompt.
+
+        `size` is the batch size in prompts. `prefix` is prepended to the output keys. `gen` has
+        sampling options that replace those of the run.
+        """
         spec = replace(self.gen, **gen)
         args = {}
         for f in fields(spec):
@@ -237,10 +244,11 @@ class RLGraphBuilder:
         )
 
     def build_rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
-        """Return the reward model's call, the reward function's node, or both.
+        """Return the nodes that compute rewards, with the reward model, reward functions or both.
 
-        If there are both, the reward function's node adds the reward model's scores. With `parts`
-        the reward of each function is also an output.
+        If there are both, the node of the reward functions adds the reward model's scores. With
+        `parts`, the reward of each function is also an output. `prefix` is prepended to the names
+        of the nodes, and to the keys of completions and rewards.
         """
         config = self.config
         # Add the reward model.
@@ -276,7 +284,7 @@ class RLGraphBuilder:
         return nodes
 
     def build_reference(self, waits: Sequence[str] = ()) -> MFCDef:
-        """Return the call that scores completions with the reference.
+        """Return the call that computes the log-probs of completions with the reference.
 
         `waits` are keys of other nodes that must be computed first.
         """
@@ -296,11 +304,11 @@ class RLGraphBuilder:
         )
 
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
-        """Return the nodes for the initial log-probs of the actor and for the loss weights.
+        """Return the nodes of the sampler correction, or an empty list if it is disabled.
 
-        The log-probs are from before the actor's first update. The weights correct for the
-        difference between these log-probs and the sampler's. The list is empty if no correction is
-        enabled.
+        The first node computes the actor's log-probs before the first update. The second computes
+        weights for the loss, which correct for the difference between these log-probs and the
+        sampler's. `waits` are keys of other nodes that must be computed first.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.correction_keys:
@@ -321,7 +329,10 @@ class RLGraphBuilder:
         return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def build_covariance(self) -> list[Node]:
-        """Return the node that selects the tokens for Clip-Cov or KL-Cov, if it is enabled."""
+        """Return a list with the node that selects the tokens for Clip-Cov or KL-Cov.
+
+        The list is empty if neither is used.
+        """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.covariance_keys:
             return []
@@ -343,9 +354,10 @@ class RLGraphBuilder:
     def build_training(
         self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]
     ) -> MFCDef:
-        """Return a call that trains on the sampled completions; `keys` are the inputs of its loss.
+        """Return the call `node`, which trains `role` on the sampled completions.
 
-        Tokens that the `loss_mask` of a sample excludes are not trained.
+        `keys` are the inputs of the loss, in addition to prompts and completions. The loss ignores
+        tokens that a sample's `loss_mask` excludes.
         """
         samples = role == "actor"  # the loss compares its log-probs with those of the sampler
         args = {
@@ -381,9 +393,9 @@ class RLGraphBuilder:
         )
 
     def build_evaluation(self) -> list[Node]:
-        """Return the nodes of the evaluation: sampling as in training, rewards and pass rates.
+        """Return the nodes of the evaluation graph: sampling, rewards and pass rates.
 
-        They sample `eval_samples` completions of each validation prompt.
+        Completions are sampled as in training, `eval_samples` for each validation prompt.
         """
         size = self.dataset.valid_bs_n_seqs or 0
         count = self.options.eval_samples
@@ -401,7 +413,10 @@ class RLGraphBuilder:
         ]
 
     def _build_syncs(self) -> list[ParamSync]:
-        """Return the update of the reference as a moving average of the actor, if it is enabled."""
+        """Return a list with the sync that makes the reference a moving average of the actor.
+
+        The list is empty if `ref_ema_eta` is not set.
+        """
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
 
@@ -409,7 +424,7 @@ class RLGraphBuilder:
 def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
     """Return the arguments of the host function `reward`.
 
-    With `parts` the reward of each function is also an output.
+    With `parts`, the reward of each function is also an output.
     """
     chosen = {
         "column": config.reward_column,
@@ -428,7 +443,7 @@ def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
 def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
     """Return the call that scores completions with the reward model.
 
-    `scores` is the name of its output in the graph.
+    `scores` is the key of the scores in the graph, to which `prefix` is prepended.
     """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
     args: dict[str, Any] = {
@@ -467,7 +482,10 @@ def format_epochs(count: int) -> str:
 
 
 def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """Return a line on minibatches and epochs per step, unless a step has one of each."""
+    """Return a line about the minibatches and epochs of a step, for the printed plan.
+
+    The list is empty if a step has one minibatch and one epoch. `passes` is the number of epochs.
+    """
     if passes == minibatches == 1:
         return []
     return [
@@ -477,7 +495,10 @@ def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[st
 
 
 def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
-    """Return lines on one step, in addition to the counts in the plan's table."""
+    """Return lines that describe a step, for the plan that is printed before the run.
+
+    The counts in the plan's table are not repeated.
+    """
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [
@@ -491,19 +512,25 @@ def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
 
 
 def _has_option(options: SamplingOptions, name: str) -> bool:
-    """Return whether the method is a policy gradient whose option `name` is not none."""
+    """Return whether the method is a policy gradient method whose option `name` is not "none"."""
     return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
 
 
 def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
-    """Return the key for the version of the sampling weights, if they can be stale."""
+    """Return a tuple with the key for the version of the sampling weights.
+
+    The tuple is empty if these weights are never stale.
+    """
     if isinstance(options, PolicyOptions) and options.max_staleness:
         return ("versions",)
     return ()
 
 
 def _with_staleness(node: Node, options: SamplingOptions) -> Node:
-    """Return the node with the allowed staleness of its weights, if it is a call that samples."""
+    """Return the node with `max_staleness` and `interruptible` set, if it is a call that samples.
+
+    Other nodes are returned unchanged.
+    """
     if (
         not isinstance(options, PolicyOptions)
         or not isinstance(node, MFCDef)
@@ -544,7 +571,7 @@ def has_reward_model(config: SamplingConfig) -> bool:
 
 
 def _check_rewards(config: SamplingConfig) -> None:
-    """Raise `ConfigError` if nothing gives a reward, or if reward options have no effect."""
+    """Raise `ConfigError` if there is no source of rewards, or if reward options have no effect."""
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_reward_model(config):
         raise ConfigError(

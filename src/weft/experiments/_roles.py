@@ -20,12 +20,11 @@ PREFIX_RATE = 1e-2
 
 
 def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the frozen reference, {"ref": the role to copy its weights from}).
+    """Return the frozen reference, and {"ref": "actor"} if its weights are copied from the actor.
 
-    The mapping is empty if weights are read from files.
-
-    A reference without a path is the initial actor: copied if the actor has random weights, else
-    read from the same files.
+    The mapping is empty if the weights are read from files. A reference without a path is the
+    initial actor: its weights are copied if the actor has random weights, else read from the same
+    files.
     """
     own = ref if ref.path is not None else _copy_model(ref, actor)
     copied = ref.path is None and actor.init_from_scratch and ref.backend not in NO_NETWORK
@@ -48,9 +47,10 @@ def _copy_model(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
 
 
 def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
-    """Return the role with a learning rate; `full` is the default for full training.
+    """Return the role with a default learning rate if none is set.
 
-    The default is 1e-5 for LoRA, and 1e-2 for a prefix, which starts near 0.
+    The default is `full` for full training, 1e-5 for LoRA, and 1e-2 for a prefix, whose elements
+    start near 0.
     """
     if spec.optimizer.lr is not None:
         return spec
@@ -61,14 +61,13 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
 def build_critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
-    """Return (the critic, {"critic": the role to copy its weights from}).
+    """Return the critic, and {"critic": "actor"} if its weights are copied from the actor.
 
-    The mapping is empty if weights are read from files.
-
-    A critic with a path is that model. Otherwise it is the reward model, whose score head is
-    already trained, or the actor with a new head. The critic reads the actor's tokens, so the
-    default is the reward model only if it has the actor's tokenizer and adds no text to the prompt.
-    Raises `ConfigError` if `init` is "rew" and there is no reward model.
+    The mapping is empty if the weights are read from files. If `spec` has a path, the critic is
+    that model. Otherwise it is the reward model, whose score head is already trained, or the actor
+    with a new head. `init` is "rew" or "actor", or None for the default. The critic reads the
+    actor's tokens, so the default is the reward model only if it has the actor's tokenizer and adds
+    no text to the prompt. Raises `ConfigError` if `init` is "rew" and there is no reward model.
     """
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}
@@ -88,7 +87,7 @@ def build_critic(
 
 
 def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
-    """Return whether two roles have the same path, or tokenizer files with the same vocabulary."""
+    """Return whether two roles have the same path, or local tokenizers with equal vocabularies."""
     places = [spec.tokenizer.path or spec.path for spec in (one, other)]
     if places[0] == places[1]:
         return True
@@ -102,7 +101,10 @@ def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 def _find_tokenizer_file(place: str | None) -> Path | None:
-    """Return the file with a local tokenizer's vocabulary, or None."""
+    """Return the vocabulary file of the tokenizer at `place`, or None if there is none.
+
+    `place` is a file or a directory; it can also be a hub name, for which the result is None.
+    """
     path = Path(place).expanduser() if place else None
     if path is None or path.is_file():
         return path
@@ -113,7 +115,11 @@ def _find_tokenizer_file(place: str | None) -> Path | None:
 
 
 def _parse_vocabulary(text: bytes) -> Any:
-    """Return (the model, the added tokens) of a tokenizer.json, without templates and padding."""
+    """Return the values of `model` and `added_tokens` in a tokenizer.json with the content `text`.
+
+    These define the vocabulary; templates and padding, which do not, are left out. Raises
+    `CheckpointError` if `text` is not JSON.
+    """
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -124,7 +130,8 @@ def _parse_vocabulary(text: bytes) -> Any:
 def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: ModelSpec) -> None:
     """Raise `ConfigError` if the tokenizer files of two roles map an id to different tokens.
 
-    Tokenizers without local files are compared later, once they are loaded.
+    `name` and `other_name` are the names of the roles. Tokenizers without local files are compared
+    later, once they are loaded.
     """
     places = [each.tokenizer.path or each.path for each in (spec, other)]
     files = [_find_tokenizer_file(place) for place in places]
@@ -151,7 +158,10 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
 
 
 def _parse_token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the ids of the tokens in a tokenizer.json: (the model's tokens, the added ones)."""
+    """Return two mappings from tokens to ids for a tokenizer.json with the content `text`.
+
+    The first has the tokens of the model's vocabulary, the second the added tokens.
+    """
     model, added = _parse_vocabulary(text)
     vocab = (model or {}).get("vocab") or {}
     # A Unigram vocabulary is a list of (piece, score), in the order of ids.

@@ -1,9 +1,9 @@
-"""Search for the placement of a graph's calls with the shortest estimated step that fits in memory.
+"""Search for the placement of a graph's calls that fits in memory and has the shortest step time.
 
-As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5) each call has its own devices and layout.
-A step is simulated over the graph, with calls that share a device one after another. If there are
-few placements, all are tried; otherwise descent and simulated annealing with a fixed seed try some
-of them. The functions are pure.
+As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5), each call has its own devices and layout.
+The duration of a step is simulated: calls that share a device run one after another. If there are
+few placements, all of them are tried. Otherwise coordinate descent and simulated annealing, with a
+fixed seed, try some of them. The functions are pure.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SEED = 1
 
 @dataclass(frozen=True)
 class PlacementUnit:
-    """Calls that share one placement: all calls that train a role, or one other call.
+    """Calls that are placed together: all calls that train a role, or one other call.
 
-    `meshes` are the candidates for their placement.
+    `meshes` are the candidates among which the search chooses.
     """
 
     role: str
@@ -48,7 +48,11 @@ class PlacementUnit:
 
 @dataclass(frozen=True)
 class PlacementEstimate:
-    """Estimate of a placement: mesh, seconds of work and of weight transfer of each call."""
+    """Estimated step time and memory of a placement.
+
+    `meshes`, `seconds` and `transfer_seconds` map each call to its mesh, to its duration, and to
+    the time to transfer weights to its devices.
+    """
 
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
@@ -64,11 +68,13 @@ PlacementScore = tuple[float, float, int]
 
 @dataclass
 class PlacementProblem:
-    """A graph to place on devices, and the data for the estimates.
+    """Graph to place on devices, with the data for the estimates.
 
-    `order` and `producers` describe the graph and include host functions, which take no time here.
+    `networks` maps roles to the sizes of their models, and `loads` maps calls to their workloads.
+    `order` lists the graph's nodes in the order of execution, and `producers` maps each node to the
+    nodes whose outputs it reads; both include host functions, which are assumed to take no time.
     `max_staleness` is the number of steps by which sampling can be ahead of training.
-    `shared_roles` maps a role to the base role whose weights it uses if both are on the same mesh.
+    `shared_roles` maps a role to the role whose weights it uses if both are on the same mesh.
     """
 
     units: Sequence[PlacementUnit]
@@ -99,11 +105,15 @@ class PlacementProblem:
 
     @property
     def num_placements(self) -> int:
-        """Number of placements."""
+        """Number of possible placements."""
         return math.prod(len(unit.meshes) for unit in self.units)
 
     def compute_score(self, choice: Sequence[int]) -> PlacementScore:
-        """Return the score of a placement, given as the index of each unit's mesh."""
+        """Return the score of a placement; a lower score is better.
+
+        `choice` has, for each unit, the index of its mesh in `PlacementUnit.meshes`. The score is
+        (bytes beyond the memory capacity, seconds per step, number of devices).
+        """
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         devices = sum(len(self._meshes[number].ranks) for number in numbers)
         return (
@@ -113,7 +123,10 @@ class PlacementProblem:
         )
 
     def estimate(self, choice: Sequence[int]) -> PlacementEstimate:
-        """Return the estimate of a placement, given as the index of each unit's mesh."""
+        """Return the estimated step time and memory of a placement.
+
+        `choice` has, for each unit, the index of its mesh in `PlacementUnit.meshes`.
+        """
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         most = self._compute_peak_bytes(numbers)
         started = self._count_started(numbers)
@@ -132,15 +145,22 @@ class PlacementProblem:
         )
 
     def is_trained(self, role: str) -> bool:
-        """Return whether the role is trained."""
+        """Return whether one of the calls trains the role."""
         return self.units[self._home[role]].trains
 
     def _count_started(self, numbers: Sequence[int]) -> int:
-        """Return the number of processes: one for each device up to the last that a call uses."""
+        """Return the number of processes: one for each device up to the last that a call uses.
+
+        `numbers` has the index of each unit's mesh in the list of all meshes.
+        """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
     def _estimate_call(self, call: str, number: int, started: int) -> float:
-        """Return the seconds of a call on its own, in a run with `started` processes."""
+        """Return the duration of a call in seconds, if no other call runs at the same time.
+
+        `number` is the index of the call's mesh in the list of all meshes, and `started` the number
+        of processes of the run.
+        """
         seconds = self._seconds.get((call, number, started))
         if seconds is None:
             network = self.networks[self.units[self._unit_of[call]].role]
@@ -156,11 +176,19 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return (processes of a machine that work in a call on `mesh`, all its processes)."""
+        """Return how many processes of a machine work on a call, and how many the machine has.
+
+        `mesh` is the call's mesh, and `started` the number of processes of the run.
+        """
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
     def _estimate_transfer(self, unit: int, numbers: Sequence[int]) -> float:
-        """Return the seconds to copy the trained weights to the unit's devices."""
+        """Return the time to copy newly trained weights to the devices of a unit, in seconds.
+
+        It is 0 if the role is frozen, or if the unit has the mesh on which the role is trained.
+        `unit` is the unit's index, and `numbers` has the index of each unit's mesh in the list of
+        all meshes.
+        """
         role = self.units[unit].role
         home = self._home[role]
         source = numbers[home]
@@ -176,7 +204,10 @@ class PlacementProblem:
         return seconds
 
     def _simulate_step(self, numbers: Sequence[int]) -> float:
-        """Return the seconds of a step, simulated over the graph."""
+        """Return the duration of a step in seconds, simulated by running through the graph.
+
+        `numbers` has the index of each unit's mesh in the list of all meshes.
+        """
         # By device: the time at which its next call can start, and the seconds it works.
         free = [0.0] * self.num_devices
         busy = [0.0] * self.num_devices
@@ -224,7 +255,11 @@ class PlacementProblem:
         return max(step, max(nodes) / self.rates.cores)
 
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
-        """Return the bytes used on the fullest device, as in `weft.engine.memory.compute_peak`."""
+        """Return the number of bytes used on the fullest device.
+
+        They are added up as in `weft.engine.memory.compute_peak`. `numbers` has the index of each
+        unit's mesh in the list of all meshes.
+        """
         # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):
@@ -248,9 +283,11 @@ class PlacementProblem:
     def _estimate_memory(
         self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
     ) -> tuple[int, int]:
-        """Return (bytes that stay on a device, bytes added while the role is called).
+        """Return the bytes that a role always uses on a device, and the bytes that its calls add.
 
-        `shared`: the role uses the weights of another role.
+        `number` is the index of a mesh in the list of all meshes, and `calls` are the role's calls
+        on that mesh. `own` is true on the mesh that trains the role, or on the first mesh of a
+        frozen role. `shared` is true if the role uses the weights of another role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:
@@ -268,7 +305,8 @@ class PlacementProblem:
 def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
     """Yield the ranges of neighbouring devices that can form a mesh.
 
-    Their size divides the number of devices per machine, or is a multiple of it.
+    The size of a range divides `per_node`, the number of devices per machine, or is a multiple of
+    it.
     """
     for size in _list_divisors(num_devices):
         if (size <= per_node and per_node % size == 0) or size % per_node == 0:
@@ -277,10 +315,10 @@ def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
 
 
 def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
-    """Yield all layouts of `size` devices with d, t and p.
+    """Yield the layouts of `size` devices with data, tensor and pipeline parallelism.
 
-    Tensor parallelism stays within a machine. Each layout comes with fully sharded and with whole
-    weights.
+    A tensor-parallel group has at most `per_node` devices, the number of devices per machine. Each
+    combination is yielded with fully sharded weights and with unsharded weights.
     """
     for t in _list_divisors(size):
         for p in _list_divisors(size // t):
@@ -293,7 +331,11 @@ def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
 def list_meshes(
     num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
 ) -> list[Mesh]:
-    """Return all meshes with the layouts that `allowed` accepts, in the form that it returns."""
+    """Return every mesh whose layout `allowed` accepts.
+
+    `allowed` returns the layout to use, which can differ from its argument, or None to reject the
+    layout.
+    """
     meshes = []
     for ranks in list_ranges(num_devices, per_node):
         meshes += [
@@ -314,8 +356,10 @@ def _list_divisors(number: int) -> list[int]:
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     """Return the placements in which all movable calls are data-parallel on the same first devices.
 
-    There are up to three for each number of devices: trained roles sharded in all their calls;
-    whole copies in all calls; trained roles sharded in training and whole in their other calls.
+    A placement has, for each unit, the index of its mesh. There are up to three placements for each
+    number of devices. In the first, the weights of trained roles are sharded in all calls. In the
+    second, no weights are sharded. In the third, the weights of trained roles are sharded only in
+    the calls that train.
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -343,9 +387,10 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best placement, the first placement, and the number of placements `num_tried`.
+    """Result of a search for a placement.
 
-    `is_exhaustive` is true if all placements were tried.
+    `best` is the best placement, and `first` the one from which the search started. `num_tried` is
+    the number of placements that were tried; `is_exhaustive` is true if all placements were tried.
     """
 
     best: PlacementEstimate
@@ -355,9 +400,10 @@ class SearchResult:
 
 
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
-    """Return the best placement found; its score is never worse than that of `start`.
+    """Search for the best placement, and return the result.
 
-    The result is deterministic.
+    `start` is the first placement, as the index of each unit's mesh; the best placement never has a
+    worse score. The search is deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}
 
@@ -381,7 +427,11 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
 def _descend(
     problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
-    """Move one unit at a time to its best mesh, as long as the score improves."""
+    """Move one unit at a time to its best mesh, as long as the score improves.
+
+    Returns the final placement, as the index of each unit's mesh. `look` returns the score of a
+    placement.
+    """
     now = list(start)
     while True:
         before = look(now)
@@ -397,7 +447,10 @@ def _descend(
 def _anneal(
     problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
-    """Return the best placement found by simulated annealing, changing one or two units a turn."""
+    """Return the best placement that simulated annealing finds from `start`.
+
+    Each turn moves one or two units to random meshes. `look` returns the score of a placement.
+    """
     # Only units with several candidates can move.
     draw = random.Random(SEED)
     movable = []
@@ -423,6 +476,9 @@ def _anneal(
 
 
 def _compute_energy(problem: PlacementProblem, score: PlacementScore) -> float:
-    """Return the objective of annealing: the log of the step time, plus a memory penalty."""
+    """Return the objective of annealing: the log of the step time, plus a memory penalty.
+
+    The penalty is proportional to the bytes that exceed a device's capacity.
+    """
     over, step, _ = score
     return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)

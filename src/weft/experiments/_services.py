@@ -1,4 +1,4 @@
-"""Reward models and references on servers: `rew.url`, `ref.url` and their environment variables."""
+"""Reward models and references on servers, set by `rew.url` and `ref.url` or the environment."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}
 def check_shared_options(
     config: SamplingConfig, options: SamplingOptions, name: str
 ) -> SamplingConfig:
-    """Check the shared options, and resolve the roles that have a URL.
+    """Check the options that sampling methods share, and resolve the roles that are on servers.
 
-    Returns the configuration with the backend of these roles set. A URL is given by an option or by
-    the environment; `name` is the group of the method's `options`. Raises `UserError`.
+    A role is on a server if an option or an environment variable sets its URL. Returns the
+    configuration in which these roles have the backend for servers. `name` is the option group of
+    `options`. Raises `UserError` if an option is invalid.
     """
     # Find the roles that are on a server.
     config = check_config(config)
@@ -45,7 +46,7 @@ def check_shared_options(
 
 
 def is_served(spec: ModelSpec) -> bool:
-    """Return whether the role is on a server."""
+    """Return whether the role's model runs on a server."""
     return spec.backend == SERVICE
 
 
@@ -66,7 +67,7 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
 
 
 def build_service_notes(config: SamplingConfig) -> list[str]:
-    """Return lines on roles that are on servers, for the plan that is printed before the run."""
+    """Return lines about roles on servers, for the plan that is printed before the run."""
     notes = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
         if is_served(spec):

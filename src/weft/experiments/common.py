@@ -1,4 +1,4 @@
-"""Options that all experiments share, the options of one call, and the build of an `Experiment`."""
+"""Options that all experiments share, the options of one call, and how an `Experiment` is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from weft.reading import find_url_problem
 
 @dataclass
 class WandbSpec:
-    """Weights & Biases. The key is read from the environment or the login and is never written."""
+    """Options of the logger for Weights & Biases (W&B).
+
+    The API key is read from the environment or from the W&B login, and is never written to a file.
+    """
 
     mode: str | None = option(
         None,
@@ -46,7 +49,7 @@ class WandbSpec:
 
 @dataclass
 class TrackioSpec:
-    """Trackio, a local tracker with W&B's interface."""
+    """Options of the logger for Trackio, a local tracker with W&B's interface."""
 
     project: str | None = option(None, "name of the project; setting it enables trackio")
     name: str | None = option(None, "name of the run; trial_name when absent")
@@ -64,7 +67,7 @@ class LoggerSpec:
     trackio: TrackioSpec = option(TrackioSpec(), "trackio")
 
     def get_enabled(self) -> dict[str, dict[str, Any]]:
-        """Return the options of each enabled logger."""
+        """Return the options of each enabled logger, by the logger's name."""
         if self.tensorboard:
             loggers: dict[str, dict[str, Any]] = {"tensorboard": {}}
         else:
@@ -97,7 +100,7 @@ def _check_hooks(hooks: Any) -> str | None:
 
 @dataclass
 class MFCOptions:
-    """Options of one call in a shipped experiment."""
+    """Options of one model function call (MFC) in a shipped experiment."""
 
     interface: str | None = option(
         None,
@@ -137,7 +140,7 @@ class MFCOptions:
     )
 
     def list_changes(self, node: MFCDef) -> dict[str, Any]:
-        """Return the fields of `node` that the user sets."""
+        """Return the fields of `node` that these options change, with their new values."""
         changes: dict[str, Any] = {}
         for name in (
             "interface",
@@ -158,9 +161,10 @@ class MFCOptions:
 
 
 def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Parse hooks as users write them.
+    """Return the hooks that a user wrote as one hook or a list of hooks.
 
     A hook is `offload`, `offload_optimizer`, a function's name, or `{function: NAME, args: {..}}`.
+    Raises `ConfigError` for anything else.
     """
     if hooks is None:
         return ()
@@ -355,7 +359,7 @@ class RunConfig(ABC):
     slurm: SlurmSpec = option(SlurmSpec(), "resources that mode=slurm requests from the cluster")
 
     def __post_init__(self) -> None:
-        """Convert option groups given as mappings, as in a file: `actor={"path": ...}`."""
+        """Convert option groups that are given as mappings, such as `actor={"path": ...}`."""
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, Mapping) and callable(spec.default_factory):
@@ -368,17 +372,18 @@ class RunConfig(ABC):
 
     @abstractmethod
     def build(self) -> Experiment:
-        """Return the experiment, with every check done that needs no torch.
+        """Return the experiment, after all checks that do not need torch.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
 
         A run calls `build_experiment(config)`, which prefers a subclass's `initial_setup`.
         """
 
     def initial_setup(self) -> Experiment:
-        """Return the experiment; ReaL's name for `build`.
+        """Return the experiment, as `build` does; the method has this name in ReaL.
 
-        A subclass overrides this method or `build`, not both.
+        A subclass can override this method or `build`, but not both.
         """
         return self.build()
 
@@ -415,7 +420,7 @@ class RunConfig(ABC):
 
 
 class ExperimentConfig(Protocol):
-    """A configuration of an experiment; `RunConfig` is one."""
+    """Protocol of configurations that build an experiment, such as `RunConfig`."""
 
     def build(self) -> Experiment: ...
 
@@ -443,8 +448,9 @@ and set rew.backend=null instead of a model_worker that loads only a tokenizer""
 def build_experiment(config: ExperimentConfig) -> Experiment:
     """Return the experiment that a configuration describes.
 
-    Calls `initial_setup` if a subclass overrides it, else `build`. Raises `ConfigError` if a
-    subclass overrides both, or defines methods of ReaL's configurations that weft never calls.
+    Calls `initial_setup` if a subclass overrides it, else `build`. Raises `ConfigError` if several
+    required options are missing, or if a subclass overrides both methods or defines methods of
+    ReaL's configurations that weft never calls.
     """
     if not isinstance(config, RunConfig):
         return config.build()
@@ -455,9 +461,10 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
 
 
 def _find_default_options(config: RunConfig) -> frozenset[str]:
-    """Return the dotted names of the options that are not set by the user.
+    """Return the dotted names of the options that have their default values.
 
-    The set is empty for a class that cannot be built without arguments, whose defaults are unknown.
+    The set is empty if the class of `config` cannot be instantiated without arguments, since the
+    defaults are unknown then.
     """
     try:
         usual = {leaf.name: leaf.default for leaf in iterate_options(type(config)())}
@@ -471,7 +478,11 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
 
 
 def _build(config: RunConfig) -> Experiment:
-    """Build the experiment with the method that the class of `config` overrides."""
+    """Return the experiment, built by the method that the class of `config` overrides.
+
+    This is `initial_setup` or else `build`. Raises `ConfigError` if a user's class overrides both,
+    or defines a method of ReaL's configurations that weft never calls.
+    """
     # Find the methods of user classes.
     own = []
     for cls in type(config).__mro__:
@@ -499,9 +510,10 @@ def _build(config: RunConfig) -> Experiment:
 
 
 def _explain_attribute(name: str, error: AttributeError) -> str:
-    """Return an error message for an attribute that only ReaL's objects have, not weft's.
+    """Return an error message for the use of an attribute that only ReaL's objects have.
 
-    The message says what to write instead.
+    The message says what to write instead, or where to read about it. `name` is the name of the
+    configuration's class.
     """
     if isinstance(error.obj, Experiment):
         return f"{name}.initial_setup: weft's Experiment has no {error.name}. {MIGRATION_HINT}"

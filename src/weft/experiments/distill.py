@@ -1,10 +1,11 @@
 """Distillation: the actor (the student) learns from a frozen teacher with the same vocabulary.
 
-There are two losses. `gkd` compares next-token distributions (GKD, Agarwal et al. 2023, arXiv
-2306.13649) on completions of the student or of the rows; the distributions consist of the teacher's
-`top_k` likeliest ids and one event for all others. `reverse_kl` is a policy gradient ("On-Policy
-Distillation", Thinking Machines Lab 2025; MiniLLM, Gu et al. 2023): the student samples, and the
-advantage of a token is the teacher's log-prob less the student's.
+There are two losses. `gkd` compares the next-token distributions of both models (GKD, Agarwal et
+al. 2023, arXiv 2306.13649) on completions that the student samples or that the rows contain. The
+distributions have the teacher's `top_k` likeliest ids, and one event for all other ids.
+`reverse_kl` is a policy gradient ("On-Policy Distillation", Thinking Machines Lab 2025; MiniLLM, Gu
+et al. 2023): the student samples completions, and the advantage of a token is the teacher's
+log-prob minus the student's.
 """
 
 from __future__ import annotations
@@ -103,14 +104,14 @@ class DistillOptions:
 
     @property
     def temperature(self) -> float:
-        """Temperature of both models' distributions; 1 for greedy sampling."""
+        """Temperature of the distributions of both models; 1 if sampling is greedy."""
         return 1.0 if self.gen.greedy else self.gen.temperature
 
 
 @register_quickstart("distill")
 @dataclass
 class DistillConfig(RunConfig):
-    """Distillation from a teacher with the same tokenizer: GKD, or reverse KL on own samples."""
+    """Distillation from a teacher with the same tokenizer: GKD, or reverse KL on student samples."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
@@ -146,10 +147,11 @@ class DistillConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the student")
 
     def build(self) -> Experiment:
-        """Return the experiment; its graph is `actor_gen -> teacher_inf -> actor_train`.
+        """Return the experiment, whose graph is `actor_gen -> teacher_inf -> actor_train`.
 
-        There is no `actor_gen` if nothing is sampled; `reverse_kl` has `advantages` before
-        `actor_train`. Raises `UserError` with the option, its value and the rule.
+        If nothing is sampled, there is no `actor_gen`. With the loss `reverse_kl`, the node
+        `advantages` runs before `actor_train`. Raises `UserError` if an option is invalid. The
+        message names the option, its value and the rule that it breaks.
         """
         # Check the options and that both models have the same token ids.
         config = check_config(self)
@@ -192,9 +194,9 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class _DistillationGraphBuilder:
-    """Sizes and sampling options of a distillation, and the nodes built from them.
+    """Builder of the nodes of a distillation.
 
-    `share` is the fraction of ids whose completion is sampled.
+    `share` is the fraction of rows whose completion the student samples.
     """
 
     options: DistillOptions
@@ -205,7 +207,11 @@ class _DistillationGraphBuilder:
 
     @classmethod
     def from_config(cls, config: DistillConfig) -> _DistillationGraphBuilder:
-        """Build from the options. Raises `ConfigError` for sizes that do not divide or fit."""
+        """Create a builder from the options.
+
+        Raises `ConfigError` for lengths that do not fit the models' context, and for batches by
+        token count if a batch needs a fixed number of rows.
+        """
         options = config.distill
         dataset = fill_batch_sizes(config.dataset)
         share = options.on_policy
@@ -238,17 +244,17 @@ class _DistillationGraphBuilder:
 
     @property
     def batch_size(self) -> int:
-        """Ids per step; 0 if batches are formed by token count."""
+        """Number of rows per step; 0 if batches are formed by token count."""
         return self.dataset.train_bs_n_seqs or 0
 
     @property
     def num_completions(self) -> int:
-        """Completions per step."""
+        """Number of completions per step."""
         return self.batch_size * self.options.samples_per_prompt
 
     @property
     def num_minibatches(self) -> int:
-        """Minibatches per pass over the completions of a step."""
+        """Number of minibatches per pass over the completions of a step."""
         options = self.options
         if not self.batch_size:
             return 1
@@ -258,16 +264,20 @@ class _DistillationGraphBuilder:
 
     @property
     def _names(self) -> Mapping[str, str]:
-        """New names for the keys that `actor_gen` both reads and writes, in the nodes after it."""
+        """New names for the keys that `actor_gen` both reads and writes.
+
+        The nodes after `actor_gen` read its outputs under these names. The mapping is empty if
+        `actor_gen` samples all completions or none.
+        """
         return MIXED_NAMES if 0.0 < self.share < 1.0 else {}
 
     @property
     def _mask_keys(self) -> tuple[str, ...]:
-        """Key of the loss mask, if `actor_gen` computes one."""
+        """Tuple with the key of the loss mask; empty if `actor_gen` does not compute one."""
         return ("loss_mask",) if self.share else ()
 
     def build_nodes(self) -> list[Node]:
-        """Return the nodes in the order of execution."""
+        """Return the nodes of the graph in the order of execution."""
         sampling = [self._build_generation()] if self.share else []
         if self.options.loss_type == "reverse_kl":
             return [
@@ -346,8 +356,8 @@ class _DistillationGraphBuilder:
     def _build_gkd(self) -> MFCDef:
         """Return the training call for GKD.
 
-        The cross-entropy applies to the rows' own completions only. If all are sampled, as in
-        evaluation, there are none.
+        The loss has a cross-entropy term for the completions of the rows. This term is left out if
+        all completions are sampled, as in evaluation.
         """
         sft = self.options.sft_coef if self.share < 1.0 else 0.0
         keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))
@@ -355,7 +365,11 @@ class _DistillationGraphBuilder:
         return self._build_training("gkd", loss_args, keys, {"given_ids": "teacher_ids"})
 
     def _build_policy_gradient(self) -> MFCDef:
-        """Return the training call for reverse KL; the policy loss logs the KL to the teacher."""
+        """Return the training call for reverse KL.
+
+        The teacher's log-probs replace those of a reference, so that the policy loss logs the KL to
+        the teacher.
+        """
         options = self.options
         loss_args = {
             "loss_type": "dapo",
@@ -392,7 +406,10 @@ class _DistillationGraphBuilder:
         )
 
     def build_notes(self) -> list[str]:
-        """Return lines on one step, in addition to the counts in the plan's table."""
+        """Return lines that describe a step, for the plan that is printed before the run.
+
+        The counts in the plan's table are not repeated.
+        """
         options = self.options
         lines = list[str]()
         if self.share:

@@ -1,4 +1,4 @@
-"""DPO and related losses: `ref_inf` scores pairs with the frozen reference before `actor_train`."""
+"""DPO and related losses: `ref_inf` scores pairs with the reference, then `actor_train` trains."""
 
 from __future__ import annotations
 
@@ -141,12 +141,13 @@ class DPOConfig(RunConfig):
     )
 
     def build(self) -> Experiment:
-        """Return the experiment; its graph is `ref_inf -> actor_train`.
+        """Return the experiment, whose graph is `ref_inf -> actor_train`.
 
-        Some losses need no `ref_inf`. KTO, BCO and AOT have further nodes before `actor_train`,
-        which compute statistics of the whole batch.
+        Losses without a reference have no `ref_inf`. KTO, BCO and AOT have further nodes before
+        `actor_train`, which compute statistics of the whole batch.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))
@@ -208,9 +209,10 @@ class DPOConfig(RunConfig):
         return nodes
 
     def _build_comparison(self, size: int) -> list[Node]:
-        """Return the nodes that score with the actor and compute BCO's shift or AOT's partners.
+        """Return the nodes that compute the actor's log-probs and BCO's shift or AOT's partners.
 
-        The actor's scores are from before its update; the host function compares the whole batch.
+        The log-probs are computed before the actor is updated. From them, a host function that
+        compares the completions of the whole batch computes the shift or the partners.
         """
         kind = self.dpo.loss_type
         scored = replace(
@@ -237,7 +239,10 @@ class DPOConfig(RunConfig):
 
 
 def _check_kto(dataset: DatasetSpec) -> None:
-    """Raise `ConfigError` for batches of one prompt: KTO's z0 needs other prompts."""
+    """Raise `ConfigError` if batches have only one prompt.
+
+    KTO computes its baseline z0 from completions of other prompts in the batch.
+    """
     for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
         if getattr(dataset, name) == 1:
             raise ConfigError(
@@ -248,9 +253,10 @@ def _check_kto(dataset: DatasetSpec) -> None:
 
 
 def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
-    """Return the call that computes log-probs of the completions with a role.
+    """Return the call `name`, which computes the log-probs of completions with the role `role`.
 
-    With a prefix the completions are those of the key `{prefix}completion`.
+    With a `prefix`, the completions are read from the key `{prefix}completion`, and the prefix is
+    prepended to the output's key.
     """
     output_key = f"{prefix}logprobs" if role == "actor" else f"{prefix}ref_logprobs"
     return MFCDef(
@@ -268,7 +274,10 @@ def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
 
 
 def _build_baseline(size: int) -> list[Node]:
-    """Return the nodes for KTO's z0: both models score mismatched completions (`weft.host.kto`)."""
+    """Return the nodes that compute KTO's baseline z0.
+
+    Actor and reference score each prompt with the completions of another prompt (`weft.host.kto`).
+    """
     mismatch = HostFunction(
         name="kto_mismatch",
         function="kto_mismatch",

@@ -49,9 +49,10 @@ class GenConfig(RunConfig):
     gen: GenOptions = option(GenOptions(), "the call that samples")
 
     def build(self) -> Experiment:
-        """Return the experiment; its graph is the single node `gen`.
+        """Return the experiment, whose graph is the single node `gen`.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
         """
         # Fill in the defaults of lengths and batch sizes.
         config = check_config(self)

@@ -1,4 +1,4 @@
-"""GRPO and related methods: the completions of a prompt form a baseline, so there is no critic."""
+"""GRPO and related methods, whose baseline comes from a prompt's completions, not from a critic."""
 
 from __future__ import annotations
 
@@ -168,9 +168,10 @@ class GRPOConfig(PolicyConfig):
     )
 
     def build(self) -> Experiment:
-        """Return the experiment, with the graph of a GRPO step.
+        """Return the experiment, whose graph is one step of GRPO.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
         """
         grpo = self.grpo
         policy = RLGraphBuilder.from_options(self, grpo, "grpo", grpo.group_size)
@@ -327,7 +328,10 @@ def _check_options(grpo: GRPOOptions, config: GRPOConfig, policy: RLGraphBuilder
 
 
 def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
-    """Raise `ConfigError` for options that GDPO excludes, since it normalizes each reward."""
+    """Raise `ConfigError` for options that GDPO does not support or ignores.
+
+    GDPO (`normalize_each_reward`) normalizes the rewards of each reward function separately.
+    """
     if config.reward is None or config.reward_column is not None:
         raise ConfigError(
             "grpo.normalize_each_reward=true: needs reward functions in reward (and no "
@@ -350,7 +354,10 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
 
 
 def _build_notes(grpo: GRPOOptions) -> list[str]:
-    """Return a line on dynamic sampling, for the plan that is printed before the run."""
+    """Return a line about dynamic sampling, for the plan that is printed before the run.
+
+    The list is empty if dynamic sampling is disabled.
+    """
     if not grpo.dynamic_sampling:
         return []
     rounds = grpo.dynamic_sampling_rounds

@@ -1,14 +1,14 @@
 """Online DPO: the actor samples completions, rewards rank them, and DPO trains on the pairs.
 
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792. The
-paper samples two completions of a prompt and asks a language model which is better. Here rewards
-decide, as in PPO and GRPO: from a reward model, from reward functions (the verifier `judge` asks a
-language model), or from both.
+paper samples two completions of a prompt and asks a language model which is better. In weft,
+rewards decide, as in PPO and GRPO: from a reward model, from reward functions (the verifier `judge`
+asks a language model), or from both.
 
-Differences from TRL's OnlineDPOTrainer: TRL computes log-probs at temperature 1, here actor and
-reference have the sampler's temperature, as in PPO and GRPO. TRL's `ipo` compares sums over tokens,
-here means, as in `dpo`. TRL treats the first of two completions with equal rewards as better, here
-they form no pair.
+There are three differences from TRL's OnlineDPOTrainer. TRL computes log-probs at temperature 1;
+weft computes those of actor and reference at the sampler's temperature, as in PPO and GRPO. The
+`ipo` loss compares sums over tokens in TRL, and means in weft, as in `dpo`. TRL treats the first of
+two completions with equal rewards as the better one; in weft they form no pair.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ REFUSED_OPTIONS = {
 
 
 def _copy_dpo_option(name: str) -> Any:
-    """Return a field with the default, help text and rule of the `dpo` option of this name."""
+    """Return a copy of the dataclass field of the DPO option `name`.
+
+    The copy has the same default, help text and rule for valid values.
+    """
     own = next(spec for spec in fields(DPOOptions) if spec.name == name)
     return field(default=own.default, metadata=own.metadata)
 
@@ -108,7 +111,7 @@ class OnlineDPOOptions(SamplingOptions):
     def build_loss_args(self) -> dict[str, Any]:
         """Return the arguments of the loss `dpo`.
 
-        Raises `ConfigError` if they exclude each other.
+        Raises `ConfigError` if options exclude each other.
         """
         beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
         args = {
@@ -126,7 +129,7 @@ class OnlineDPOOptions(SamplingOptions):
 @register_quickstart("online_dpo")
 @dataclass
 class OnlineDPOConfig(SamplingConfig):
-    """DPO on pairs that the actor samples and that rewards rank.
+    """DPO on pairs of completions that the actor samples and that rewards rank.
 
     Rewards come from a reward model, reward functions, or both.
     """
@@ -151,10 +154,11 @@ class OnlineDPOConfig(SamplingConfig):
     online_dpo: OnlineDPOOptions = option(OnlineDPOOptions(), "the algorithm")
 
     def build(self) -> Experiment:
-        """Return the experiment; its graph samples completions, ranks them and trains on the pairs.
+        """Return the experiment, which samples completions, ranks them and trains on the pairs.
 
-        The nodes are `actor_gen`, those of the rewards, `preferences`, `ref_inf` (some losses do
-        not need it) and `actor_train`. Raises `UserError` with the option, its value and the rule.
+        The graph's nodes are `actor_gen`, the nodes that compute rewards, `preferences`, `ref_inf`
+        (unless the loss needs no reference) and `actor_train`. Raises `UserError` if an option is
+        invalid. The message names the option, its value and the rule that it breaks.
         """
         options = self.online_dpo
         policy = RLGraphBuilder.from_options(
@@ -224,7 +228,7 @@ def _check_options(options: OnlineDPOOptions, policy: RLGraphBuilder) -> None:
 
 
 def _build_note(options: OnlineDPOOptions) -> str:
-    """Return a line on the pairs, for the plan that is printed before the run."""
+    """Return a line about the pairs, for the plan that is printed before the run."""
     count = options.samples_per_prompt
     if options.pairs == "all":
         return (

@@ -90,7 +90,7 @@ class PPOOptions(PolicyOptions):
 class PPOConfig(PolicyConfig):
     """Proximal policy optimization with a critic and a KL penalty to the reference in the reward.
 
-    The reward can be a reward model, reward functions, or both.
+    Rewards come from a reward model, from reward functions, or from both.
     """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("actor", "critic")
@@ -122,9 +122,10 @@ class PPOConfig(PolicyConfig):
     critic_train: MFCOptions = option(MFCOptions(), "the call that trains the critic")
 
     def build(self) -> Experiment:
-        """Return the experiment, with the graph of a PPO step.
+        """Return the experiment, whose graph is one step of PPO.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
         """
         policy = RLGraphBuilder.from_options(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (

@@ -1,4 +1,4 @@
-"""Reward models: one call, `train`, on the ranked completions of a prompt."""
+"""Reward model training: one call, `train`, on ranked completions of the same prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.registry import register_quickstart
 
 @dataclass
 class RWOptions:
-    """Options of the loss of reward models."""
+    """Options of the loss for reward models."""
 
     score_l2: float = option(
         0.0, "weight of the squared scores, which keeps them small", at_least=0.0
@@ -66,9 +66,10 @@ class RWConfig(RunConfig):
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """Return the experiment; its graph is the single node `train`.
+        """Return the experiment, whose graph is the single node `train`.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))

@@ -27,7 +27,7 @@ from weft.registry import register_quickstart
 
 @dataclass
 class SFTOptions:
-    """Options of the loss of supervised fine-tuning."""
+    """Options of the loss for supervised fine-tuning."""
 
     average: str = option(
         "token",
@@ -56,9 +56,10 @@ class SFTConfig(RunConfig):
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """Return the experiment; its graph is the single node `train`.
+        """Return the experiment, whose graph is the single node `train`.
 
-        Raises `UserError` with the option, its value and the rule.
+        Raises `UserError` if an option is invalid. The message names the option, its value and the
+        rule that it breaks.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))

@@ -21,10 +21,11 @@ PER = ("completion", "token")
 
 @dataclass(frozen=True)
 class HostFunctionBuilder:
-    """Registered function that becomes a host function once its `args` are known.
+    """Registered plain function, from which `build` makes a host function with the given options.
 
-    `build` returns `host_class(function, input_names, args, **extra_arguments)`. `input_names` are
-    the function's parameters without a default; those with a default are options.
+    `build` returns `host_class(function, input_names, args, **extra_arguments)`. The function's
+    parameters without a default are its inputs, `input_names`; those with a default are its
+    options.
     """
 
     host_class: Callable[..., Any]
@@ -37,7 +38,11 @@ class HostFunctionBuilder:
     def from_function(
         cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
     ) -> HostFunctionBuilder:
-        """Return a builder. Raises `ConfigError` for parameters with *, ** or /."""
+        """Return a builder for `function`, which is registered as `name`.
+
+        `kind` is the class of the host functions, `more` are its extra arguments. Raises
+        `ConfigError` if `function` has *args, **kwargs or positional-only parameters.
+        """
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise ConfigError(
@@ -49,7 +54,10 @@ class HostFunctionBuilder:
         )
 
     def build(self, args: Mapping[str, Any]) -> Any:
-        """Return the host function. Raises `ConfigError` for an unknown option."""
+        """Return the host function with the options `args`.
+
+        Raises `ConfigError` for an unknown option.
+        """
         options = inspect.signature(self.function).parameters
         for name in args:
             if name in self.input_names or name not in options:
@@ -64,15 +72,16 @@ class HostFunctionBuilder:
 def build_advantage_function(
     function: Callable[..., Any], name: str, *, per: str = "completion"
 ) -> HostFunctionBuilder:
-    """Return the builder of a host function that makes `advantages` [L] of each completion.
+    """Return a builder of a host function that computes `advantages` [L] by calling `function`.
 
-    `function` returns one number per completion, or with `per="token"` one per token. Tokens that
-    are not trained get 0.
+    `function` returns one number per completion or, with `per="token"`, one number per token.
+    Tokens that are not trained get the advantage 0.
 
-    A parameter without a default is `group` (int64 [S], the index of a completion's prompt),
-    `lengths` (int64 [S]), `mask` ([T], 1 for trained tokens), `context`, or the name of a key. Keys
-    are float64: [S] if they have one value per completion or prompt, [T] if they have one per
-    token.
+    Each parameter of `function` without a default is an input: `group` (int64 [S], the index of
+    each completion's prompt), `lengths` (int64 [S], in tokens), `mask` ([T], 1 for trained tokens),
+    `context`, or the name of a key. S is the number of completions and T the number of their
+    tokens. The values of a key are float64: [S] if the key has one value per completion or prompt,
+    [T] if it has one per token.
     """
     if per not in PER:
         raise build_unknown_name_error(f"per of advantage {name!r}", per, PER)
@@ -80,12 +89,13 @@ def build_advantage_function(
 
 
 def build_filter_function(function: Callable[..., Any], name: str) -> HostFunctionBuilder:
-    """Return the builder of a filter that keeps the prompts for which `function` returns true.
+    """Return a builder of a filter that keeps the prompts for which `function` returns true.
 
-    Those prompts get `kept` [1]; the loader supplies others for the rest.
+    The filter returns the key `kept` [1] for the ids of these prompts only; the loader supplies new
+    prompts in place of the others.
 
-    The function is called once per prompt. A parameter without a default is a key (float64, the
-    values of this prompt only), a column of the data, or `context`.
+    `function` is called once per prompt. Each of its parameters without a default is an input: a
+    key (float64, only the values of this prompt), a column of the data, or `context`.
     """
     return HostFunctionBuilder.from_function(FilterFunction, function, name)
 
@@ -132,7 +142,7 @@ class AdvantageFunction(StatelessHostFunction):
         return rows.build_token_sample(advantages=advantages)
 
     def _check_size(self, advantages: Vector, rows: CompletionRows) -> None:
-        """Raise `UserError` if a trained token's advantage is so large that the loss overflows."""
+        """Raise `UserError` if an advantage is NaN, or is so large that the loss overflows."""
         wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
         if len(wrong):
             completion = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
@@ -167,9 +177,9 @@ class FilterFunction(StatelessHostFunction):
 
 
 def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
-    """Return the values of a filter's parameter, one entry per id.
+    """Return the values of the filter parameter `name`, one entry per id.
 
-    Raises `DataError` if `name` is not "context", a key or a column.
+    Raises `DataError` if `name` is neither "context" nor a key nor a column.
     """
     if name == "context":
         return [context] * batch.num_ids

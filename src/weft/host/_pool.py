@@ -1,6 +1,6 @@
 """Pool of processes that compute rewards, kept alive between batches.
 
-Processes rather than threads, since a hung thread cannot be killed.
+Rewards are computed in processes rather than threads, since a hung thread cannot be killed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ Task = tuple[Any, ...]
 class RewardReply:
     """Outcome of a task.
 
-    `value` is the rewards and metrics, the error message, or the exit code of a process that died;
-    `index` is the completion that an error refers to.
+    `value` depends on the status: the rewards and metrics ("ok"), the error message ("error"), or
+    the exit code of the process ("died"). `index` is the index of the completion that an error
+    refers to.
     """
 
     status: Literal["ok", "error", "timeout", "died"]
@@ -48,7 +49,7 @@ class RewardReply:
 
 @dataclass
 class RewardWorker:
-    """Worker process and the connection to it.
+    """Worker process with the connection to it.
 
     The process leads its own process group, so that its children can be killed with it.
     """
@@ -58,7 +59,10 @@ class RewardWorker:
 
     @classmethod
     def start(cls, targets: Sequence[RewardTarget]) -> RewardWorker:
-        """Start a process and send it the import path and the targets."""
+        """Start a worker process, and send it this process's import path and the targets.
+
+        The process imports the functions of the targets and then waits for tasks.
+        """
         ours, theirs = multiprocessing.Pipe()
         # An empty PYTHONPATH is left out: an empty entry would mean the working directory.
         paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -74,7 +78,10 @@ class RewardWorker:
         return cls(process, ours)
 
     def compute(self, task: Task) -> RewardReply:
-        """Send a task and return its reply, or the status "died" if the process ends first."""
+        """Send a task and return the reply.
+
+        The reply has the status "died" if the process ends before it answers.
+        """
         try:
             self.connection.send(task)
             while not self.connection.poll(LIVENESS_CHECK_SECONDS):
@@ -90,7 +97,7 @@ class RewardWorker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the process with its children and close the connection."""
+        """Kill the process and its children, and close the connection."""
         self.kill_process_group()
         self.process.wait()
         self.connection.close()
@@ -100,10 +107,10 @@ class RewardWorker:
 
 @dataclass
 class RewardWorkerThread:
-    """Worker and the thread that sends it tasks.
+    """State of a thread that sends tasks to one worker.
 
-    `lock` guards the state that this thread shares with others; `start_lock` is held while the
-    worker starts.
+    `lock` guards the fields that other threads also use; `start_lock` is locked while the worker
+    starts.
     """
 
     worker: RewardWorker | None = None
@@ -130,7 +137,7 @@ class RewardWorkerThread:
                     self.worker = worker
 
     def serve(self, jobs: Jobs, targets: Sequence[RewardTarget]) -> None:
-        """Compute the jobs of the queue until it yields None."""
+        """Take jobs from the queue and compute them, until None is taken; then kill the worker."""
         while (taken := jobs.get()) is not None:
             task, job = taken
             with self.lock:
@@ -160,7 +167,7 @@ class RewardWorkerThread:
         return reply
 
     def _finish_job(self) -> None:
-        """Mark the job as finished; clean up the worker if it was killed in the meantime."""
+        """Forget the current job, and kill the worker if the job was dropped in the meantime."""
         with self.lock:
             if self.is_job_dropped:
                 self._release_worker()
@@ -174,7 +181,7 @@ class RewardWorkerThread:
                 self.worker = None
 
     def stop(self, job: Future[RewardReply] | None = None) -> None:
-        """Kill the worker; if a job is given, only if the worker computes that job."""
+        """Kill the worker; if `job` is given, do so only if the worker is computing this job."""
         with self.lock:
             if job is not None and self.job is not job:
                 return
@@ -211,7 +218,7 @@ def _await_import(worker: RewardWorker, targets: Sequence[RewardTarget]) -> None
 class RewardPool:
     """Pool of `size` workers that have imported the functions of `targets`.
 
-    Workers are started by `start` or when a task needs them. They are killed by `close` and when
+    Workers are started by `start`, or when a task needs them. They are killed by `close`, and when
     the pool is garbage-collected.
     """
 
@@ -230,7 +237,7 @@ class RewardPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the workers."""
+        """Process ids of the workers that have been started."""
         workers = [lane.worker for lane in self._worker_threads]
         ids: list[int] = []
         for worker in workers:
@@ -239,13 +246,19 @@ class RewardPool:
         return ids
 
     def close(self) -> None:
-        """Kill all workers and cancel the queued tasks; a later task starts new workers."""
+        """Kill all workers and cancel the queued tasks.
+
+        New workers are started if a task is submitted later.
+        """
         _cancel_queued_jobs(self._jobs)
         for lane in self._worker_threads:
             lane.stop()
 
     def start(self) -> None:
-        """Start all missing workers. Raises `UserError` if a function cannot be imported."""
+        """Start all workers that are not running.
+
+        Raises `UserError` if a function cannot be imported.
+        """
         absent = [lane for lane in self._worker_threads if lane.worker is None]
         if absent:
             with ThreadPoolExecutor(len(absent)) as starts:
@@ -258,7 +271,7 @@ class RewardPool:
         return reply
 
     def drop(self, replies: Iterable[Future[RewardReply]]) -> None:
-        """Cancel these replies; workers that are computing one are killed."""
+        """Cancel the tasks with these replies, and kill the workers that are computing them."""
         for reply in replies:
             if not reply.cancel():
                 for lane in self._worker_threads:
@@ -267,7 +280,8 @@ class RewardPool:
     def collect(self, replies: Sequence[Future[RewardReply]], seconds: float) -> list[RewardReply]:
         """Wait at most `seconds` for the replies, and return them.
 
-        Replies that are not there by then are cancelled and get the status "timeout".
+        Tasks that have not finished by then are cancelled, and their replies have the status
+        "timeout".
         """
         late = wait(replies, seconds).not_done
         self.drop(late)

@@ -20,9 +20,10 @@ MOST_REWARD = 1e18
 
 
 class InvalidRewardResult(Exception):
-    """Error of an invalid result or signature of a reward function.
+    """Raised if a reward function has an invalid signature or returns an invalid result.
 
-    `text` is the reason, `index` the affected completion, if it is only one.
+    `text` is the reason. `index` is the index of the affected completion, None if several
+    completions can be affected.
     """
 
     def __init__(self, text: str, index: int | None = None) -> None:
@@ -32,10 +33,10 @@ class InvalidRewardResult(Exception):
 
 @dataclass(frozen=True)
 class RewardResultCheck:
-    """Validation of the result of one call, for the completions of that call.
+    """Check of the result that a reward function returns for some completions.
 
-    `texts` and `ids` are the texts and token ids of the completions. With `by_token`, rewards of
-    tokens and steps are allowed.
+    `texts` and `ids` are the texts and token ids of these completions. With `by_token`, the
+    function may also return rewards of tokens and steps.
     """
 
     texts: Sequence[str]
@@ -43,12 +44,12 @@ class RewardResultCheck:
     by_token: bool
 
     def validate(self, result: Any) -> tuple[list[Value], dict[str, float]]:
-        """Return (rewards, metrics), with one reward per completion.
+        """Return the rewards, one per completion, and the metrics of a function's result.
 
-        The result is a list of rewards, or a pair (rewards, metrics).
+        `result` is a list of rewards, or a pair of such a list and a mapping of metrics.
 
-        Raises `InvalidRewardResult` for anything other than finite numbers and None, and with
-        `by_token` for lists and mappings that are not a valid `Value`.
+        Raises `InvalidRewardResult` if a reward is neither None nor a finite number of valid size
+        nor, with `by_token`, a list or mapping that is a valid `Value`.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):

@@ -18,9 +18,10 @@ FORBIDDEN_ROW_OPTIONS = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 @dataclass(frozen=True)
 class RoutedFunction:
-    """Reward function of a route, with its weight.
+    """One reward function of a route, with its weight.
 
-    `target` is its index in the list of targets, `args` are the arguments that the row specifies.
+    `target` is the function's index in `RewardRoutes.targets`. `args` has the arguments that are
+    given in the data's row.
     """
 
     target: int
@@ -32,20 +33,21 @@ class RoutedFunction:
 class RewardRoute:
     """Reward functions whose weighted sum is the reward of some completions.
 
-    Rows with equal specifications share one route.
+    Rows that specify the same reward share one route.
     """
 
     functions: tuple[RoutedFunction, ...]
 
 
 class RewardRoutes:
-    """Reward functions of a run and the route of each row.
+    """All reward functions of a run, and the choice of functions for each row of the data.
 
-    `targets` are the functions of the option `reward` and, if a `column` is given, all registered
-    verifiers, for rows that name verifiers in that column. `labels` are their names in metrics.
+    `targets` are the functions of the option `reward` and, if `column` is given, all registered
+    verifiers, because rows can name verifiers in that column. `labels` are the names of the targets
+    in metrics.
 
-    A row can only name verifiers, because data must not be able to call arbitrary functions of
-    arbitrary modules. Raises `ConfigError` if a function cannot be found.
+    A row can only name verifiers, because data must not be able to call arbitrary functions. Raises
+    `ConfigError` if a function cannot be found.
     """
 
     def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:
@@ -74,8 +76,8 @@ class RewardRoutes:
     ) -> list[RewardRoute]:
         """Return one route per id.
 
-        Raises `DataError` if a row names something other than a verifier, or if a row's entry is
-        empty and `reward` is not set.
+        Raises `DataError` if the column is missing, if a row names anything but a verifier, or if a
+        row's value is empty and `reward` is not set.
         """
         if self.column is None:
             return [self.default_route] * len(ids)
@@ -103,7 +105,10 @@ class RewardRoutes:
         return self._parsed_routes[key]
 
     def _parse(self, value: Any, id: str) -> RewardRoute:
-        """Return the route that a row specifies. Raises `DataError` if it is not valid."""
+        """Return the route that `value`, the column's value in a row, specifies.
+
+        Raises `DataError`, naming the row's `id`, if the value is not valid.
+        """
         # Parse the parts, and check that a row can set them.
         try:
             parts = parse_reward(value)

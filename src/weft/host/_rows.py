@@ -20,7 +20,7 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CompletionRows:
-    """Vectors of a batch: float64, [T] over all completion tokens or [S] over completions."""
+    """Batch as float64 vectors: [T] over all completion tokens, or [S] over completions."""
 
     batch: SequenceSample
 
@@ -30,19 +30,19 @@ class CompletionRows:
         return self.batch.lengths["completion"].astype(np.int64)
 
     def read_tokens(self, key: str) -> Vector:
-        """Return a key with one value per token [T].
+        """Return the values of a key that has one value per completion token, [T].
 
-        Raises `DataError` if its lengths are not those of the completions.
+        Raises `DataError` if the key's lengths differ from the completions' lengths.
         """
         if not np.array_equal(self.batch.lengths[key], self.lengths):
             raise DataError(f"key {key!r} must have one value per completion token")
         return to_host_array(self.batch.data[key]).astype(np.float64)
 
     def read_sequences(self, key: str) -> Vector:
-        """Return a key with one value per completion [S].
+        """Return the values of a key, one per completion, [S].
 
-        A key with one value per id is expanded to all completions of the id. Raises `DataError` for
-        any other number of values.
+        If the key has one value per id, each completion gets the value of its id. Raises
+        `DataError` for any other number of values.
         """
         values = to_host_array(self.batch.data[key]).astype(np.float64)
         group = self.batch.group_of("completion")
@@ -53,10 +53,9 @@ class CompletionRows:
         raise DataError(f"key {key!r} has {len(values)} values for {len(group)} completions")
 
     def read_rewards(self) -> Vector:
-        """Return the key "rewards" [S].
+        """Return the values of the key "rewards", one per completion, [S].
 
-        Raises `DataError` naming the completion if a reward is so large that the loss overflows
-        float32.
+        Raises `DataError`, naming the id, if a reward is so large that the loss overflows float32.
         """
         values = self.read_sequences("rewards")
         large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
@@ -71,7 +70,7 @@ class CompletionRows:
         return values
 
     def read_tokens_or_sequences(self, key: str) -> Vector:
-        """Return a key as [S] if it has one value per completion or id, else as [T].
+        """Return the values of a key: [S] if it has one value per completion or id, else [T].
 
         Raises `DataError` if the batch does not have the key.
         """
@@ -86,14 +85,14 @@ class CompletionRows:
 
     @property
     def group(self) -> npt.NDArray[np.int64]:
-        """Index of the id of each completion, int64 [S]."""
+        """Index of each completion's id in the batch, int64 [S]."""
         return self.batch.group_of("completion")
 
     @property
     def mask(self) -> Vector:
         """Mask of the trained tokens [T]: `loss_mask` if present, else 1 for all tokens.
 
-        The first token of a completion without a prompt is never trained (0).
+        The first token of a completion is never trained (0) if the prompt is empty.
         """
         if "loss_mask" in self.batch.data:
             mask = self.read_tokens("loss_mask")
@@ -105,20 +104,20 @@ class CompletionRows:
         return mask
 
     def sum_tokens(self, key: str) -> Vector:
-        """Return the sum of a token key over the trained tokens of each completion, float64 [S]."""
+        """Return each completion's sum of the values of `key`, weighted by `mask`, float64 [S]."""
         trained = self.mask
         return compute_segment_sums(
             np.where(trained != 0.0, self.read_tokens(key), 0.0) * trained, self.lengths
         )
 
     def build_sequence_sample(self, **keys: Vector) -> SequenceSample:
-        """Return a sample with new keys of one value per completion, as float32."""
+        """Return a sample with the given keys, which have one value per completion, as float32."""
         return self.batch.one_per(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )
 
     def build_token_sample(self, **keys: Vector) -> SequenceSample:
-        """Return a sample with new keys of one value per token, as float32."""
+        """Return a sample with the given keys, which have one value per token, as float32."""
         return self.batch.like(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )
@@ -128,7 +127,7 @@ class CompletionRows:
 class RewardShape:
     """Shaping of rewards: clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty.
 
-    The penalty applies to truncated completions only. With `clip` None nothing is clipped.
+    The penalty is subtracted for truncated completions only. Nothing is clipped if `clip` is None.
     """
 
     clip: float | None
@@ -137,7 +136,10 @@ class RewardShape:
     missing_eos_penalty: float
 
     def __call__(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
-        """Return the shaped rewards. Records `reward_clipped_fraction` if `clip` is set."""
+        """Return the shaped rewards [S]; `finished` [S] is 0 for truncated completions.
+
+        Records the metric `reward_clipped_fraction` if `clip` is set.
+        """
         shaped = (rewards - self.bias) * self.scaling
         if self.clip is not None:
             context.record("reward_clipped_fraction", float((np.abs(shaped) > self.clip).mean()))
@@ -148,10 +150,11 @@ class RewardShape:
 def compute_kl_rows(
     rows: CompletionRows, mask: Vector, estimator: str, context: HostContext
 ) -> Vector:
-    """Return the KL divergence from the reference at each token [T], in nats, times `mask`.
+    """Return the estimated KL from the reference at each token [T], in nats, times `mask`.
 
-    Records its mean over tokens and over completions as `kl_{estimator}` and
-    `kl_{estimator}_per_completion` (plain `kl` is the metric of policy nodes).
+    Records two metrics: `kl_{estimator}`, the mean over tokens, and
+    `kl_{estimator}_per_completion`, the mean of the completions' sums. (Policy nodes record the
+    plain `kl`.)
     """
     kl = (
         estimate_kl(rows.read_tokens("logprobs"), rows.read_tokens("ref_logprobs"), estimator)

@@ -31,7 +31,10 @@ class CompletionTexts:
 
     @classmethod
     def from_batch(cls, batch: SequenceSample, tokenizer: Tokenizer) -> CompletionTexts:
-        """Return the completions of a batch; columns with a reserved name are left out."""
+        """Return the completions of a batch.
+
+        Columns with a reserved name, such as "prompts", are left out.
+        """
         group = batch.group_of("completion")
         starts = batch.offsets["completion"][group]
         return cls(
@@ -51,9 +54,9 @@ class CompletionTexts:
         )
 
     def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Return (prompt token ids, completion token ids, columns) of some completions.
+        """Return prompt token ids, completion token ids and columns of some completions.
 
-        `chunk` has the indices of the completions; each result has one entry per completion.
+        `chunk` has the indices of the completions. Each returned list has one entry per completion.
         """
         groups = self.group[list(chunk)].tolist()
         columns = {}
@@ -66,7 +69,7 @@ class CompletionTexts:
         )
 
     def build_task(self, chunk: Sequence[int]) -> Task:
-        """Return (prompts, completions, completion token ids, columns) of some completions.
+        """Return prompts, completions, completion token ids and columns of some completions.
 
         `chunk` has the indices of the completions. The texts do not contain special tokens.
         """
@@ -85,9 +88,9 @@ class CompletionTexts:
     ) -> npt.NDArray[np.float64]:
         """Return the rewards of one completion's tokens, float64 [L], NaN for tokens without one.
 
-        `place` is the index of the completion. `value` is a list with one entry per token, or a
-        mapping from the end position of each step in the text to the step's reward, which is given
-        to the last token of the step.
+        `place` is the index of the completion. `value` is either a list with one reward or None per
+        token, or a mapping from the end positions of steps, in characters of the text, to the
+        rewards of the steps. The last token of a step gets the step's reward.
         """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):

@@ -2,10 +2,10 @@
 
 The process does not import torch.
 
-From the connection with descriptor `FD` it reads (sys.path, targets), sends one `WorkerAnswer` once
-the targets are imported, and then reads tasks (`weft.host._pool.Task`) and sends a `WorkerAnswer`
-for each. It ends when its standard input reaches the end of file, that is when the parent process
-has died or released it.
+It first reads (sys.path, targets) from the connection with descriptor `FD`, and sends one
+`WorkerAnswer` once the targets are imported. It then reads tasks (`weft.host._pool.Task`) and sends
+one `WorkerAnswer` for each. It ends when its standard input reaches the end of file, which happens
+when the parent process ends or closes that pipe.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHOWN_FRAMES = 4  # number of frames, from the last one, that a message shows of
 
 
 def main(descriptor: int) -> None:
-    """Serve tasks on the connection `descriptor` until the parent closes it."""
+    """Serve tasks on the connection `descriptor` until the parent process closes it."""
     # Redirect the standard streams, and end with the parent.
     connection = Connection(descriptor)
     threading.Thread(target=_kill_group_at_end_of_parent, args=(os.dup(0),), daemon=True).start()
@@ -81,9 +81,9 @@ def _kill_group_at_end_of_parent(descriptor: int) -> None:
 
 
 def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
-    """Return the result of `work`, or the message of its error for the parent to raise.
+    """Return the result of `work`, or the message of its error, which the parent process raises.
 
-    All exceptions are caught, since an error of user code must not end this process.
+    All exceptions are caught, since an error in a user's code must not end this process.
     """
     try:
         return "ok", work(*arguments), None
@@ -105,8 +105,8 @@ def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
 def load(target: RewardTarget) -> Callable[..., Any]:
     """Import and return the function that a target names.
 
-    Raises `InvalidRewardResult` if the function does not exist, cannot be called, or does not take
-    the target's arguments.
+    Raises `InvalidRewardResult` if the function does not exist, cannot be called, or does not
+    accept the target's arguments.
     """
     if target.file is not None:
         import_user_code([target.file])
@@ -138,9 +138,10 @@ def load(target: RewardTarget) -> Callable[..., Any]:
 def merge_arguments(
     function: Callable[..., Any], target: RewardTarget, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the data's columns updated with the target's own arguments.
+    """Return a reward function's arguments: the data's columns, and the target's own arguments.
 
-    Columns with the name of a verifier's option are omitted.
+    A target's argument replaces the column of the same name. For a verifier, columns that are named
+    like one of its options are omitted.
     """
     options: set[str] = set()
     if target.verifier:
@@ -160,9 +161,10 @@ def call_reward_function(
     expected: RewardResultCheck,
     given: Mapping[str, Any],
 ) -> tuple[list[Value], dict[str, float]]:
-    """Return the validated (rewards, metrics) of some completions.
+    """Call a reward function on some completions, and return its validated rewards and metrics.
 
-    The coroutine of an async function is run to completion.
+    `expected` has the completions, `given` the keyword arguments. If the function is async, its
+    coroutine is run to completion in `loop`.
     """
     result = function(prompts, expected.texts, **select_accepted_columns(function, given))
     if inspect.isawaitable(result):
@@ -177,9 +179,9 @@ async def _await_result(result: Any) -> Any:
 def select_accepted_columns(
     function: Callable[..., Any], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the columns that a function takes.
+    """Return the columns that a function accepts as arguments.
 
-    Raises `InvalidRewardResult` if a required one is missing.
+    Raises `InvalidRewardResult` if a column that the function requires is missing.
     """
     parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
     missing = []

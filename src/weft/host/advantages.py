@@ -44,23 +44,28 @@ from weft.registry import register_function
 @register_function("gae_advantages")
 @dataclass
 class GAEAdvantages:
-    """Compute PPO's `advantages` and `returns` [L] by GAE from rewards, KL and critic values.
+    """Computes PPO's `advantages` and `returns` [L] by GAE from rewards, KL and critic values.
+
+    The reward of token t is
 
         r_t = -kl_coef * KL_t (+ shaped reward at the last trained token of a completed text)
 
-    These rewards go into generalised advantage estimation over trained tokens; the advantages are
-    then whitened over the whole batch if `adv_norm` is set.
+    Generalised advantage estimation is applied to these rewards over the trained tokens. The
+    advantages are then whitened over the whole batch if `adv_norm` is set.
 
-    Keys: completion (lengths), `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and
-    `ref_logprobs` if kl_ctl is above 0; `loss_mask` and `prompt` if present; `token_rewards` [L],
-    the part of a reward that is assigned to single tokens, which keep it (NaN for tokens without
-    one). `truncated` determines the reward of a truncated completion. "bootstrap": the critic's
-    value of the next state instead of a reward, since the text is incomplete (ReaLHF). "score": its
-    reward as if it had ended (TRL). The missing-eos penalty is subtracted in both cases.
+    Input keys: the lengths of `completion`, `rewards` [1], `values` [L + 1], `finished` [1];
+    `logprobs` and `ref_logprobs` if kl_ctl is above 0; `loss_mask` and `prompt` if present. The key
+    `token_rewards` [L], if present, has the part of the reward that single tokens keep, and NaN for
+    tokens without a reward of their own.
 
-    With `value_norm` the critic predicts returns normalised by their running mean and deviation:
-    `values` are converted to the units of rewards first, and `returns` are given in the critic's
-    units.
+    `truncated` determines the reward of a truncated completion. With "bootstrap", the critic's
+    value of the next state replaces the reward, because the text is incomplete (ReaLHF). With
+    "score", the completion gets its reward as if it had ended (TRL). The missing-eos penalty is
+    subtracted in both cases.
+
+    With `value_norm`, the critic predicts returns that are normalised by their running mean and
+    standard deviation. The `values` are first converted to the units of rewards, and the `returns`
+    are converted to the critic's units.
     """
 
     kl_ctl: float = 0.05
@@ -135,9 +140,10 @@ class GAEAdvantages:
     def _compute_kl_penalty(
         self, rows: CompletionRows, mask: Vector, context: HostContext
     ) -> Vector:
-        """Return the KL penalty of each token [T] (0 if not trained) and update the controller.
+        """Return the KL penalty of each token [T], and update the KL controller.
 
-        Raises `DataError` if `kl_ctl` is above 0 and the reference's log-probs are missing.
+        The penalty of tokens that are not trained is 0. Raises `DataError` if `kl_ctl` is above 0
+        and the reference's log-probs are missing.
         """
         if "ref_logprobs" not in rows.batch.data:
             if self.kl_ctl > 0:
@@ -154,9 +160,10 @@ class GAEAdvantages:
         return penalty
 
     def _read_values(self, rows: CompletionRows) -> tuple[Vector, Vector]:
-        """Return (value before each token [T], value after each completion's last token [S]).
+        """Return the critic's values before each token [T] and after each completion's end [S].
 
-        The values are in the units of rewards.
+        The values are converted to the units of rewards. Raises `DataError` unless the key `values`
+        has one value per token and one more per completion.
         """
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
@@ -179,8 +186,9 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        The reward is -penalty plus the token's own reward. The last trained token of a completion
-        also gets the rest of the completion's reward, which is shaped first.
+        It is the token's own reward minus the KL `penalty`. The last trained token of a completion
+        also gets the rest of the completion's reward, after shaping. If `ended` is false for the
+        completion, this token gets only the missing-eos penalty instead.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -233,33 +241,35 @@ def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDAr
 @register_function("group_advantages")
 @dataclass
 class GroupAdvantages(StatelessHostFunction):
-    """Compute `advantages` [L] from the rewards of each group (GRPO and related algorithms).
+    """Computes `advantages` [L] from the rewards of each group (GRPO and related algorithms).
 
-    The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty,
-    minus `kl_coef` times the KL to the reference). Then `baseline` is subtracted and the difference
-    is divided by `scale` (both in `weft.algorithms.advantages`). The result is the advantage of all
-    trained tokens of the completion; it is whitened over all trained tokens of the batch if
-    `whiten` is set.
+    A group consists of the completions of one prompt. The reward is shaped (bias, scale, clip,
+    missing-eos penalty, DAPO's soft overlong penalty, minus `kl_coef` times the KL to the
+    reference). Then `baseline` is subtracted, and the difference is divided by `scale` (both in
+    `weft.algorithms.advantages`). The result is the advantage of all trained tokens of the
+    completion. If `whiten` is set, it is whitened over all trained tokens of the batch.
 
-    Values of `baseline` and `scale`: GRPO: group, group. Dr. GRPO: group, none. RLOO:
-    leave_one_out, none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a
-    baseline: group, none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`.
-    `pass_k` replaces baseline and scale: it rewards that at least one of k completions passes (a
-    reward above `pass_reward`). `part_weights` normalises each part of the reward separately
-    (GDPO).
+    Values of `baseline` and `scale` for known algorithms: GRPO: group, group. Dr. GRPO: group,
+    none. RLOO: leave_one_out, none. ReMax: given, none. REINFORCE++: none, none, whiten (its
+    variant with a baseline: group, none, whiten). OPO: opo, none. GPG: group, none,
+    `rescale_informative`. `pass_k` replaces baseline and scale: it rewards that at least one of k
+    completions passes, that is, has a reward above `pass_reward`. `part_weights` normalises each
+    part of the reward separately (GDPO).
 
-    Without a baseline, the KL penalty of a token reduces the advantage of that token and of those
-    before it (REINFORCE++); otherwise the total KL of the completion is subtracted from its reward
-    (verl, TRL's RLOO).
+    Without a baseline, the KL penalty of a token reduces the advantages of this token and of those
+    before it (REINFORCE++). With a baseline, the total KL of the completion is subtracted from its
+    reward (verl, TRL's RLOO).
 
-    Keys: completion (lengths), `rewards` [1], `finished` [1]; for baseline "given"
-    `baseline_rewards`, `baseline_finished` [1] and `baseline_completion` (lengths), one per id: the
-    baseline is shaped and penalised as the samples are; `logprobs`, `ref_logprobs` for the KL;
-    `reward_parts` [1, parts] for `part_weights`; `token_rewards` [L], rewards of steps (NaN except
-    at their last tokens), which get their own advantages; `loss_mask` and `prompt` if present.
-    `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 disables the penalty.
-    `mask_truncated` also makes a `loss_mask` that excludes truncated completions (DAPO's overlong
-    filtering).
+    Input keys: the lengths of `completion`, `rewards` [1], `finished` [1]; `logprobs` and
+    `ref_logprobs` for the KL; `loss_mask` and `prompt` if present. The baseline "given" needs
+    `baseline_rewards` [1], `baseline_finished` [1] and the lengths of `baseline_completion`, one
+    per id; these rewards are shaped and penalised like those of the samples. `part_weights` needs
+    `reward_parts` [1, parts]. The key `token_rewards` [L], if present, has the rewards of steps
+    (NaN except at the last token of a step); each step gets its own advantage.
+
+    `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 disables the overlong
+    penalty. `mask_truncated` also makes a `loss_mask` that excludes truncated completions (DAPO's
+    overlong filtering).
     """
 
     baseline: str = "group"
@@ -380,7 +390,10 @@ class GroupAdvantages(StatelessHostFunction):
         return each
 
     def _compute_baseline_rewards(self, rows: CompletionRows, context: HostContext) -> Vector:
-        """Return the baseline's reward for each completion, shaped and with its own penalties."""
+        """Return the shaped reward of the baseline completion of each completion's prompt [S].
+
+        The overlong penalty is computed from the length of the baseline completion.
+        """
         raw = rows.read_sequences("baseline_rewards")
         finished = rows.read_sequences("baseline_finished")
         context.record("baseline_reward", float(raw.mean()))
@@ -398,7 +411,7 @@ class GroupAdvantages(StatelessHostFunction):
         )(rewards, finished, context)
 
     def _compute_overlong_penalty(self, lengths: npt.NDArray[np.int64]) -> Vector:
-        """Return the soft overlong penalty of completions of these lengths, at most 0."""
+        """Return the soft overlong penalty of completions with these lengths, at most 0."""
         if not (self.overlong_buffer and self.max_new_tokens):
             return np.zeros(len(lengths))
         return self.overlong_penalty * compute_overlong_penalty(

@@ -1,4 +1,4 @@
-"""Host functions: nodes of the graph without a role.
+"""Host functions: nodes of the graph that run no model.
 
 They run CPU code on a whole batch, and can have state and a deadline.
 """
@@ -20,7 +20,7 @@ from weft.registry import functions
 class HostContext:
     """Inputs of a host function other than its batch.
 
-    `record` sets a metric of the node, which is logged as `{node}/{name}`.
+    Metrics that are set with `record` are logged as `{node}/{name}`.
     """
 
     step: int = 0  # index of the node's firing, from 0
@@ -31,7 +31,7 @@ class HostContext:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def record(self, name: str, value: float) -> None:
-        """Set a metric of the node."""
+        """Set the metric `name` of the node."""
         self.metrics[name] = float(value)
 
     def require_tokenizer(self, function: str) -> Tokenizer:
@@ -45,11 +45,13 @@ class HostContext:
 
 @runtime_checkable
 class HostCallable(Protocol):
-    """Host function, called with the node's input keys.
+    """Interface of host functions.
 
-    Returns a sample with the node's output keys, for all ids or, if it is a filter, for fewer.
+    A host function is called with a sample that has the node's input keys, and returns one with the
+    node's output keys. The result has all ids or, if the function is a filter, only those that it
+    keeps.
 
-    `state_dict` returns nested plain values and numpy arrays. They are saved in every recovery
+    `state_dict` returns nested plain values and numpy arrays, which are saved in every recovery
     point.
     """
 
@@ -62,15 +64,15 @@ class HostCallable(Protocol):
 class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
-    As soon as a running model function call has completed some ids, `begin` gets their keys
-    `begins_with`, named as in the function. `begin` runs in threads, possibly in parallel with
-    itself and with `__call__` on another batch. It is never called if these keys are made by two
-    nodes or by a host function.
+    As soon as a running model function call has completed some ids, `begin` is called with the keys
+    `begins_with` of these ids, under the names that the function uses. `begin` runs in threads,
+    possibly in parallel with itself and with `__call__` on another batch. It is never called if
+    these keys are made by two nodes or by a host function.
 
     `__call__` with these ids starts after `begin` has returned, and raises any error of `begin`.
-    Its result must not depend on `begin`: the ids may never reach `__call__`, or may reach it with
-    other values. In `begin`, `context.step` is not known yet (0), and recorded metrics are not
-    logged.
+    The result of `__call__` must not depend on `begin`, because `__call__` may never get these ids,
+    or may get them with other values. In `begin`, `context.step` is not known yet (0), and recorded
+    metrics are not logged.
     """
 
     begins_with: Sequence[str]
@@ -93,7 +95,7 @@ class HasNotes(HostCallable, Protocol):
 
 
 class StatelessHostFunction:
-    """Base class of host functions without state, whose result depends on the batch alone."""
+    """Base class of host functions that keep no state from one batch to the next."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -104,14 +106,17 @@ class StatelessHostFunction:
 
 @runtime_checkable
 class ShortHostFunction(Protocol):
-    """Builder of a host function from one plain function (`weft.host._functions`)."""
+    """Interface of builders that make a host function from one plain function.
+
+    `weft.host._functions` has the implementation.
+    """
 
     def build(self, args: Mapping[str, Any]) -> HostCallable: ...
 
 
 @dataclass
 class PlainFunction(StatelessHostFunction):
-    """A registered function `fn(batch, context, **args)` as a `HostCallable`."""
+    """Host function that calls a registered function as `fn(batch, context, **args)`."""
 
     fn: Callable[..., SequenceSample | None]
     args: Mapping[str, Any]
@@ -123,7 +128,7 @@ class PlainFunction(StatelessHostFunction):
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     """Return the host function registered as `name` (or at `module:thing` or `FILE.py:thing`).
 
-    A class is constructed with `args`; a function gets them in every call.
+    A class is constructed with `args`; a plain function gets `args` in every call.
 
     Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """
@@ -145,9 +150,10 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
 def check_arguments(
     what: str, thing: Callable[..., Any], args: Mapping[str, Any], given: int
 ) -> None:
-    """Raise `ConfigError` for keyword arguments that `thing` does not take or that are missing.
+    """Raise `ConfigError` for keyword arguments that `thing` does not accept or that are missing.
 
-    The first `given` parameters of `thing` are positional and are not checked.
+    The first `given` parameters of `thing` are positional and are not checked. `what` names `thing`
+    in the error message.
     """
     parameters = list(inspect.signature(thing).parameters.values())[given:]
     takes = []

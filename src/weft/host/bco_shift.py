@@ -17,17 +17,17 @@ from weft.registry import register_function
 @register_function("bco_shift")
 @dataclass
 class BCOShift:
-    """Compute BCO's `reward_shift` [1], a running midpoint of the two labels' rewards.
+    """Computes BCO's `reward_shift` [1], a running midpoint of the two labels' rewards.
 
-    delta = (mean desirable reward + mean undesirable reward) / 2 over all completions so far, this
-    batch included. The reward of a completion is beta times the sum of log pi - log ref over its
-    trained tokens.
+    The shift is (mean desirable reward + mean undesirable reward) / 2 over all completions so far,
+    including those of this batch. The reward of a completion is beta times the sum of log pi - log
+    ref over its trained tokens. While completions of only one label have occurred, the shift is
+    their mean reward.
 
-    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both
-    labels have occurred, delta is the mean reward of the label that has.
+    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3.
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
-    [L], `label` [1]; `loss_mask` and `prompt` if present.
+    Input keys: the lengths of `completion`, `old_logprobs` [L] by the policy before its update,
+    `ref_logprobs` [L], `label` [1], and `loss_mask` and `prompt` if present.
     """
 
     beta: float = 0.1

@@ -18,8 +18,8 @@ def dynamic_sampling(rewards: Vector) -> bool:
 
     Completions with equal rewards have zero advantage under a group baseline.
 
-    `rewards` are those of the completions of one prompt, before any shaping. Raises `ConfigError`
-    if there is only one completion (it would always be dropped).
+    `rewards` has the rewards of one prompt's completions, before any shaping. Raises `ConfigError`
+    if there is only one completion, because the prompt would always be dropped.
     """
     if len(rewards) < 2:
         raise ConfigError(

@@ -18,11 +18,13 @@ from weft.registry import register_function
 @register_function("high_covariance")
 @dataclass
 class HighCovariance(StatelessHostFunction):
-    """Mark with `high_covariance` [L] = 1 the tokens that Clip-Cov or KL-Cov acts on.
+    """Sets `high_covariance` [L] to 1 for the tokens that Clip-Cov or KL-Cov acts on, else to 0.
 
-    The method is in `weft.algorithms.covariance`. `share` is the share of all trained tokens;
-    Clip-Cov draws them at random from the tokens with a covariance between `low` and `high`. Keys:
-    `logprobs` and `advantages` [L]; `loss_mask` and `prompt` if present.
+    `weft.algorithms.covariance` describes both methods. `share` is the fraction of all trained
+    tokens to select. Clip-Cov draws these tokens at random from those with a covariance between
+    `low` and `high`.
+
+    Input keys: `logprobs` and `advantages` [L], and `loss_mask` and `prompt` if present.
     """
 
     method: str
@@ -58,9 +60,10 @@ class HighCovariance(StatelessHostFunction):
     def _draw_random_order(
         self, batch: SequenceSample, rows: CompletionRows, context: HostContext
     ) -> Vector:
-        """Return a random number per token [T], the same in any batch order and layout.
+        """Return a random number per token [T], the same for any order and layout of the batch.
 
-        It depends on the seed, the step, the id, the completion's index and the token's position.
+        The number depends on the seed, the step, the id, the completion's index and the token's
+        position.
         """
         draws = []
         index = dict.fromkeys(batch.ids, 0)

@@ -22,9 +22,9 @@ MAX_DELAY_S = 60.0  # longest delay; if a server asks for a longer one, there is
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Failure of a request: its cause, the fix, and the retry policy.
+    """Failure of a request: its cause, a way to fix it, and when to retry.
 
-    `is_retryable`: the request can be retried, after at least `retry_after_s` seconds.
+    If `is_retryable` is true, the request can be retried after at least `retry_after_s` seconds.
     """
 
     cause: str
@@ -37,9 +37,10 @@ class RequestFailure:
 def split_base_url(
     option: str, url: Any, schemes: Sequence[str], example: str, key_variable: str
 ) -> SplitResult:
-    """Split a URL without credentials, which belong in the variable `key_variable`.
+    """Split the base URL of a server into its components.
 
-    Raises `ConfigError` for an invalid URL and for one with credentials, query or fragment.
+    Raises `ConfigError` for an invalid URL, and for one with credentials, a query or a fragment:
+    credentials belong in the environment variable `key_variable`.
     """
     if any(mark in str(url) for mark in "@?#"):
         raise ConfigError(
@@ -59,11 +60,11 @@ def split_base_url(
 
 
 def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
-    """Return the key in an environment variable, or None if `variable` is empty.
+    """Return the API key in the environment variable `variable`, or None if `variable` is empty.
 
-    The variable `usual` can be unset (None is returned); for any other unset variable, and for an
-    invalid name or key, `ConfigError` is raised. No message shows the option's value: it could be a
-    key written there by mistake.
+    Returns None, too, if `variable` is the default variable `usual` and is not set. Raises
+    `ConfigError` for any other variable that is not set, and for an invalid name or key. No message
+    shows the value of the option, because it could be a key written there by mistake.
     """
     if not variable:
         return None
@@ -88,7 +89,7 @@ def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine."""
+    """Return whether a host name or address refers to this machine."""
     try:
         address = ipaddress.ip_address(host)
         return address.is_loopback or address.is_unspecified  # 0.0.0.0 is this machine, too
@@ -97,7 +98,7 @@ def is_loopback(host: str) -> bool:
 
 
 def mask_key(text: str, key: str | None) -> str:
-    """Return a server's response with the key masked."""
+    """Return the text of a server's response with the API key replaced by "[key]"."""
     if key is None:
         return text
     # JSON may escape slashes
@@ -105,20 +106,24 @@ def mask_key(text: str, key: str | None) -> str:
 
 
 def is_retryable_status(status: int) -> bool:
-    """Return whether a request that got this status should be retried."""
+    """Return whether a request should be retried after a response with this HTTP status."""
     return status in RETRYABLE_STATUSES or status >= 500
 
 
 def compute_retry_delay(attempt: int, after: float, jitter: random.Random) -> float:
-    """Return the seconds to wait after attempt `attempt` (from 0), at least `after`.
+    """Return the delay in seconds before a request is sent again.
 
-    `after` is the delay that the server asks for.
+    `attempt` is the index of the failed attempt, from 0. The delay is at least `after`, which is
+    the delay that the server asks for.
     """
     return max(after, min(MAX_DELAY_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 
 
 def parse_retry_after(retry_after: str | None) -> float:
-    """Return the delay of a `Retry-After` header (seconds or a date) in seconds; 0 without one."""
+    """Return the delay in seconds that a `Retry-After` header (seconds or a date) asks for.
+
+    Returns 0 if there is no header or it is invalid.
+    """
     if retry_after is None:
         return 0.0
     try:

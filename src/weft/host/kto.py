@@ -1,6 +1,6 @@
 """KTO's z0, the divergence of the policy from the reference on mismatched completions.
 
-z0 is a statistic of the whole batch, so the loss gets it as a key (rule 5.1). The graph:
+z0 is a statistic of the whole batch, so the loss reads it as a key. The graph:
 
     kto_mismatch   prompt, completion               -> kl_completion, kl_mask
     kl_actor_inf   actor, completion:=kl_completion -> kl_logprobs
@@ -26,12 +26,13 @@ from weft.registry import register_function
 
 @register_function("kto_mismatch")
 def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """Pair every prompt with the completions of the next id, and the last with those of the first.
+    """Pair every prompt with the next id's completions, and the last prompt with the first id's.
 
-    Makes `kl_completion` and `kl_mask`, the corresponding `loss_mask` (ones if there is none). The
-    KTO paper estimates z0 this way (section 4.1), and TRL pairs completions this way, but here over
-    the whole batch. A batch of one id, such as the last of an epoch, has no mismatched completions:
-    its mask is 0, and its z0 is 0.
+    These completions are returned as `kl_completion`, and their `loss_mask` as `kl_mask` (ones if
+    there is no `loss_mask`). The KTO paper (section 4.1) estimates z0 from such pairs, and TRL
+    forms them in the same way; here, however, they are formed over the whole batch. A batch of one
+    id, such as the last one of an epoch, has no mismatched completions, so its mask and its z0 are
+    0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}
@@ -51,7 +52,8 @@ def kto_baseline(batch: SequenceSample, context: HostContext) -> SequenceSample:
     """Compute KTO's z0 in nats, as `kl_baseline` [1] with the same value for every id.
 
     z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs), where
-    the sum is over the tokens that `kl_mask` includes.
+    the sum is over the tokens that `kl_mask` includes. Raises `DataError` if the two log-probs
+    differ in lengths.
     """
     lengths = batch.lengths["kl_logprobs"].astype(np.int64)
     if not np.array_equal(lengths, batch.lengths["kl_ref_logprobs"]):

@@ -1,6 +1,6 @@
 """Comparison values of AOT: for each score, the score of equal rank on the other side.
 
-Ranks are those in the whole batch.
+A rank is a position among all scores of the batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Compute `partner` [1] of each completion for AOT (`weft.algorithms.transport`).
+    """Compute `partner` [1] of each completion, the counterpart that AOT compares it with.
 
-    With "aot": for the better completion of a pair, the reference's margin of equal rank; for the
-    worse one, 0. With "aot_unpaired": the log-ratio of equal rank among the completions of the
-    other side (better or worse).
+    With "aot", the better completion of a pair gets the reference's margin that has the same rank
+    as the pair's margin under the policy; the worse one gets 0. With "aot_unpaired", a better
+    completion gets the log-ratio of the same rank among the worse completions, and a worse
+    completion gets that among the better ones. See `weft.algorithms.transport`.
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
-    [L], `rank` (and `comparison`); `loss_mask` and `prompt` if present. Raises `DataError` for
-    completions that are not in exactly one pair.
+    Input keys: the lengths of `completion`, `old_logprobs` [L] by the policy before its update,
+    `ref_logprobs` [L], `rank`, and `comparison`, `loss_mask` and `prompt` if present. Raises
+    `DataError` for completions that are not in exactly one pair.
     """
     if loss_type not in TRANSPORTED:
         raise ConfigError(f"loss_type={loss_type!r} must be {' or '.join(TRANSPORTED)}")
@@ -52,7 +53,10 @@ def optimal_transport(
 
 
 def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Index]:
-    """Return the indices of the better and the worse completion of each pair, int64 ([P], [P])."""
+    """Return the indices of each pair's better and worse completions, each int64 [P].
+
+    Raises `DataError` if a completion is not in exactly one pair.
+    """
     rank = to_host_array(batch.data["rank"])
     if "comparison" in batch.data:
         comparison = to_host_array(batch.data["comparison"])

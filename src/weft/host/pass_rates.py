@@ -16,13 +16,14 @@ from weft.registry import register_function
 @register_function("pass_rates")
 @dataclass
 class PassRates(StatelessHostFunction):
-    """Record avg@k and pass@k as metrics. Returns no keys.
+    """Records avg@k and pass@k as metrics, and returns no keys.
 
-    Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a
-    completion; `pass@k`, the share of prompts with at least one completion that passes (a reward
-    above `pass_reward`); if k is more than 1 also `pass@1`, the share of completions that pass.
+    The metrics are computed over prompts with `count` = k completions each. `avg@k` is the mean
+    reward of the completions. `pass@k` is the fraction of prompts for which at least one completion
+    passes, that is, has a reward above `pass_reward`. If k is more than 1, `pass@1` is also
+    recorded, the fraction of completions that pass.
 
-    Keys: `rewards` [1] of each completion.
+    Input key: `rewards` [1] of each completion.
     """
 
     count: int

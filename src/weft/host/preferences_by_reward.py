@@ -20,29 +20,30 @@ Index = npt.NDArray[np.int64]
 @register_function("preferences_by_reward")
 @dataclass
 class PreferencesByReward(StatelessHostFunction):
-    """Make `rank` and `comparison` [1] of each completion from the rewards of its group.
+    """Makes `rank` and `comparison` [1] of each completion from the rewards of its group.
 
     `RowBatch.pairs` reads these keys.
 
-    `pairs="best_worst"`: the best completion (rank 0) is compared with the worst one (rank 1);
-    every other completion has its own comparison, so that it is in no pair. `pairs="all"`: the
-    completions of a prompt are one comparison, ranked by reward. Equal rewards have equal rank and
-    make no pair in either setting. Of several best completions the first is taken, of several worst
-    ones the last. With two completions both settings are the same.
+    With `pairs="best_worst"`, the best completion of a prompt (rank 0) is compared with the worst
+    one (rank 1); every other completion gets a comparison of its own, so that it is in no pair.
+    With `pairs="all"`, all completions of a prompt are in one comparison, ranked by reward. In both
+    settings, completions with equal rewards have equal ranks and form no pair. If several
+    completions are best, the first one is used; if several are worst, the last one. With two
+    completions, the settings do not differ.
 
-    Rewards are shaped first (`RewardShape`): bias, scale and clip, and a penalty for truncated
-    completions.
+    Rewards are first shaped with bias, scale and clip, and a penalty for truncated completions
+    (`RewardShape`).
 
     Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792,
     use two completions; Dong et al. 2024, "RLHF Workflow", arXiv 2405.07863, compare the best of 8
     with the worst. TRL's OnlineDPOTrainer uses two completions and treats the first as better if
     rewards are equal.
 
-    Keys: completion (lengths), `rewards` [1], `finished` [1]. Metrics: `reward`, the mean before
-    shaping; `reward_margin`, the mean difference of the shaped rewards of a pair; `tied_fraction`,
-    the share of comparisons that make no pair because the rewards are equal (of prompts for
-    best_worst, of all C(n, 2) pairs for all). Raises `ConfigError` if a prompt has only one
-    completion, `DataError` for a reward that is not finite.
+    Input keys: the lengths of `completion`, `rewards` [1], `finished` [1]. Metrics: `reward` is the
+    mean before shaping. `reward_margin` is the mean difference of the shaped rewards in a pair.
+    `tied_fraction` is the fraction of comparisons that form no pair because the rewards are equal
+    (of prompts for best_worst, of all C(n, 2) pairs for all). Raises `ConfigError` if a prompt has
+    only one completion, `DataError` for a reward that is not finite.
     """
 
     pairs: str = "best_worst"
@@ -87,10 +88,10 @@ class PreferencesByReward(StatelessHostFunction):
 
 
 def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return (rank, comparison, margin [1]) of one prompt's rewards [n] for best against worst.
+    """Return rank [n], comparison [n] and margin [1] of one prompt's rewards for "best_worst".
 
-    `comparison` is 0 for these two and a distinct number for every other completion; a margin of 0
-    means no pair.
+    The comparison is 0 for the best and the worst completion, and a distinct number for every other
+    one. A margin of 0 means that there is no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)
@@ -102,9 +103,10 @@ def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 
 
 def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return (rank, comparison, margins [C(n, 2)]) of one prompt's rewards [n] for `pairs="all"`.
+    """Return rank [n], comparison [n] and margins [C(n, 2)] of one prompt's rewards for "all".
 
-    All completions are in one comparison; equal rewards have equal rank.
+    All completions are in one comparison, and equal rewards have equal ranks. There is one margin
+    per pair.
     """
     rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
     one, other = np.triu_indices(len(rewards), 1)

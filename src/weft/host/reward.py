@@ -39,40 +39,44 @@ CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 @register_function("reward")
 @dataclass
 class RewardFunction(StatelessHostFunction):
-    """Compute `rewards` [1] of each completion, the weighted sum of the parts of `reward`.
+    """Computes `rewards` [1] of each completion, the weighted sum of the functions in `reward`.
 
-    The `scores` of a reward model are added if present.
+    If present, the `scores` of a reward model are added, too, with the weight `scores_weight`.
 
     `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a
-    list of these, of `[NAME, WEIGHT]` and of `{name, weight, args}`. A function `fn(prompts,
-    completions, *, completion_ids, **columns)` gets lists with one entry per completion (all
-    completions of a prompt in one call) and returns a number or None (does not apply) for each; it
-    may be async. It is called on parts of the batch (`chunk_size` prompts at a time) in
-    `num_workers` processes that live as long as the run. Without a `chunk_size` it is called on a
-    prompt as soon as all its completions are available, while others are still being sampled. It
-    may return `(rewards, metrics)`; metrics are summed by name over the batch.
+    list of these forms, of `[NAME, WEIGHT]` and of `{name, weight, args}`. Each function
+    contributes one part of the reward. A function `fn(prompts, completions, *, completion_ids,
+    **columns)` gets lists with one entry per completion (all completions of a prompt in one call).
+    It returns a list with one number per completion, or None for completions to which it does not
+    apply. It may instead return `(rewards, metrics)`, and metrics are summed by name over the
+    batch. It may be async.
+
+    A function is called on `chunk_size` prompts at a time, in `num_workers` processes that live as
+    long as the run. Without a `chunk_size`, it is called on a prompt as soon as all completions of
+    the prompt are available, while others are still being sampled.
 
     `column` names a column of the data whose rows specify their verifiers, in the forms of
-    `reward`; `reward` then applies to rows with an empty entry. With `by_token` a completion's
-    reward may be a list, one number or None per token, or a mapping from the end positions of steps
-    (in characters of the completion) to rewards; the node then also makes `token_rewards` [L], NaN
-    for tokens without one, and `rewards` includes them. `keep_parts` also makes `reward_parts` [1,
-    parts]: the unweighted parts, the reward model's score last, NaN for parts that do not apply.
+    `reward`; `reward` then applies to rows that are empty in this column. With `by_token`, the
+    reward of a completion may be a list with one number or None per token, or a mapping from the
+    end positions of steps (in characters of the completion) to rewards. The node then also makes
+    `token_rewards` [L], which is NaN for tokens without a reward; `rewards` includes the rewards of
+    tokens. `keep_parts` also makes `reward_parts` [1, parts], the unweighted parts: NaN for parts
+    that do not apply, and the reward model's score last.
 
-    `timeout_s` limits the time of the whole batch, measured from when all its completions are
-    available. If a call has not returned by then, the run stops or, if `on_timeout` is set, the
-    completions of the call get that value for that part and are counted in the metric `timeouts`.
-    The process of the call is killed with all its children.
+    `timeout_s` limits the time for the whole batch, from when all completions are available. If a
+    call has not returned by then, the run stops or, if `on_timeout` is set, the call's completions
+    get the value `on_timeout` for this part and are counted in the metric `timeouts`. The process
+    of the call is killed with all its children.
 
     Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a
     prompt's completions (of the whole batch, if prompts have one each); `frac_reward_zero_std`, the
-    share of prompts whose completions all have the same reward; `reward/{part}`, the mean of a part
-    over the completions that it applies to; `reward/{part}/{name}`, a metric that the part
+    fraction of prompts whose completions all have the same reward; `reward/{part}`, the mean of a
+    part over the completions to which it applies; `reward/{part}/{name}`, a metric that the part
     returned.
 
-    Raises `UserError` on construction for functions that cannot be found or imported; when called,
-    for a function that raises, hangs, or returns anything other than finite numbers, with its name
-    and the samples' ids.
+    The constructor raises `UserError` for functions that cannot be found or imported. Calls of the
+    object raise `UserError` if a function raises an error, hangs, or returns anything but finite
+    numbers and None; the message has the function's name and the samples' ids.
     """
 
     reward: Any = None
@@ -111,7 +115,7 @@ class RewardFunction(StatelessHostFunction):
         self._num_batches = 0  # number of batches computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
-        """Submit the calls for these ids; does nothing if `chunk_size` is set."""
+        """Submit the reward calls for these ids; do nothing if `chunk_size` is set."""
         if self.chunk_size is not None:
             return
         texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
@@ -168,9 +172,10 @@ class RewardFunction(StatelessHostFunction):
         return sample
 
     def _check_size(self, rewards: Vector, texts: CompletionTexts) -> None:
-        """Raise `UserError` if the weighted sum is too large although no part is.
+        """Raise `UserError` if a weighted sum is too large, even if no single reward is.
 
-        Scores of a reward model that are not finite are not checked here: training reports them.
+        Scores of a reward model that are not finite are not checked here, because training reports
+        them.
         """
         large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
         if len(large):
@@ -182,10 +187,11 @@ class RewardFunction(StatelessHostFunction):
             )
 
     def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:
-        """Return the calls for all completions, `chunk_size` prompts each.
+        """Return the calls for all completions, each for at most `chunk_size` prompts.
 
         A call covers prompts with the same route, in the order of the batch. A prompt whose call
-        was submitted by `begin` has its own call.
+        was submitted by `begin` keeps this call if its inputs have not changed. Without a
+        `chunk_size`, the size is chosen so that all workers are busy.
         """
         # Take the prefetched calls whose inputs are still the same.
         calls: list[PendingRewardCall] = []
@@ -238,7 +244,11 @@ class RewardFunction(StatelessHostFunction):
     def _read_reply(
         self, reply: RewardReply, label: str, names: Sequence[str]
     ) -> tuple[Sequence[Value], Mapping[str, float]]:
-        """Return (rewards, metrics) of one call. Raises `UserError` or `RunError` if it failed."""
+        """Return the rewards and metrics of one call.
+
+        `label` names the function, `names` the completions. Raises `UserError` or `RunError` if the
+        call failed.
+        """
         if reply.status == "ok":
             values, metrics = reply.value
             return values, metrics
@@ -270,9 +280,9 @@ class RewardFunction(StatelessHostFunction):
         return [self.on_timeout] * len(names), {}
 
     def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
-        """Return the weighted sum of each completion's parts and the reward model's score.
+        """Return each completion's weighted sum of parts, plus the reward model's score if present.
 
-        Raises `UserError` for completions that no part applies to, unless there are scores.
+        Raises `UserError` for completions to which no part applies, unless there are scores.
         """
         sums.record_metrics(context)
         if "scores" in batch.data:
@@ -297,7 +307,7 @@ class RewardFunction(StatelessHostFunction):
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Calls of the reward functions of one route for some completions of a batch."""
+    """Submitted calls of one route's reward functions for some completions of a batch."""
 
     positions: list[int]  # indices of the completions in the batch
     route: RewardRoute
@@ -307,11 +317,11 @@ class PendingRewardCall:
 
 
 class RewardSums:
-    """Rewards of a batch, added up call by call.
+    """Rewards of a batch, summed over the calls.
 
-    `parts` [parts, S] are the unweighted parts, NaN for parts that do not apply; `total` [S] is
-    their weighted sum; `by_token` [T] are the weighted rewards of tokens, NaN for tokens without
-    one.
+    `parts` [parts, S] has the unweighted rewards of each function, NaN for completions to which it
+    does not apply; `total` [S] has their weighted sums. `by_token` [T] has the weighted rewards of
+    tokens, NaN for tokens without a reward.
     """
 
     def __init__(self, texts: CompletionTexts, labels: Sequence[str]) -> None:
@@ -325,7 +335,10 @@ class RewardSums:
         self.timeouts = 0
 
     def add(self, part: int, weight: float, places: Sequence[int], values: Sequence[Value]) -> None:
-        """Add the rewards of one call: `values` of the completions at `places`."""
+        """Add the rewards `values` of one call, which are those of the completions at `places`.
+
+        `places` has indices of completions, and `part` is the index of the reward function.
+        """
         for place, value in zip(places, values, strict=True):
             if value is None:
                 continue
@@ -346,13 +359,13 @@ class RewardSums:
         there[given] = np.nan_to_num(there[given]) + weight * rewards[given]
 
     def add_metrics(self, part: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of one call."""
+        """Add the metrics that one call of the function with index `part` returned."""
         for name, value in metrics.items():
             key = f"reward/{self.labels[part]}/{name}"
             self.metrics[key] = self.metrics.get(key, 0.0) + value
 
     def record_metrics(self, context: HostContext) -> None:
-        """Record the mean of each part and the metrics of the calls."""
+        """Record the mean reward of each function, and the metrics that the calls returned."""
         for label, part in zip(self.labels, self.parts, strict=True):
             if not np.isnan(part).all():
                 context.record(f"reward/{label}", float(np.nanmean(part)))
@@ -361,7 +374,10 @@ class RewardSums:
 
 
 def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:
-    """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std` (`RewardFunction`)."""
+    """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std`.
+
+    `RewardFunction` defines them. `group` [S] is the index of each completion's prompt.
+    """
     if (np.bincount(group) < 2).all():
         group = np.zeros_like(group)
     first = np.unique(group, return_index=True)[1]

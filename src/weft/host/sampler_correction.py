@@ -17,14 +17,15 @@ from weft.registry import register_function
 @register_function("sampler_correction")
 @dataclass
 class SamplerCorrection(StatelessHostFunction):
-    """Compute `sampler_weights` [L], the weights of tokens in the policy loss.
+    """Computes `sampler_weights` [L], the weights of tokens in the policy loss.
 
-    The method is in `weft.algorithms.sampler`.
+    `weft.algorithms.sampler` describes the method.
 
-    Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
-    weights; `loss_mask` and `prompt` if present. Metrics over trained tokens: `weight` and
-    `weight_max` before the bound, `bounded_fraction` (truncated or excluded), `effective_fraction`
-    = (sum of weights)^2 / (tokens * sum of squared weights).
+    Input keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
+    weights, and `loss_mask` and `prompt` if present. Metrics over trained tokens: `weight` and
+    `weight_max`, the mean and maximum before weights are bounded; `bounded_fraction`, the fraction
+    of weights that are truncated or set to 0; `effective_fraction` = (sum of weights)^2 / (tokens *
+    sum of squared weights).
     """
 
     correction: str = "token_truncate"

@@ -1,4 +1,7 @@
-"""Parsing and validation of the option `reward`, given as plain values; no heavy imports."""
+"""Parsing and validation of the option `reward`, which is given as plain values.
+
+This module has no slow imports.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ FORM = (
 class RewardPart:
     """One of the functions whose weighted sum is the reward.
 
-    `args` are keyword arguments in addition to the data's columns.
+    `args` are keyword arguments that are passed in addition to the data's columns.
     """
 
     name: str
@@ -36,14 +39,14 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class RewardTarget:
-    """Location of a part's function, from which another process imports it.
+    """Location of a reward function, from which another process can import it.
 
-    The location is `module` or `file`, and `attribute`, the function's name in it. `label` is the
-    part's name in metrics and messages. `by_token`: the function may return rewards of tokens.
+    The function is named `attribute` in either `module` or `file`. `label` is the name of the part
+    in metrics and messages. With `by_token`, the function may return rewards of tokens.
 
-    A verifier's parameters with a default are its options, which only `args` can set: a column of
-    the data with the name of an option is ignored. For a user's function, a parameter with a
-    default can also be a column.
+    A verifier's parameters with a default are options that only `args` can set: a column of the
+    data with the name of an option is ignored. In a user's function, a parameter with a default can
+    also be a column.
     """
 
     label: str
@@ -56,9 +59,9 @@ class RewardTarget:
 
 
 def parse_reward(reward: Any) -> list[RewardPart]:
-    """Return the parts of the option `reward`.
+    """Return the parts of the option `reward`: functions with their weights and arguments.
 
-    Raises `ConfigError` for an invalid form; names are not looked up.
+    Raises `ConfigError` for an invalid form. Does not check that the functions exist.
     """
     entries = reward if isinstance(reward, (list, tuple)) else [reward]
     if not entries or reward is None or reward == {}:
@@ -85,7 +88,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
 
 
 def _parse_parts(entry: Any) -> list[RewardPart]:
-    """Return the parts of one list entry: one part, or one per name of a mapping to weights."""
+    """Return the parts of one list entry: one part, or one per name in a mapping to weights."""
     if isinstance(entry, RewardPart):
         return [entry]
     if isinstance(entry, str) and entry:
@@ -124,10 +127,10 @@ def _is_number(value: Any) -> bool:
 
 
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
-    """Return the location of the part's function.
+    """Return the location of a part's reward function.
 
-    Raises `ConfigError` for an unregistered name, a missing file or module, and, if `checked`, for
-    options that a verifier does not take.
+    Raises `ConfigError` for an unregistered name or a missing file or module and, if `checked`, for
+    options that a verifier does not have.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
@@ -155,9 +158,9 @@ def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
 def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
     """Raise `ConfigError` if a file cannot define the function.
 
-    The file is parsed, not run: it may import anything, and a dry run and `weft config validate`
-    do not run code of rewards. A file whose names depend on running it, for example because of
-    `import *`, passes here; the process that computes rewards checks it.
+    The file is parsed, not run, because it may import anything, and because a dry run and `weft
+    config validate` do not run code of rewards. A file that defines names only when it is run, for
+    example by `import *`, is accepted here; the process that computes rewards checks it.
     """
     try:
         tree = ast.parse(file.read_bytes())
@@ -186,10 +189,10 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
 
 
 def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
-    """Return the location of a registered verifier: the module or file that defines it.
+    """Return the location of a registered verifier, that is, the module or file that defines it.
 
-    The location is needed because a verifier can come from user code, which other processes have
-    not imported. Raises `ConfigError` as `locate` does, and for a verifier that another process
+    The location is needed because a verifier can be in user code that other processes have not
+    imported. Raises `ConfigError` as `locate` does, and also for a verifier that another process
     cannot import.
     """
     if part.name.endswith(".py"):
@@ -230,7 +233,7 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
 
 
 def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
-    """Raise `ConfigError` for arguments that are not options of a verifier.
+    """Raise `ConfigError` for arguments that are not options of the verifier `function`.
 
     A built-in verifier is also called with no completions, so that it raises for invalid values.
     """

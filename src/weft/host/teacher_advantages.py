@@ -17,7 +17,7 @@ from weft.registry import register_function
 @register_function("teacher_advantages")
 @dataclass
 class TeacherAdvantages(StatelessHostFunction):
-    """Compute `advantages` [L] from the difference of teacher's and student's log-probs.
+    """Computes `advantages` [L] from the difference of the teacher's and the student's log-probs.
 
     The advantage of token t is the sum over trained tokens s >= t of discount^(s - t) (log
     pi_teacher - log pi_student)(token s).
@@ -25,15 +25,16 @@ class TeacherAdvantages(StatelessHostFunction):
     The reward of a token is minus its sampled term of KL(student || teacher). With `discount` 0, as
     in "On-Policy Distillation" (Thinking Machines Lab 2025), only a token's own reward counts, and
     the expected gradient is that of each position's own KL. With 1, all later rewards count too,
-    and the gradient is that of the KL between whole completions, at a much larger variance: MiniLLM
-    (Gu et al. 2023, arXiv 2306.08543, section 2.2), which reduces it by methods not implemented
-    here (normalised lengths, the first step split off, samples mixed with the teacher's).
+    and the gradient is that of the KL between whole completions, with a much larger variance.
+    MiniLLM (Gu et al. 2023, arXiv 2306.08543, section 2.2) does this, and reduces the variance by
+    methods that are not implemented here (length normalisation, a separate first step, samples
+    mixed with the teacher's).
 
-    Keys: completion (lengths), `logprobs` [L] as sampled, `teacher_logprobs` [L]; `teacher_top1`
-    [L] (1 if the token is the teacher's most likely), `loss_mask` and `prompt` if present. Metrics
-    over trained tokens: `kl_k1`, the mean of log pi_student - log pi_teacher, an unbiased estimate
-    of their KL that can be negative; `kl_k1_per_completion`, its sum per completion;
-    `teacher_agreement`, the mean of `teacher_top1`; `advantage_std`.
+    Input keys: the lengths of `completion`, `logprobs` [L] as sampled, `teacher_logprobs` [L], and,
+    if present, `teacher_top1` [L] (1 if the token is the teacher's most likely), `loss_mask` and
+    `prompt`. Metrics over trained tokens: `kl_k1`, the mean of log pi_student - log pi_teacher, an
+    unbiased estimate of the KL that can be negative; `kl_k1_per_completion`, the mean of the
+    completions' sums; `teacher_agreement`, the mean of `teacher_top1`; `advantage_std`.
     """
 
     discount: float = 0.0

@@ -1,11 +1,11 @@
 """Child process that parses large JSON bodies: `python -m weft.serve._read_json`.
 
-Loads no torch.
+It loads no torch.
 
 Python's JSON parser holds the GIL until it is done: a list of five million numbers would delay
-health checks by a second. Each request on standard input is eight bytes of length (little-endian)
-and the body. Each answer on standard output is framed the same way and pickled: ("ok", value) or
-("error", message).
+health checks by a second. A request on standard input consists of the body's length in bytes, as an
+8-byte little-endian integer, and the body. An answer on standard output has the same layout; its
+content is a pickled ("ok", value) or ("error", message).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main() -> None:
 
 
 class CompactConverter:
-    """Converts long lists of numbers to arrays and counts all other values.
+    """Converts long lists of numbers to arrays, and counts the other values.
 
-    Raises `ValueError` for more than `MOST_VALUES` of them.
+    Raises `ValueError` if a body has more than `MOST_VALUES` other values.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class CompactConverter:
 
 
 def convert_numbers(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
-    """Return the numbers as int64, or float64 if any is a float.
+    """Return the numbers as an int64 array, or as float64 if any is a float.
 
-    Returns None if the list contains anything else, or an integer too large for int64.
+    Returns None if the list contains anything but numbers, or an integer too large for int64.
     """
     kinds = set(map(type, numbers))
     try:

@@ -1,4 +1,4 @@
-"""ASGI application: checks the token, routes requests to endpoints, formats errors."""
+"""ASGI application that checks tokens, routes requests to endpoints, and formats errors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
 
 @dataclass(frozen=True)
 class ServerApp:
-    """The ASGI application of the HTTP port.
+    """ASGI application of the HTTP port.
 
-    Requests must carry `token` as `Authorization: Bearer TOKEN`; with None, no token is needed.
+    Requests must have the header `Authorization: Bearer TOKEN`, where TOKEN is `token`. If `token`
+    is None, no token is needed. `started` is the server's start as a Unix time.
     """
 
     models: Mapping[str, ServedModel]
@@ -75,9 +76,9 @@ class ServerApp:
         )
 
     def _find_endpoint(self, path: str) -> str:
-        """Return the metrics label of a path.
+        """Return the endpoint's label in the metrics for a request path.
 
-        Unknown paths share one label, so that clients cannot create new time series.
+        All unknown paths have the same label, so that clients cannot create new time series.
         """
         if path in COMPLETIONS or path in OPEN or path in ("/v1/models", "/v2"):
             return path
@@ -85,7 +86,7 @@ class ServerApp:
         return f"/v2/models{match['rest'] or ''}" if match else "other"
 
     async def _route_request(self, exchange: HttpExchange) -> None:
-        """Route a request to its endpoint. Raises `RequestRefused` for unknown paths and methods."""
+        """Pass a request to its endpoint. Raises `RequestRefused` for unknown paths and methods."""
         if exchange.path == "/v2/health/live" and exchange.method == "GET":
             return await exchange.reply(200, b"")
         if exchange.path == "/v2/health/ready" and exchange.method == "GET":
@@ -110,7 +111,10 @@ class ServerApp:
         raise RequestRefused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
 
     async def _complete(self, exchange: HttpExchange, *, chat: bool) -> None:
-        """Answer a completion request with the policy. Raises `RequestRefused` for any other model."""
+        """Answer a completion request with the policy.
+
+        Raises `RequestRefused` if the request names another model.
+        """
         body = await self.background.read(await self._read_body(exchange))
         name = body.get("model")
         policy = self.policy
@@ -147,7 +151,7 @@ class ServerApp:
     async def _answer_model_request(
         self, exchange: HttpExchange, name: str, version: str | None, rest: str | None
     ) -> None:
-        """Answer a request below `/v2/models/NAME`."""
+        """Answer a request to `/v2/models/NAME`, or to the path `rest` below that."""
         served = self.inference_endpoint.get_model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")
         if rest is None:
@@ -164,7 +168,10 @@ class ServerApp:
             )
 
     def _describe_models(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's description of the model `name`, or of all models for ""."""
+        """Return a model's description in OpenAI's format, or a list of all if `name` is empty.
+
+        Raises `RequestRefused` for an unknown model.
+        """
         cards = {}
         for each in self.models:
             cards[each] = {
@@ -184,10 +191,10 @@ class ServerApp:
         return cards[name]
 
     def _check_allowed(self, exchange: HttpExchange) -> None:
-        """Raise `RequestRefused` unless the request carries the server's token.
+        """Raise `RequestRefused` if the request does not carry the server's token.
 
-        Without a token on the server, requests with an `Origin` header are refused, because they
-        come from scripts of other web pages.
+        If the server has no token, requests with an `Origin` header are refused, because they come
+        from scripts of web pages.
         """
         if self.token is None:
             if "origin" in exchange.headers:
@@ -207,9 +214,9 @@ class ServerApp:
             )
 
     async def _refuse(self, exchange: HttpExchange, refused: RequestRefused) -> None:
-        """Send an error in the form of the endpoint's protocol.
+        """Send an error in the format of the endpoint's protocol.
 
-        If the answer has begun, send it as the last event of the stream.
+        If a streamed answer has begun, the error is sent as its last event.
         """
         if exchange.path.startswith("/v2"):
             value: dict[str, Any] = {"error": refused.message}
@@ -228,7 +235,7 @@ class ServerApp:
 
 
 def is_authorized(header: str | None, token: str) -> bool:
-    """Return whether an `Authorization` header carries the token, compared in constant time."""
+    """Return whether an `Authorization` header carries `token`; the comparison takes constant time."""
     scheme, _, given = (header or "").partition(" ")
     return (
         secrets.compare_digest(given.strip().encode(), token.encode())
@@ -239,7 +246,8 @@ def is_authorized(header: str | None, token: str) -> bool:
 def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
     """Convert an exception to an error response.
 
-    Details of internal errors go to the server's log only.
+    `seconds` is the server's time limit, for the message of a timeout. Details of internal errors
+    are only written to the server's log.
     """
     if isinstance(error, RequestRefused):
         return error

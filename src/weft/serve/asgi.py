@@ -1,4 +1,4 @@
-"""One HTTP exchange over ASGI: bounded body, whole or streamed reply, disconnect detection."""
+"""HTTP exchange over ASGI: size-limited body, complete or streamed reply, disconnect detection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAIN = 4
 
 
 class RequestRefused(Exception):
-    """A request answered with an error status.
+    """Raised if a request is to be answered with an error status.
 
     `param` names the invalid field and `code` the kind of error, both as in OpenAI's API.
     """
@@ -37,12 +37,12 @@ class RequestRefused(Exception):
 
 
 class ClientDisconnected(Exception):
-    """Raised when the client has closed the connection."""
+    """Raised if the client has closed the connection."""
 
 
 @dataclass
 class HttpExchange:
-    """One request and its reply."""
+    """One HTTP request and its reply."""
 
     scope: Mapping[str, Any]
     receive: Callable[[], Awaitable[Message]]
@@ -65,10 +65,10 @@ class HttpExchange:
         return str(self.scope["path"])
 
     async def read_body(self, limit: int, seconds: float) -> bytes:
-        """Read the whole body.
+        """Read the whole request body.
 
-        Raises `RequestRefused` if it exceeds `limit` bytes or takes more than `seconds`, and
-        `ClientDisconnected` if the client disconnects before its end.
+        Raises `RequestRefused` if the body exceeds `limit` bytes or does not arrive within
+        `seconds`, and `ClientDisconnected` if the client disconnects before the end of the body.
         """
         parts = []
         size = 0
@@ -94,9 +94,9 @@ class HttpExchange:
         return b"".join(parts)
 
     async def await_unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` and return its result; cancel it if the client disconnects.
+        """Await `work` and return its result, but cancel `work` if the client disconnects.
 
-        Raises `ClientDisconnected` on disconnect. The body must have been read before.
+        Raises `ClientDisconnected` in that case. The request body must have been read first.
         """
         task = asyncio.ensure_future(work)
         left = asyncio.ensure_future(self._wait_for_disconnect())
@@ -150,7 +150,7 @@ class HttpExchange:
         await self.reply(status, json.dumps(value).encode(), headers=headers)
 
     async def send_event(self, text: str) -> None:
-        """Send one server-sent event; the first one starts the reply."""
+        """Send `text` as a server-sent event; the first event starts the reply."""
         if self.status is None:
             await self._start(
                 200,

@@ -1,7 +1,8 @@
 """Run slow CPU work off the event loop: parsing, templates, tokenizing, encoding answers.
 
 Threads suffice for work that releases the GIL regularly (tokenizers in Rust, templates, numpy in
-chunks). Parsing large JSON holds it throughout, so a child process does that (`_read_json.py`).
+chunks). Parsing large JSON bodies holds the GIL throughout, so a child process does that
+(`_read_json.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GZIP_OR_ZLIB = 47  # zlib's wbits: detect a gzip or zlib header
 
 
 class BackgroundWork:
-    """Worker threads, the JSON parser process, and one copy of each tokenizer per thread."""
+    """Worker threads with one copy of each tokenizer per thread, and the JSON parser process."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-requests")
@@ -51,9 +52,10 @@ class BackgroundWork:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
 
     async def read(self, text: bytes) -> dict[str, Any]:
-        """Parse a JSON object; in large bodies, long lists of numbers become arrays.
+        """Parse a body that must be a JSON object.
 
-        Raises `DataError` for anything but an object.
+        In large bodies, long lists of numbers are converted to arrays. Raises `DataError` for
+        invalid JSON and for any value but an object.
         """
         if len(text) <= LARGE:
             return read_object(text)
@@ -62,7 +64,8 @@ class BackgroundWork:
     def prepare(self, tokenizer: Tokenizer) -> None:
         """Copy a tokenizer for each worker thread.
 
-        Done before the first request, because a copy holds the GIL for tenths of a second.
+        Must be called before the first request, because copying holds the GIL for tenths of a
+        second.
         """
         copies = self._copies[id(tokenizer)] = queue.SimpleQueue()
         for _ in range(THREADS):
@@ -79,8 +82,8 @@ class BackgroundWork:
     def encode(self, tokenizer: Tokenizer, text: str, bos: bool | None = None) -> list[int]:
         """Return the token ids of a text, using this thread's copy of the tokenizer.
 
-        Long texts are tokenized one at a time: creating hundreds of thousands of ids holds the GIL,
-        and several threads in a row would hold it for tenths of a second.
+        Long texts are tokenized one at a time. Creating hundreds of thousands of ids holds the GIL,
+        and several threads in succession would hold it for tenths of a second.
         """
         with self._long_texts if len(text) > LARGE else nullcontext():
             return self.get_tokenizer(tokenizer).encode(text, bos=bos)
@@ -93,7 +96,10 @@ class BackgroundWork:
             self._reader.communicate()
 
     def _read(self, text: bytes) -> dict[str, Any]:
-        """Parse a large body in the child process, starting it if necessary."""
+        """Parse a large body in the child process, which is started if it is not running.
+
+        Raises `DataError` for an invalid body, and `RunError` if the process has ended.
+        """
         if self._reader is None or self._reader.poll() is not None:
             command = [sys.executable, "-m", "weft.serve._read_json"]
             self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -119,10 +125,10 @@ class BackgroundWork:
 
 
 def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the body without its content encoding.
+    """Return the decompressed body; `encoding` is the request's content encoding.
 
-    Raises `RequestRefused` for an unknown encoding, invalid data, or more than `limit` bytes of
-    output; output beyond the limit is never produced.
+    Raises `RequestRefused` for an unknown encoding, invalid data, or a result of more than `limit`
+    bytes. Decompression stops at the limit.
     """
     if encoding in ("", "identity"):
         return body

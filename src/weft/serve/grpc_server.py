@@ -1,4 +1,4 @@
-"""The inference protocol over gRPC; shares its implementation with HTTP."""
+"""gRPC version of the inference protocol; shares its implementation with the HTTP version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ OPEN = ("ServerLive", "ServerReady")  # calls that need no token
 
 @dataclass(frozen=True)
 class GrpcCallHandlers:
-    """Handlers of the protocol's calls. Inference runs in `loop`, the HTTP server's event loop."""
+    """Handlers of the inference protocol's gRPC calls.
+
+    Inference runs in `loop`, the event loop of the HTTP server. `inferring` limits the number of
+    concurrent inference calls.
+    """
 
     app: ServerApp
     loop: asyncio.AbstractEventLoop
@@ -44,7 +48,7 @@ class GrpcCallHandlers:
     )
 
     def answer(self, name: str, request: Any, context: Any) -> Any:
-        """Answer one call, or abort it with a status code."""
+        """Return the response to the call `name`, or abort the call with a status code."""
         began = time.perf_counter()
         status = "OK"
         try:
@@ -129,7 +133,7 @@ class GrpcCallHandlers:
     def _run(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
         """Run `work` in the event loop and return its result.
 
-        Cancelled if the client disconnects or the deadline passes.
+        `work` is cancelled if the client disconnects or the deadline passes.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         context.add_callback(future.cancel)
@@ -143,7 +147,7 @@ class GrpcCallHandlers:
 
 
 def build_grpc_server(app: ServerApp, loop: asyncio.AbstractEventLoop) -> grpc.Server:
-    """Return a gRPC server that has no port yet and is not started."""
+    """Return a gRPC server that is not yet started and has no port."""
     calls = GrpcCallHandlers(app, loop)
     limit = app.limits.body_bytes
 

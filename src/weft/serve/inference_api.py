@@ -1,4 +1,4 @@
-"""The inference protocol over HTTP: `/v2`, model metadata, `/v2/models/NAME/infer`."""
+"""HTTP version of the inference protocol: `/v2`, model metadata, `/v2/models/NAME/infer`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ EXTENSIONS = ["binary_tensor_data"]
 
 @dataclass(frozen=True)
 class InferenceEndpoint:
-    """Metadata and inference for all served models."""
+    """Endpoint for the metadata of all served models, and for inference with them.
+
+    `most_load` is the limit of each model's load; see `ServingWorker`.
+    """
 
     models: Mapping[str, ServedModel]
     metrics: ServerMetrics
@@ -35,7 +38,7 @@ class InferenceEndpoint:
         return {"name": PLATFORM, "version": __version__, "extensions": EXTENSIONS}
 
     def get_model(self, name: str, version: str | None) -> ServedModel:
-        """Return the model of this name and version. Raises `RequestRefused` if there is none."""
+        """Return the model with this name and version. Raises `RequestRefused` if there is none."""
         if name not in self.models or version not in (None, "", VERSION):
             label = name if version in (None, "") else f"{name} version {version}"
             raise RequestRefused(
@@ -46,7 +49,10 @@ class InferenceEndpoint:
     async def answer_request(
         self, exchange: HttpExchange, body: bytes, served: ServedModel
     ) -> None:
-        """Answer an `infer` request. Raises `RequestRefused` for invalid requests and when overloaded."""
+        """Answer an inference request for the model `served`.
+
+        Raises `RequestRefused` if the request is invalid or the model is overloaded.
+        """
         try:
             size = compute_header_size(body, _read_header_length(exchange))
             header = await self.background.read(body[:size])
@@ -75,9 +81,9 @@ class InferenceEndpoint:
     async def infer(
         self, served: ServedModel, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the model's outputs by name.
+        """Return the model's output tensors by name.
 
-        Raises `DataError` for invalid inputs and `RequestRefused` when the model is overloaded.
+        Raises `DataError` for invalid inputs, and `RequestRefused` if the model is overloaded.
         """
         if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
             raise RequestRefused(
@@ -98,7 +104,11 @@ def _read_header_length(exchange: HttpExchange) -> int | None:
 
 
 def _read_outputs(header: Mapping[str, Any], served: ServedModel) -> tuple[list[str], set[str]]:
-    """Return (names of the requested outputs, those to send as bytes). Raises `DataError`."""
+    """Return the names of the requested outputs, and of those to send as binary data.
+
+    `header` is the JSON part of the request. Raises `DataError` for an output that the model does
+    not have.
+    """
     usual = read_flag(header, "binary_data_output", False)
     entries = header.get("outputs")
     if entries is None or entries == []:

@@ -1,4 +1,4 @@
-"""Limits on a single request and on the load of the server."""
+"""Limits on each request and on the server's load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits on a single request and on the load of each model."""
+    """Limits on each request and on the load of each model."""
 
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0

@@ -22,7 +22,7 @@ HELP = {
 
 @dataclass
 class ServerMetrics:
-    """Thread-safe counters of the server."""
+    """Thread-safe counters of requests and tokens, and a histogram of request durations."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class ServerMetrics:
             self.counts["weft_scored_tokens_total"] += scored
 
     def format_text(self, loads: dict[str, int]) -> str:
-        """Return all metrics in Prometheus's text format; `loads` maps each model to its load."""
+        """Return all metrics in Prometheus's text format; `loads` maps a model's name to its load."""
         with self._lock:
             lines = _format_head("weft_requests_total", "counter")
             for (endpoint, status), count in sorted(self.requests.items()):

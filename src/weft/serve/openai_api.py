@@ -1,6 +1,6 @@
 """OpenAI endpoints of a policy: `/v1/chat/completions` and `/v1/completions`.
 
-Both answer in one piece or as a stream.
+Both can return a complete answer or stream it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAUSE = 16  # tokens handled per request before yielding to the event loop
 
 @dataclass(frozen=True)
 class CompletionEndpoints:
-    """Both completion endpoints of one policy."""
+    """Chat and text completion endpoints of one policy."""
 
     policy: ServedModel
     metrics: ServerMetrics
@@ -47,7 +47,10 @@ class CompletionEndpoints:
     async def answer_request(
         self, exchange: HttpExchange, body: Mapping[str, Any], *, chat: bool
     ) -> None:
-        """Answer a request. Raises `RequestRefused` if it is invalid or the policy is overloaded."""
+        """Answer a completion request; `chat` selects the endpoint.
+
+        Raises `RequestRefused` if the request is invalid or the policy is overloaded.
+        """
         settings = read_settings(body, self.limits.most_new, self._stop_ids, chat=chat)
         if chat:
             prompts = [await self.background.run(self._encode_chat, body.get("messages"))]
@@ -70,7 +73,10 @@ class CompletionEndpoints:
         return self.policy.spec.stop_ids if self.policy.spec is not None else ()
 
     def _encode_chat(self, messages: Any) -> list[int]:
-        """Return the token ids of a conversation, rendered with the chat template."""
+        """Return the token ids of a conversation, rendered with the chat template.
+
+        Raises `RequestRefused` for invalid messages, and for a policy without a chat template.
+        """
         tokenizer = self.background.get_tokenizer(self.policy.tokenizer)
         if messages is None:
             raise RequestRefused(400, "messages is missing", param="messages")
@@ -97,9 +103,10 @@ class CompletionEndpoints:
             raise RequestRefused(400, message, param="messages") from None
 
     def _encode_prompts(self, prompt: Any) -> list[list[int]]:
-        """Return the prompts as token ids.
+        """Return the token ids of each prompt.
 
-        `prompt` is a text, a list or array of token ids, or a list of either.
+        `prompt` is a text, a list or array of token ids, or a list of texts or of lists of token
+        ids. Raises `RequestRefused` for anything else.
         """
         self._check_bytes(count_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):
@@ -115,7 +122,7 @@ class CompletionEndpoints:
         )
 
     def _encode_prompt(self, prompt: Any) -> list[int]:
-        """Return the token ids of a text; token ids are returned as they are."""
+        """Return the token ids of a prompt, which is a text or already a sequence of token ids."""
         if isinstance(prompt, str):
             return self.background.encode(self.policy.tokenizer, prompt)
         self._check_length(len(prompt))
@@ -132,9 +139,9 @@ class CompletionEndpoints:
             raise RequestRefused(400, message, code="context_length_exceeded")
 
     def compute_limit(self, prompt: Sequence[int], settings: CompletionSettings) -> int:
-        """Return the maximum number of completion tokens for a prompt.
+        """Return the maximum number of completion tokens for a prompt, given as token ids.
 
-        Raises `RequestRefused` if the prompt is invalid or leaves no room in the context.
+        Raises `RequestRefused` if the prompt is invalid or leaves too little room in the context.
         """
         # Check the length first: checking every id blocks the event loop.
         self._check_length(len(prompt))
@@ -150,14 +157,17 @@ class CompletionEndpoints:
 
 
 def is_ids(value: Any) -> bool:
-    """Return whether `value` is a list of token ids, or an array of them from a large request."""
+    """Return whether `value` is a non-empty list of integers, or an integer array.
+
+    Large requests have arrays in place of lists of token ids.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype.kind == "i"
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
 
 
 def count_bytes(value: Any) -> int:
-    """Return the total size in bytes of all texts in a JSON value."""
+    """Return the total size of all texts in a JSON value, in bytes of UTF-8."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
     if isinstance(value, Mapping):
@@ -171,7 +181,7 @@ def count_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class OpenAIResponseForm:
-    """Response objects of one request, in the form of its endpoint."""
+    """Builder of the response objects for one request, in the format of the request's endpoint."""
 
     id: str
     created: int
@@ -180,13 +190,16 @@ class OpenAIResponseForm:
 
     @classmethod
     def make_new(cls, model: str, chat: bool) -> OpenAIResponseForm:
-        """Return the form of a new request, with a new id and the current time."""
+        """Return the builder for a new request, with a new response id and the current time."""
         return cls(
             f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()), model, chat
         )
 
     def build_head(self, *, chunk: bool) -> dict[str, Any]:
-        """Return the fields that every response object begins with."""
+        """Return the fields that are common to all response objects.
+
+        `chunk` is true for the objects of a streamed answer.
+        """
         kind = ("chat.completion" if self.chat else "text_completion") + (
             ".chunk" if chunk and self.chat else ""
         )
@@ -195,7 +208,11 @@ class OpenAIResponseForm:
     def build_choice(
         self, index: int, text: str, finish: str | None, tokens: Sequence[EmittedToken] | None
     ) -> dict[str, Any]:
-        """Return one entry of `choices` of a complete answer."""
+        """Return one item of `choices` in a complete answer.
+
+        `finish` is the finish reason. `tokens` are the tokens whose log-probs are included, or None
+        to include no log-probs.
+        """
         rest = {"finish_reason": finish, "logprobs": self._build_logprobs(tokens)}
         if self.chat:
             return {"index": index, "message": {"role": "assistant", "content": text}, **rest}
@@ -208,7 +225,10 @@ class OpenAIResponseForm:
         finish: str | None,
         tokens: Sequence[EmittedToken] | None,
     ) -> dict[str, Any]:
-        """Return one chunk of a streamed answer."""
+        """Return one chunk of a streamed answer, with one item in `choices`.
+
+        `delta` has the new fields of the message. `finish` and `tokens` are as in `build_choice`.
+        """
         rest = {"finish_reason": finish, "logprobs": self._build_logprobs(tokens)}
         if self.chat:
             own: dict[str, Any] = {"delta": dict(delta)}
@@ -242,17 +262,17 @@ def _build_token(piece: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _decode_piece(piece: bytes) -> str:
-    """Return a token's text.
+    """Return the text of a token's bytes.
 
-    A token that ends within a character contains U+FFFD; its exact bytes are in `bytes`.
+    Incomplete characters are replaced by U+FFFD; the response field `bytes` has the exact bytes.
     """
     return piece.decode(errors="replace")
 
 
 def _map_texts(token: EmittedToken) -> dict[str, float]:
-    """Return text -> log-prob of the likeliest tokens and the sampled one.
+    """Return the log-probs of the likeliest tokens and of the sampled one, by text.
 
-    Of tokens with equal texts the likeliest counts.
+    If several tokens have the same text, the log-prob of the likeliest is returned.
     """
     logprobs: dict[str, float] = {}
     for piece, logprob in (*token.top, (token.piece, token.logprob)):
@@ -262,7 +282,11 @@ def _map_texts(token: EmittedToken) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CompletionRun:
-    """One running request. Choice `p * n + k` is completion k of prompt p."""
+    """A completion request that is being processed.
+
+    The choice with index `p * n + k` is completion k of prompt p, where n is the number of
+    completions per prompt.
+    """
 
     endpoints: CompletionEndpoints
     settings: CompletionSettings
@@ -271,7 +295,7 @@ class CompletionRun:
     form: OpenAIResponseForm
 
     async def complete(self) -> bytes:
-        """Return the complete answer as JSON."""
+        """Generate all completions and return the answer as JSON."""
         texts = self._build_texts()
         async with aclosing(self._generate_events()) as events:
             async for index, event in events:
@@ -279,9 +303,9 @@ class CompletionRun:
         return await self.endpoints.background.run(self._encode_answer, texts)
 
     def _encode_answer(self, texts: Sequence[GrowingText]) -> bytes:
-        """Encode the complete answer.
+        """Return the complete answer as JSON.
 
-        Choices are encoded one at a time, so that other threads can run in between.
+        The choices are encoded one at a time, so that other threads can run in between.
         """
         wanted = self.settings.logprobs is not None
         choices = (
@@ -296,7 +320,7 @@ class CompletionRun:
         return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     async def stream(self, exchange: HttpExchange) -> None:
-        """Send the answer as server-sent events."""
+        """Generate all completions and send the answer as server-sent events."""
         texts = self._build_texts()
         async with aclosing(self._generate_events()) as events:
             if self.form.chat:
@@ -333,7 +357,7 @@ class CompletionRun:
         await exchange.send_event(json.dumps(value))
 
     async def _generate_events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Iterate over (choice number, token event) as tokens are sampled.
+        """Iterate over token events as tokens are sampled, each with the index of its choice.
 
         Closing the generator cancels unfinished completions.
         """

@@ -50,7 +50,7 @@ UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class CompletionSettings:
-    """Checked settings of a completion request."""
+    """Validated settings of a completion request."""
 
     sampling: GenerationSpec
     max_new_tokens: int
@@ -68,9 +68,10 @@ class CompletionSettings:
 def read_settings(
     body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool
 ) -> CompletionSettings:
-    """Check the fields of a request.
+    """Validate the fields of a request and return the settings.
 
-    Raises `RequestRefused` naming the field, its value and the rule.
+    `most_new_tokens` is the server's limit per completion. Raises `RequestRefused` with the field,
+    its value and the rule that it violates.
     """
     _check_names(body, CHAT if chat else COMPLETION)
     temperature = read_number(body, "temperature", 1.0, 0.0, 2.0)
@@ -113,7 +114,10 @@ def read_number(
     *,
     above: bool = False,
 ) -> float:
-    """Return a number from `least` to `most`; with `above`, `least` itself is excluded."""
+    """Return a numeric field from `least` to `most`, or `default` if absent.
+
+    `above` excludes `least` itself. Raises `RequestRefused` for other values.
+    """
     value = body.get(name)
     if value is None:
         return default
@@ -129,7 +133,10 @@ def read_number(
 
 
 def read_integer(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """Return an integer from `least` to `most`."""
+    """Return an integer field from `least` to `most`, or `default` if absent.
+
+    Raises `RequestRefused` for other values.
+    """
     value = body.get(name)
     if value is None:
         return default
@@ -139,7 +146,7 @@ def read_integer(body: Mapping[str, Any], name: str, default: int, least: int, m
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
-    """Return a Boolean field, False if absent."""
+    """Return a Boolean field, or False if absent. Raises `RequestRefused` for other values."""
     value = body.get(name)
     if value is not None and type(value) is not bool:
         raise build_field_error(name, value, "must be true or false")
@@ -147,7 +154,7 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def build_field_error(name: str, value: Any, rule: str) -> RequestRefused:
-    """Return the error for an invalid field value."""
+    """Return the error for a field with an invalid value; `rule` says which values are valid."""
     text = repr(value)
     return RequestRefused(
         400, f"{name}={text if len(text) <= 80 else text[:77] + '...'}: {rule}", param=name
@@ -224,7 +231,10 @@ def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
-    """Return the number of likeliest alternatives per token; None if no log-probs are requested."""
+    """Return how many of the likeliest tokens to report at each position.
+
+    Returns None if the request asks for no log-probs.
+    """
     if not chat:
         if body.get("logprobs") is not None:
             return read_integer(body, "logprobs", 0, 0, MOST_TOP)

@@ -1,4 +1,4 @@
-"""Served models: a policy samples text and returns log-probs, a reward model returns scores."""
+"""Models that the server offers: a policy samples and returns log-probs, a reward model scores."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ REWARDS = "rewards"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One served model.
+    """A policy or reward model that the server offers.
 
-    `output` is its output in the inference protocol; valid token ids are 0 to `vocab_size` - 1.
+    `output` is the name of the model's output in the inference protocol. Valid token ids are 0 to
+    `vocab_size` - 1.
     """
 
     name: str
@@ -65,9 +66,9 @@ class ServedModel:
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
-        """Return (the sequences in the inputs, the column at which each begins in its row).
+        """Return the sequences in the inputs, and the column at which each begins in its row.
 
-        Raises `DataError` naming the invalid tensor.
+        Raises `DataError` that names the invalid tensor.
         """
         takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
         for name, tensor in inputs.items():
@@ -96,12 +97,13 @@ class ServedModel:
         parameters: Mapping[str, Any],
         background: BackgroundWork,
     ) -> dict[str, Tensor]:
-        """Return the model's output for the token ids `input_ids` [B, T].
+        """Return the model's output for the token ids `input_ids` [B, T] in `inputs`.
 
-        Only positions where `attention_mask` is 1 count. A reward model returns `rewards` [B, 1]. A
-        policy returns `logprobs` [B, T], the log-prob of each token given the tokens before it, at
-        the parameter `temperature`; they are 0 on padding and on the first `prompt_length` [B, 1]
-        tokens of a row (default 1). Raises `DataError`.
+        Positions where `attention_mask` is 0 are ignored. A reward model returns `rewards` [B, 1].
+        A policy returns `logprobs` [B, T]: the log-prob of each token given the tokens before it,
+        at the parameter `temperature`. The log-probs are 0 for padding and for the first
+        `prompt_length` [B, 1] tokens of each row (default 1). Raises `DataError` for invalid inputs
+        and parameters.
         """
         rows, begins = await background.run(self.read_rows, inputs)
         temperature = _read_temperature(parameters, self.output)
@@ -142,7 +144,10 @@ class ServedModel:
     def _read_starts(
         self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]
     ) -> list[int]:
-        """Return the index of the first scored token of each row."""
+        """Return the index of each row's first scored token, from the input `prompt_length`.
+
+        A reward model scores the last token. Raises `DataError` for invalid lengths.
+        """
         if self.output == REWARDS:
             return [len(row) - 1 for row in tokens]
         if given is None:
@@ -164,9 +169,9 @@ def _describe_tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 def _find_spans(
     mask: Tensor | None, shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (start, end) of the unmasked tokens of each row, each [B].
+    """Return the start and the end of the unmasked tokens in each row, each int64 [B].
 
-    Raises `DataError` for a mask with holes.
+    Raises `DataError` if the unmasked tokens of a row are not consecutive.
     """
     if mask is None:
         return np.zeros(shape[0], np.int64), np.full(shape[0], shape[1], np.int64)

@@ -1,6 +1,6 @@
 """The server's HTTP, gRPC and metrics ports, each in a separate thread.
 
-with Server([policy, reward], Ports(http=8000), Limits(), token) as server:
+with Server([policy, reward], ServerPorts(http=8000), ServerLimits(), token) as server:
     print(server.urls)
 """
 
@@ -29,7 +29,10 @@ CONNECTIONS = 2048
 
 @dataclass(frozen=True)
 class ServerPorts:
-    """Addresses to listen on. Port 0 picks a free port; None disables the protocol."""
+    """Address and ports to listen on.
+
+    A port of 0 is replaced by a free port. A port of None disables that protocol.
+    """
 
     host: str = "127.0.0.1"
     http: int = 8000
@@ -39,7 +42,10 @@ class ServerPorts:
 
 @dataclass
 class Server:
-    """Context manager that serves models while open. `urls` maps each protocol to its address."""
+    """Context manager that serves models while open.
+
+    `urls` maps each protocol to its address.
+    """
 
     models: Sequence[ServedModel]
     ports: ServerPorts
@@ -54,7 +60,7 @@ class Server:
     _grpc: Any = None
 
     def __enter__(self) -> Server:
-        """Start listening. Raises `ConfigError` for a port that is taken."""
+        """Start the models' workers and listen. Raises `ConfigError` for a port that is in use."""
         models = {model.name: model for model in self.models}
         app = ServerApp(
             models, self.limits, self.token, self.metrics, int(time.time()), self.background
@@ -86,7 +92,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, wait up to `GRACE_S` seconds for running requests, end all threads."""
+        """Stop listening, wait up to `GRACE_S` seconds for running requests, and end all threads."""
         if self._grpc is not None:
             self._grpc.stop(GRACE_S).wait()
         for server in self._servers:
@@ -98,7 +104,11 @@ class Server:
         self.background.close()
 
     def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
-        """Run an ASGI application on a socket in a new thread, until `close`."""
+        """Serve an ASGI application on the socket `listening`, in a new thread, until `close`.
+
+        Returns when the application accepts connections or has failed. `name` is the application's
+        key in `urls`.
+        """
         import uvicorn
 
         config = uvicorn.Config(
@@ -158,7 +168,10 @@ class Server:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
-        """Serve the metrics page; needs no token, since it contains only counts."""
+        """Answer an ASGI request for the metrics page.
+
+        The page contains only counts, so no token is required.
+        """
         exchange = HttpExchange(scope, receive, send)
         if exchange.path != "/metrics":
             return await exchange.reply_json(

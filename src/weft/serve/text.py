@@ -1,4 +1,4 @@
-"""Incremental text of one completion: the part that is final, cut before a stop text."""
+"""Text of a completion while tokens are added to it, cut before the first stop text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CONTEXT = 4  # last prompt tokens, on which the text of the first new tokens may
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """A token whose text has been emitted.
+    """A token whose text has been emitted, which means that the text can no longer change.
 
-    `piece` is its bytes, `offset` its position in the completion in characters, and `top` the
-    likeliest tokens at its position as (bytes, log-prob).
+    `piece` is the token's bytes. `offset` is its position in the completion, in characters. `top`
+    has the bytes and the log-prob of each of the likeliest tokens at the same position.
     """
 
     piece: bytes
@@ -29,9 +29,9 @@ class EmittedToken:
 class GrowingText:
     """Decodes one completion token by token.
 
-    `feed` returns new text that will not change, and `take` the tokens of that text. Text that may
-    be the start of a stop text is held back. End tokens and the tokens of the stop text are left
-    out.
+    `feed` returns new text that can no longer change, and `take` returns the tokens of that text.
+    Text that may be the start of a stop text is held back. End tokens and the tokens of the stop
+    text are left out.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GrowingText:
         return self._text[: self._num_emitted]
 
     def feed(self, event: TokenEvent) -> str:
-        """Add a token and return the text that is now final."""
+        """Add a token, and return the new text that can no longer change."""
         self.count += 1
         top = tuple((self._pieces.get_bytes(id), logprob) for id, logprob in event.top)
         self._pending_tokens.append(
@@ -77,13 +77,17 @@ class GrowingText:
         return new
 
     def take(self) -> list[EmittedToken]:
-        """Return the tokens whose text became final since the last call."""
+        """Return the tokens whose text was emitted since the last call."""
         taken = self._emitted_tokens
         self._emitted_tokens = []
         return taken
 
     def _count_final(self) -> int:
-        """Return the number of characters that are final."""
+        """Return the number of leading characters that later tokens cannot change.
+
+        A stop text, the text that follows it, and text that may be the start of a stop text are not
+        counted.
+        """
         stop_positions = [
             at
             for stop in self._stops
@@ -97,7 +101,7 @@ class GrowingText:
         return max(self._num_emitted, len(self._text) - max(held, default=0))
 
     def _match_stop_start(self, stop: str) -> int:
-        """Return the length of the longest start of `stop` that the text ends with."""
+        """Return the length of the longest proper prefix of `stop` that the text ends with."""
         return next(
             (
                 n

@@ -1,11 +1,11 @@
-"""The only thread that uses a network: samples all requests in one running batch.
+"""Worker thread that is the only user of a network: it samples all requests in one running batch.
 
-Sequences are scored between its decoding steps.
+Sequences are scored between decoding steps.
 
-worker = Worker(engine, spec)
+worker = ServingWorker(engine, spec)
 worker.start()
-worker.generate(Job("a", prompt, count=1, max_new_tokens=64, sampling=spec, tell=print))
-scores = worker.score(Rows([ids], [len(ids) - 1]), "scores").result()
+worker.generate(CompletionJob("a", prompt, 1, max_new_tokens=64, sampling=spec, tell=print))
+scores = worker.score(ScoredRows([ids], [len(ids) - 1]), "scores").result()
 worker.stop()
 """
 
@@ -33,10 +33,10 @@ MOST_SETTINGS = 256  # sampling settings per generator; for more, a new one is o
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """`count` completions of one prompt.
+    """Request for `count` completions of one prompt.
 
-    `tell` is called in the worker's thread with each token event. If the job fails, it is called
-    with the exception, and not again. Jobs with equal `draws_as` use the same random numbers.
+    `tell` is called in the worker's thread with each token event. If the job fails, `tell` is
+    called once more, with the exception. Jobs with equal `draws_as` use the same random numbers.
     """
 
     id: str
@@ -48,7 +48,7 @@ class CompletionJob:
     draws_as: str | None = None
 
     def build_requests(self, sampling: GenerationSpec) -> list[Request]:
-        """Return one engine request per completion."""
+        """Return one engine request per completion, with the given sampling settings."""
         requests: list[Request] = []
         for k in range(self.count):
             requests.append(
@@ -68,7 +68,7 @@ class CompletionJob:
 class ScoredRows:
     """Token sequences to score.
 
-    `starts[i]` is the index of the first scored token of row i; the tokens before it are its
+    `starts[i]` is the index of the first scored token in row i. The tokens before it are the
     prompt.
     """
 
@@ -78,9 +78,9 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """A request to score rows.
+    """Request to score rows.
 
-    `want` names the output and `future` receives one vector per row.
+    `want` names the output, and `future` receives one vector per row.
     """
 
     rows: ScoredRows
@@ -95,10 +95,10 @@ class ScoringJob:
 
 @dataclass
 class ServingWorker:
-    """Runs sampling and scoring of one network in a thread.
+    """Thread that samples from one network and scores sequences with it.
 
-    `spec` has the sampling defaults; without it the network only scores. `load` is the number of
-    waiting and running completions and rows.
+    `spec` has the sampling defaults; if it is None, the network only scores. `load` is the number
+    of completions and rows that are waiting or running.
     """
 
     engine: Engine
@@ -136,26 +136,27 @@ class ServingWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; unfinished jobs and scorings fail with an error."""
+        """End the thread. Unfinished jobs fail with an error."""
         self._commands.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def generate(self, job: CompletionJob) -> None:
-        """Queue a job."""
+        """Queue a job to be sampled."""
         self._change_load(job.count)
         self._commands.put(job)
 
     def cancel(self, id: str) -> None:
-        """Stop the completions of a job; its `tell` is not called again."""
+        """Stop the completions of the job `id`, and do not call the job's `tell` again."""
         self._commands.put(id)
 
     def score(
         self, rows: ScoredRows, want: Output, temperature: float = 1.0
     ) -> Future[list[Vector]]:
-        """Queue rows and return a future with one vector per row.
+        """Queue rows to be scored, and return a future with one float32 vector per row.
 
-        A vector has the log-probs of the row's tokens from `starts` on, or its score.
+        For `want` "logprobs", a vector has the log-probs of the row's tokens from `starts` on; for
+        "scores", it has the row's score.
         """
         future: Future[list[Vector]] = Future()
         self._change_load(len(rows.tokens))
@@ -165,7 +166,7 @@ class ServingWorker:
     # -- in the worker's thread
 
     def _run(self) -> None:
-        """Serve until stopped, opening a generator whenever jobs are waiting."""
+        """Process commands until stopped, opening a generator whenever jobs are waiting."""
         while not self._stopping:
             try:
                 self._read_commands(wait=not self._waiting_jobs)
@@ -181,7 +182,10 @@ class ServingWorker:
         self._fail(RunError("the server is stopping"))
 
     def _generate(self, generator: Generator) -> None:
-        """Decode until the worker stops, or until waiting jobs need a new generator."""
+        """Decode until the worker stops, or until the waiting jobs need a new generator.
+
+        A generator accepts at most `MOST_SETTINGS` different sampling settings.
+        """
         while not self._stopping:
             self._read_commands(wait=generator.idle and not self._waiting_jobs, generator=generator)
             self._score_waiting()
@@ -192,7 +196,10 @@ class ServingWorker:
                 self._pass_event(event)
 
     def _read_commands(self, wait: bool, generator: Generator | None = None) -> None:
-        """Read all queued commands; with `wait`, block until there is at least one."""
+        """Process all queued commands; with `wait`, block until there is at least one.
+
+        `generator` is the open generator, in which cancelled jobs are aborted.
+        """
         while True:
             try:
                 command = self._commands.get(block=wait)
@@ -218,7 +225,10 @@ class ServingWorker:
                 self._change_load(-sum(job.count for job in dropped))
 
     def _admit_jobs(self, generator: Generator) -> None:
-        """Add waiting jobs to the running batch while the generator has room for their settings."""
+        """Add waiting jobs to the running batch, in order.
+
+        Stops at a job with new sampling settings if the generator has reached `MOST_SETTINGS`.
+        """
         while self._waiting_jobs and not self._stopping:
             job = self._waiting_jobs[0]
             settings_key = repr(job.sampling)
@@ -236,7 +246,7 @@ class ServingWorker:
                 job.tell(error)
 
     def _pass_event(self, event: TokenEvent) -> None:
-        """Pass a token event to its job and count finished completions."""
+        """Pass a token event to its job, and update the number of unfinished completions."""
         job = self._jobs.get(event.id)
         if job is None:
             return
@@ -248,12 +258,15 @@ class ServingWorker:
         job.tell(event)
 
     def _remove_job(self, id: str) -> None:
-        """Remove a job that has finished or been cancelled."""
+        """Remove a job that is finished or cancelled, and reduce the load."""
         self._change_load(-self._num_unfinished.pop(id))
         del self._jobs[id]
 
     def _score_waiting(self) -> None:
-        """Score the waiting rows, batched by kind; if a batch fails, score each request alone."""
+        """Score the waiting rows, in one batch per output and temperature.
+
+        If a batch fails, each of its requests is scored alone, so that only invalid ones fail.
+        """
         waiting = self._scorings
         self._scorings = []
         for kind in dict.fromkeys(scoring.kind for scoring in waiting):
@@ -283,7 +296,10 @@ class ServingWorker:
             return error
 
     def _forward(self, group: Sequence[ScoringJob]) -> list[list[Vector] | Exception]:
-        """Score a group of one kind in one forward pass; return the vectors of each request."""
+        """Score a group of requests in one forward pass, and return the vectors of each request.
+
+        All requests have the same output and temperature.
+        """
         rows = []
         for scoring in group:
             for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True):
@@ -302,7 +318,7 @@ class ServingWorker:
         return split
 
     def _fail(self, error: Exception) -> None:
-        """Fail all running and waiting jobs and scorings with `error`."""
+        """Fail all running and waiting jobs with `error`, including scoring jobs."""
         jobs = [*self._jobs.values(), *self._waiting_jobs]
         scorings = self._scorings
         self._scorings = []
@@ -327,7 +343,10 @@ class ServingWorker:
 def build_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
-    """Return rows as a sample with one id per row, split into prompt and completion."""
+    """Return rows as a sample with one id per row, split into prompt and completion.
+
+    `starts[i]` is the number of prompt tokens in row i.
+    """
     ids = [str(index) for index in range(len(tokens))]
     lengths = {
         "prompt": [[start] for start in starts],

@@ -1,1 +1,1 @@
-"""Compatibility with Open-Assistant: its config keys and the arguments of its commands."""
+"""Compatibility with Open-Assistant: its config keys, and the arguments of its scripts."""

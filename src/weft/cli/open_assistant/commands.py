@@ -1,4 +1,4 @@
-"""Translate Open-Assistant's commands to weft's; `run` prints the command and runs it."""
+"""Run the command lines of Open-Assistant's scripts as weft commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ UNUSED = {  # chat flags without effect -> reason
 
 @dataclass
 class ScriptArguments:
-    """Parsed `--flag value ...`: `named` has the script's flags, `rest` the words for weft."""
+    """Parsed arguments of a script.
+
+    `named` has the values of the script's own flags, and `rest` the words that are passed to weft.
+    """
 
     named: dict[str, list[str]] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
@@ -40,7 +43,7 @@ class ScriptArguments:
 
 
 def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Print and run the weft command for a script's arguments; return its exit code."""
+    """Print and run the weft command for the arguments of a script, and return the exit code."""
     from weft.cli import main
 
     words: list[str] = []
@@ -56,7 +59,7 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
 def build_command(
     script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return the words of the weft command.
+    """Return the words of the weft command that replaces `script` with the arguments `argv`.
 
     Raises `ConfigError` for arguments that the script does not have.
     """
@@ -69,7 +72,10 @@ def build_command(
 def _translate_trainer(
     quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """Translate `--configs A B --key value --no-key ...` to a quickstart."""
+    """Translate a trainer's `--configs A B --key value --no-key ...` to `weft quickstart`.
+
+    `begins_with` is a section that the trainer always applies first, or "".
+    """
     lists = ("--configs",)
     values = ("--local_rank", "--wandb-entity", "--rng_seed")
     flags: tuple[str, ...] = ("--show_dataset_stats",)
@@ -113,9 +119,11 @@ def _take(
     *,
     keys: bool = False,
 ) -> tuple[ScriptArguments, list[str]]:
-    """Parse arguments by name.
+    """Parse `words` and return the named arguments, and assignments to config keys.
 
-    With `keys`, `--key value` and `--no-key` of a configuration become assignments.
+    `lists`, `values` and `flags` are the names of arguments with any number of values, one value or
+    none. With `keys`, other arguments `--key value` and `--no-key` become assignments. Raises
+    `ConfigError` for unknown arguments.
     """
     done = ScriptArguments()
     assigned = []
@@ -166,7 +174,7 @@ def _take_value(flag: str, rest: list[str]) -> str:
 
 
 def _format_assignment(key: str, value: str) -> str:
-    """Return `key=value`, quoted if Hydra's grammar requires it."""
+    """Return the assignment `key=value`, quoted if Hydra's grammar requires quotes."""
     if value in ("None", ""):
         return f"{key}=null"
     quoted = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -179,7 +187,7 @@ def _format_assignment(key: str, value: str) -> str:
 def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--datasets all|NAMES|SECTIONS --mode sft|rm|rl` to `weft data counts`.
 
-    The default evaluation share is Open-Assistant's.
+    The validation share defaults to Open-Assistant's value.
     """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.get_single("--mode", "sft") or "sft"
@@ -201,7 +209,7 @@ def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[
 
 
 def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Translate `--configs X --triton_mode rm|sft`, for the model of rank_config or sft_config."""
+    """Translate `--configs X --triton_mode rm|sft` to `weft convert triton` for the stack's model."""
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
     mode = done.get_single("--triton_mode")
     names = []
@@ -216,9 +224,9 @@ def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[
 def find_triton_model(
     names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> str:
-    """Return the model that a stack serves as reward model (`rm`) or reference (`sft`).
+    """Return the path of the reward model ("rm") or of the reference model ("sft") of a stack.
 
-    Raises `ConfigError`.
+    `mode` selects the model. Raises `ConfigError` if the sections do not name the model.
     """
     from weft import registry
     from weft.cli import overrides
@@ -246,7 +254,10 @@ def find_triton_model(
 def _translate_chat(
     defaults: Mapping[str, str], words: list[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """Translate `--model_path M` and sampling options to `weft chat M`."""
+    """Translate `--model_path M` and sampling options to `weft chat M`.
+
+    `defaults` are the script's default sampling options.
+    """
     values = (
         "--model_path",
         "--max_new_tokens",

@@ -1,6 +1,6 @@
 """Convert Open-Assistant's lists of datasets to entries of `dataset.sources`.
 
-An item is `- name`, or `- name:` with parameters below it.
+A list item is `- name`, or `- name:` with the dataset's parameters indented below.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ ENTRY_SYNTAX = "an entry is '- name' or '- name:' with its parameters (fraction,
 
 
 class InvalidDatasetEntry(Exception):
-    """An entry that cannot be read: its index and the reason."""
+    """Raised if a list of datasets has an invalid item, with the item's index and the reason.
+
+    The index is -1 if the whole list is invalid.
+    """
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(why)
@@ -40,7 +43,10 @@ class InvalidDatasetEntry(Exception):
 
 
 def convert_entries(entries: Any) -> list[dict[str, Any]]:
-    """Convert a list of datasets to entries of `dataset.sources`. Raises `InvalidDatasetEntry`."""
+    """Convert a list of datasets to entries of `dataset.sources`. Raises `InvalidDatasetEntry`.
+
+    The list can also be a string of names separated by commas.
+    """
     if isinstance(entries, str):
         entries = [each for each in entries.split(",") if each]
     if not isinstance(entries, Sequence):
@@ -71,7 +77,10 @@ def _convert_entry(entry: Any, index: int) -> dict[str, Any]:
 
 
 def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a source for the dataset `name` with the given parameters."""
+    """Return the entry of `dataset.sources` for the dataset `name` with the given parameters.
+
+    `index` is the item's position in the list, for errors.
+    """
     source: dict[str, Any] = {"named": name}
     given = {}
     for key, value in parameters.items():
@@ -100,14 +109,18 @@ def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[
 
 
 def _join_folder(data_path: str, file: str) -> str:
-    """Return `file` in the folder `data_path`, or `data_path` itself if it is a file."""
+    """Return the path of `file` in the folder `data_path`, or `data_path` if it is itself a file."""
     place = Path(data_path).expanduser()
     is_file = place.is_file() or (place.suffix in FILES and not place.is_dir())
     return data_path if is_file else str(Path(data_path) / file)
 
 
 def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Return the entries with their rows per epoch multiplied by `share`."""
+    """Return the entries with the number of rows per epoch multiplied by `share`.
+
+    Raises `InvalidDatasetEntry` for an entry with a weight, because a weight does not set the
+    number of rows.
+    """
     scaled_entries = []
     for index, entry in enumerate(entries):
         if "weight" in entry:
@@ -120,5 +133,5 @@ def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[di
 
 
 def limit_validation(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the entries with validation sets limited to `count` rows."""
+    """Return the entries with validation sets limited to at most `count` rows each."""
     return [{**entry, "max_valid": min(count, entry.get("max_valid", count))} for entry in entries]

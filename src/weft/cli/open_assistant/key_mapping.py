@@ -22,7 +22,7 @@ NO_OFF_VALUE = object()
 
 @dataclass(frozen=True)
 class MappedOption:
-    """A value for an option of weft, and the key that sets it."""
+    """Value of one of weft's options, with the Open-Assistant key that sets it."""
 
     value: Any
     key: str
@@ -30,7 +30,7 @@ class MappedOption:
 
 @dataclass
 class KeyMapping:
-    """Keys of a stack of sections, and the options they map to.
+    """Open-Assistant's keys in a stack of sections, and the weft options that they are mapped to.
 
     `ranks` maps a key to its position in the stack.
     """
@@ -65,15 +65,16 @@ class KeyMapping:
         return self.values.get(key, default)
 
     def with_key(self, key: str) -> KeyMapping:
-        """Return a view of this mapping that attributes options to `key`."""
+        """Return a mapping that shares this one's contents and attributes new options to `key`."""
         return replace(self, key=key)
 
     def set_option(self, target: str, value: Any, *, off: Any = NO_OFF_VALUE) -> None:
         """Set an option of the run.
 
-        In `target`, `{model}` means every trained role, `{first}` for the main one,
-        `{algorithm}` for its group. `off` is the value without effect, which is accepted in
-        experiments that lack the option. A key set later in the stack overrides an earlier one.
+        In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
+        `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
+        sampling options. `off` is the value that has no effect; it is ignored in experiments
+        without the option. A key set later in the stack overrides an earlier one.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -87,9 +88,10 @@ class KeyMapping:
                 self.options[name] = MappedOption(value, self.key)
 
     def get_rank(self, key: str) -> int:
-        """Return the position of a key in the stack.
+        """Return the position of a key in the stack, or -1 if the key is not set.
 
-        A key in a group, such as `rank_config.dtype`, has its own position or the group's.
+        A key in a group, such as `rank_config.dtype`, has the group's position unless it was set
+        individually.
         """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
@@ -104,14 +106,14 @@ class KeyMapping:
         )
 
     def check_boolean(self, value: Any) -> bool:
-        """Return a Boolean value; reject any other value and return False."""
+        """Return `value` if it is a Boolean; otherwise reject it and return False."""
         if isinstance(value, bool):
             return value
         self.reject(value, "must be true or false")
         return False
 
     def is_valid_number(self, value: Any, least: float = 0.0) -> bool:
-        """Return whether `value` is a number of at least `least`; reject it if not."""
+        """Return whether `value` is a number of at least `least`; reject the value if not."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
             self.reject(value, f"must be a number, at least {least:g}")
             return False
@@ -119,7 +121,7 @@ class KeyMapping:
 
 
 def format_yaml_value(value: Any) -> str:
-    """Format a value as in YAML."""
+    """Format a value as YAML text."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -127,9 +129,9 @@ def format_yaml_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """The mapping rule of a key.
+    """Rule that maps one of Open-Assistant's keys.
 
-    `says` is its line in the documentation; `modes` are the trainers that read it.
+    `says` describes the mapping in the documentation; `modes` are the trainers that read the key.
     """
 
     says: str
@@ -138,7 +140,11 @@ class KeyRule:
 
 
 def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
-    """Return the rule of a key that is an option of weft under another name."""
+    """Return the rule for a key that sets weft's option `target`, whose name differs.
+
+    `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
+    the value that has no effect.
+    """
     return KeyRule(
         f"`{_format_target(target)}`",
         lambda done, value: done.set_option(target, value, off=off),
@@ -147,14 +153,17 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
 
 
 def ignore_with_note(why: str, *modes: str) -> KeyRule:
-    """Return the rule of a key that needs no option: weft's behaviour is fixed; noted once."""
+    """Return the rule for a key that has no effect in weft and only adds the note `why`."""
     return KeyRule(
         f"nothing: {why}", lambda done, value: done.add_note(why), modes or (SFT, RM, RL)
     )
 
 
 def reject_unless(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
-    """Return the rule of a key that only accepts the `allowed` values, which have no effect."""
+    """Return the rule for a key that accepts only the `allowed` values, which have no effect.
+
+    Other values are rejected for the reason `why`.
+    """
 
     def apply_rule(done: KeyMapping, value: Any) -> None:
         if value not in allowed:

@@ -1,6 +1,6 @@
-"""Mapping of every key of Open-Assistant's SFT and reward-model configs to weft's options.
+"""Mapping of all keys of Open-Assistant's SFT and reward-model configs to weft's options.
 
-RL keys are in `rl`.
+The keys for RL are in `rl`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _map_epochs(done: KeyMapping, value: Any) -> None:
 
 
 def _map_saving(done: KeyMapping, value: Any) -> None:
-    """Map save_strategy and save_steps."""
+    """Map save_strategy and save_steps to the interval between checkpoints."""
     strategy = done.get("save_strategy", "steps")
     steps = done.get("save_steps")
     if strategy not in ("no", "steps", "epoch"):
@@ -106,9 +106,10 @@ def _map_saving(done: KeyMapping, value: Any) -> None:
 
 
 def _map_datasets(done: KeyMapping, value: Any) -> None:
-    """Map datasets followed by datasets_extra.
+    """Map datasets, followed by datasets_extra, to `dataset.sources`.
 
-    Validation sets are limited to eval_size, and in RL to num_eval_prompts.
+    Validation sets are limited to eval_size rows and, in RL, to num_eval_prompts rows. Except in
+    RL, num_train_epochs below 1 is the share of rows that an epoch uses.
     """
     entries = []
     for key in ("datasets", "datasets_extra"):
@@ -220,7 +221,7 @@ def _map_lima(done: KeyMapping, value: Any) -> None:
 
 
 def _map_peft(done: KeyMapping, value: Any) -> None:
-    """Map peft_model, peft_type and peft_config."""
+    """Map peft_model, peft_type and peft_config to the options of LoRA or prefix tuning."""
     if not done.check_boolean(value):
         return
     settings = done.get("peft_config", {})
@@ -252,7 +253,7 @@ def _map_peft(done: KeyMapping, value: Any) -> None:
 
 
 def _get_peft_type(done: KeyMapping) -> Any:
-    """Return the type of adapter, or None without an adapter."""
+    """Return the adapter type, "lora" by default, or None if peft_model is off."""
     settings = done.get("peft_config", {})
     inner = settings.get("peft_type") if isinstance(settings, Mapping) else None
     if done.check_boolean(done.get("peft_model") or False):
@@ -261,7 +262,7 @@ def _get_peft_type(done: KeyMapping) -> Any:
 
 
 def _map_prefix(done: KeyMapping, settings: Mapping[str, Any]) -> None:
-    """Map a prefix; its default number of tokens is Open-Assistant's."""
+    """Map the settings of prefix tuning; the default number of tokens is Open-Assistant's."""
     if "num_virtual_tokens" in settings:
         at = done.with_key("peft_config.num_virtual_tokens")
     else:
@@ -306,7 +307,7 @@ def _map_targets(done: KeyMapping, settings: Mapping[str, Any]) -> None:
 
 
 def _map_rope(done: KeyMapping, value: Any) -> None:
-    """Map superhot and superhot_config."""
+    """Map superhot and superhot_config to `rope_scaling`."""
     if not done.check_boolean(value):
         return
     settings = done.get("superhot_config")
@@ -474,7 +475,7 @@ OWN = (
 
 
 def map_keys(done: KeyMapping) -> KeyMapping:
-    """Map all keys of `done` to options, notes and rejections, added to `done`; return `done`."""
+    """Map all keys in `done`, store the options, notes and rejections in `done`, and return `done`."""
     if done.mode == RL and any(key in TRLX for key in done.values):
         TRLX["implied"].rule(done, None)
     if OWN & done.values.keys():
@@ -497,7 +498,7 @@ def map_keys(done: KeyMapping) -> KeyMapping:
 
 
 def _set_implied_options(done: KeyMapping) -> None:
-    """Set what Open-Assistant's trainers always do: dialogue format and learning-rate schedule."""
+    """Set options to match Open-Assistant's trainers: dialogue format and learning-rate schedule."""
     at = done.with_key(IMPLIED)
     if done.mode != RL:
         at.set_option("{model}.optimizer.lr_scheduler_type", "linear")
@@ -523,9 +524,9 @@ def _set_implied_options(done: KeyMapping) -> None:
 
 
 def format_key_table() -> str:
-    """Return a Markdown table of the keys and their mapping.
+    """Return a Markdown table of Open-Assistant's keys and what each is mapped to.
 
-    docs/open-assistant.md contains it, and a test compares them.
+    docs/open-assistant.md contains the table, which a test compares with this result.
     """
     names = {SFT: "sft", RM: "rw", RL: "ppo"}
     lines = ["| key | read by | in weft |", "|---|---|---|"]

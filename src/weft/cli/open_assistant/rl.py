@@ -1,4 +1,4 @@
-"""Mapping of Open-Assistant's RL keys, and of trlX's PPO configuration that it reads."""
+"""Mapping of Open-Assistant's RL keys, and of the keys of trlX's PPO configuration."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 
 
 def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
-    """Return the key set last in the stack, `IMPLIED` if none is set.
+    """Return the key in `keys` that is set last in the stack, or `IMPLIED` if none is set.
 
-    Of two keys in one section the first is returned.
+    If several keys are set in that section, the first of them is returned.
     """
     return max(
         (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED
@@ -162,7 +162,7 @@ def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
 
 
 def _read_number(done: KeyMapping, keys: Sequence[str], default: int) -> int:
-    """Return the number under the key that was set last."""
+    """Return the value of the key in `keys` that is set last, or `default` without a valid value."""
     key = _find_latest_key(done, keys)
     if key != IMPLIED and done.with_key(key).is_valid_number(done.get(key), 1):
         return int(done.get(key))
@@ -185,7 +185,7 @@ def _count_updates(done: KeyMapping) -> int:
 
 
 def _map_batch_sizes(done: KeyMapping, value: Any) -> None:
-    """Map the rollouts per step and the batch of an update; both are per device in trlX."""
+    """Set the rollouts per step and the minibatch size; both are per device in trlX."""
     done.with_key(_find_latest_key(done, ROLLOUT_KEYS)).set_option(
         "dataset.train_bs_n_seqs", _count_rollouts(done) * done.data_ranks
     )
@@ -261,9 +261,10 @@ def _map_to_generation(name: str) -> KeyRule:
 
 
 def _map_truncation(name: str, done: KeyMapping, value: Any) -> None:
-    """Map a sampling limit.
+    """Set the sampling limit `name`, such as top_k.
 
-    It is left out if a server is the reference, which cannot know the excluded ids.
+    If a server computes the reference log-probs, the limit is left out with a note, because the
+    server does not know the excluded ids.
     """
     if done.get("triton_host_sft") is not None and value not in (0, 1):
         done.add_note(
@@ -310,7 +311,8 @@ def _map_reward_deviation(done: KeyMapping, value: Any) -> None:
 def _set_implied_options(done: KeyMapping, value: Any) -> None:
     """Set the options that match trlX's fixed behaviour.
 
-    The value head is on the policy; no value scaling, early stop or warm-up.
+    In trlX the value head is on the policy, so the critic starts from the actor. Values are not
+    normalized, and there is no early stopping or warm-up.
     """
     for name, each in (
         ("value_norm", False),

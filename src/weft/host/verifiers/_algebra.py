@@ -2,10 +2,11 @@
 
 Usage: `python -m weft.host.verifiers._algebra FD`.
 
-It forks a child that reads questions (number, reference, answer, seconds) from the connection, and
-sends for each (number, whether the two are equal, seconds used). When a question exceeds its
-processor time, the kernel ends the child, in whatever loop of whatever library it is. The process
-then sends (None, False, 0) and forks another child.
+The process forks a child that answers questions. The child reads (question number, reference,
+answer, time limit in seconds) from the connection with descriptor `FD`, and sends (question number,
+whether the two are equal, seconds used). When a question exceeds its processor time, the kernel
+kills the child, whatever library code it is running. The process then sends (None, False, 0) and
+forks another child.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TARGETS = (
 
 
 def main(descriptor: int) -> None:
-    """Answer questions on the connection `descriptor`, in forked children."""
+    """Answer questions on the connection with this file descriptor, in forked children."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     # Silence the libraries' warnings about texts that are not mathematics.
@@ -75,7 +76,7 @@ def _serve(connection: Connection) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def are_surely_equal(reference: str, answer: str) -> bool:
-    """Return whether the library finds two texts equal and has taken all of both into account.
+    """Return whether `math_verify` finds two texts equal and has parsed both completely.
 
     The texts are formulas, or sentences that contain one.
     """
@@ -85,7 +86,7 @@ def are_surely_equal(reference: str, answer: str) -> bool:
 
 
 def are_equal(reference: str, answer: str) -> bool:
-    """Return whether the library finds the answers in two texts equal."""
+    """Return whether `math_verify` finds the answers in two texts equal."""
     one = parse_answer(reference)
     other = parse_answer(answer)
     return bool(
@@ -99,9 +100,9 @@ def are_equal(reference: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parse_answer(text: str) -> tuple[Any, ...]:
-    """Return the library's parse of a text's last boxed answer, or of its last formula or number.
+    """Return the expressions that `math_verify` finds in a text's last box, formula or number.
 
-    Empty if there is none.
+    The result is empty if the text has none of these.
     """
     return tuple(math_verify.parse(text, TARGETS, parsing_timeout=None))
 

@@ -1,4 +1,4 @@
-"""Shared parts of verifiers: the column of right answers, and numbers in texts."""
+"""Shared parts of verifiers: the column of reference answers, and numbers in texts."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ NUMBER = re.compile(
 def find_references(
     columns: Mapping[str, Sequence[Any]], column: str | None, count: int
 ) -> Sequence[Any]:
-    """Return the right answers: the given column, or the first of `COLUMNS` that is present.
+    """Return the reference answers from `column`, or else from the first of `COLUMNS` present.
 
-    The entry of a row without an answer is None; without such a column, all `count` entries are.
+    An entry is None if its row has no answer. If there is no such column, all `count` entries are
+    None.
     """
     for name in (column,) if column else COLUMNS:
         if name in columns:
@@ -69,10 +70,10 @@ def find_references(
 
 
 def find_numbers(text: str) -> list[Fraction | None]:
-    """Return all numbers in a text in order; None for unsupported ones, such as 1/0 or a root.
+    """Return all numbers in a text in order, with None for unsupported ones, such as 1/0 or a root.
 
     Each of these is one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3,
-    \\frac{1}{2}, 5 million. A minus can be the sign U+2212.
+    \\frac{1}{2}, 5 million. The minus sign U+2212 is understood, too.
     """
     return [_parse_match(match) for match in NUMBER.finditer(_normalize_spelling(text))]
 
@@ -85,7 +86,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _normalize_spelling(text: str) -> str:
-    """Normalise the spelling of minus signs, superscript digits and fractions in a text."""
+    """Normalise minus signs, superscript digits and fractions, and remove the powers of units."""
     text = text.replace("\u2212", "-")
     text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
     text = UNIT_POWER.sub(" ", text)

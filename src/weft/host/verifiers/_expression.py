@@ -104,10 +104,10 @@ ENDS = {"+", "-", *CLOSING.values()}  # tokens that end a product
 
 @dataclass(frozen=True)
 class ParsedExpression:
-    """Parsed expression: its tree and what it contains.
+    """Parsed expression, with properties that matter for comparisons.
 
-    `letters` are its variables (without e and i). `decimal`: it contains a number that is not
-    whole, such as 0.5.
+    `letters` are the variables of the expression (without e and i). `decimal` is true if it
+    contains a number that is not whole, such as 0.5.
     """
 
     root: Node
@@ -117,7 +117,10 @@ class ParsedExpression:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> ParsedExpression | None:
-    """Parse a text in plain form; return None if it is not an expression."""
+    """Parse a text in plain form, as returned by `_latex.to_plain_form`.
+
+    Returns None if the text is not an expression.
+    """
     if len(text) > MOST_CHARACTERS:
         return None
     try:
@@ -130,16 +133,18 @@ def parse(text: str) -> ParsedExpression | None:
 
 
 class _ExpressionSyntaxError(Exception):
-    """Error of a text that is not an expression."""
+    """Raised if a text is not a valid expression."""
 
 
 class _ExpressionParser:
     """Recursive-descent parser of expressions in plain form.
 
-    sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?.
+    The grammar is sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^
+    atom)?.
 
-    The methods return nodes, and raise `_ExpressionSyntaxError` for other texts. `depth` is the
-    nesting so far.
+    The methods parse from the current position and return nodes. They raise
+    `_ExpressionSyntaxError` for text that does not match. The argument `depth` is the current depth
+    of nesting.
     """
 
     def __init__(self, text: str) -> None:
@@ -163,18 +168,19 @@ class _ExpressionParser:
         return token
 
     def expect(self, wanted: str) -> None:
-        """Consume the token `wanted`, or expect the end of the text if `wanted` is "".
+        """Consume the token `wanted`, or check that the text has ended if `wanted` is "".
 
-        Raises `_ExpressionSyntaxError` for another token.
+        Raises `_ExpressionSyntaxError` if another token follows.
         """
         if self._peek() != wanted:
             raise _ExpressionSyntaxError
         self._position += 1
 
     def parse_sum(self, depth: int) -> Node:
-        """Parse a sum.
+        """Parse a sum, starting at the current position.
 
-        Raises `_ExpressionSyntaxError`, also for nesting deeper than `MAX_DEPTH`.
+        Raises `_ExpressionSyntaxError` if there is no sum, or if it is nested deeper than
+        `MAX_DEPTH`.
         """
         if depth > MAX_DEPTH:
             raise _ExpressionSyntaxError
@@ -316,9 +322,9 @@ def _is_function(token: str) -> bool:
 
 
 def _split_letters(token: str) -> list[str]:
-    """Split a run of letters into known names and variables; other tokens stay whole.
+    """Split a run of letters into known names and variables; return other tokens unchanged.
 
-    xy is x times y, and \\sinx is the sine of x.
+    For example, xy becomes x and y, and \\sinx becomes \\sin and x.
     """
     if not token.lstrip("\\").isalpha():
         return [token]

@@ -31,8 +31,8 @@ TOKEN = re.compile(r"\w+(?:[-'.]\w+)*")
 def count_sentences(text: str) -> int:
     """Return the number of sentences in a text.
 
-    A sentence ends in . ! or ? before white space (not after an abbreviation). Text after the last
-    such end counts as a sentence, too.
+    A sentence ends in . ! or ? before white space, unless the dot belongs to an abbreviation. Text
+    after the last such end counts as a sentence, too.
     """
     protected = ABBREVIATIONS.sub(lambda match: match.group().replace(".", "·"), text)
     parts = SENTENCE_END.split(protected)
@@ -40,14 +40,14 @@ def count_sentences(text: str) -> int:
 
 
 def count_words(text: str) -> int:
-    """Return the number of runs of word characters."""
+    """Return the number of words in a text, that is, of runs of word characters."""
     return len(WORD.findall(text))
 
 
 def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
     """Return whether `count` is "at least" or "less than" `bound`, as `relation` says.
 
-    Raises `ValueError` for another relation.
+    Raises `ValueError` for any other relation.
     """
     if relation == "at least":
         return count >= int(bound)
@@ -57,7 +57,10 @@ def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
 
 
 def _check_paragraphs(text: str, a: Arguments) -> bool:
-    """Check the number of paragraphs between *** dividers; only the first and last may be empty."""
+    """Check the number of paragraphs, which are separated by *** dividers.
+
+    Only the first and the last paragraph may be empty; empty ones are not counted.
+    """
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if any(not part for part in parts[1:-1]):
         return False
@@ -65,7 +68,10 @@ def _check_paragraphs(text: str, a: Arguments) -> bool:
 
 
 def _check_nth_paragraph(text: str, a: Arguments) -> bool:
-    """Check the number of paragraphs between blank lines and the first word of the nth one."""
+    """Check the number of paragraphs, and the first word of the nth paragraph.
+
+    Paragraphs are separated by blank lines.
+    """
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)
     nth = int(a["nth_paragraph"])

@@ -1,9 +1,9 @@
-"""Linux protections around a process that runs untrusted code, through `ctypes`.
+"""Linux protections for a process that runs untrusted code, through `ctypes`.
 
 This module imports nothing of weft, since the launcher loads this file by its path.
 
-`enter` puts the calling process behind the requested protections, and raises `OSError` for one that
-the system refuses. `weft.host.verifiers._sandbox` determines once which protections work.
+`enter` applies the requested protections to the calling process, and raises `OSError` if the system
+refuses one. `weft.host.verifiers._sandbox` determines once which protections work.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ SYSTEM = (
 
 @dataclass(frozen=True)
 class IsolationSettings:
-    """Protections to enter, by name, and their parameters.
+    """Names of the protections to apply, with their parameters.
 
-    `limits` are values by the names of the `resource` module. `folder` is an empty folder in which
-    the program works. With the protection `files` the new root is mounted there instead, and the
-    program works in a new `/tmp` of at most `disk_mb`.
+    `limits` maps the names of limits in the module `resource` to values. `folder` is an empty
+    folder in which the program works. With the protection `files`, however, the new root is mounted
+    on `folder`, and the program works in a new `/tmp` of at most `disk_mb`.
     """
 
     protections: frozenset[str]
@@ -143,7 +143,7 @@ def list_readable_paths() -> list[str]:
     """Return the folders and files that a Python program needs to read.
 
     These are the system's libraries and the Python installation of this process. Raises `OSError`
-    if they include `/`.
+    if one of them is `/`.
     """
     paths: list[str] = []
     for path in [
@@ -163,12 +163,12 @@ def list_readable_paths() -> list[str]:
 
 
 def set_death_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends, so that all can be killed."""
+    """Become the parent of all descendants whose parent has ended, so that they can be killed."""
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -184,18 +184,18 @@ def list_children() -> list[int]:
 def hide_memory() -> None:
     """Prevent processes of the same user from tracing this process or reading its memory.
 
-    Its environment cannot be read either.
+    They cannot read the environment of this process, either.
     """
     with contextlib.suppress(OSError):
         _call_prctl(PR_SET_DUMPABLE, 0)
 
 
 def enter(wanted: IsolationSettings) -> None:
-    """Put this process behind the protections. Raises `OSError` if the system refuses one.
+    """Apply the protections to this process. Raises `OSError` if the system refuses one.
 
-    With `namespaces` the caller continues as a grandchild of this process. Its parent is the first
-    process of the new PID namespace, whose end kills all processes in the namespace. The processes
-    above the grandchild wait for it.
+    With the protection `namespaces`, the caller continues in a grandchild of this process. The
+    grandchild's parent is the first process of the new PID namespace; when it ends, the kernel
+    kills all processes in the namespace. The processes above the grandchild wait for it.
     """
     # Namespaces and files
     if "namespaces" in wanted.protections:
@@ -228,7 +228,7 @@ def enter(wanted: IsolationSettings) -> None:
 
 
 def _unshare() -> None:
-    """Enter new namespaces: as root without a new user namespace if possible, else with one."""
+    """Enter new namespaces, including a user namespace unless root can do without it."""
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
     gid = os.getegid()
@@ -248,7 +248,7 @@ def _unshare() -> None:
 
 
 def _fork_and_wait() -> None:
-    """Continue in a child; the parent exits when the child does."""
+    """Fork and continue in the child; the parent exits when the child does."""
     child = os.fork()
     if child:
         with contextlib.suppress(OSError):
@@ -258,9 +258,10 @@ def _fork_and_wait() -> None:
 
 
 def _isolate_files(wanted: IsolationSettings) -> None:
-    """Change to a new root, which contains no /proc.
+    """Change to a new root directory, which contains no /proc.
 
-    It contains the readable folders (read-only), four devices and an empty /tmp of limited size.
+    The new root contains the readable folders (read-only), four devices, and an empty /tmp of
+    limited size.
     """
     root = wanted.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -304,7 +305,10 @@ def _isolate_files(wanted: IsolationSettings) -> None:
 
 
 def _restrict_file_access(work: str) -> None:
-    """Allow only reading the readable folders, using the devices, and any access in `work`."""
+    """Restrict file access with Landlock, except for full access to the folder `work`.
+
+    Outside of `work`, the process can only read the readable folders and use the devices.
+    """
     # Create a set of rules for the rights that this version of Landlock knows.
     version = _call_system("landlock_create_ruleset", None, 0, 1)
     rights = LANDLOCK_ALL[min(version, 3)]
@@ -335,9 +339,9 @@ def _drop_capabilities() -> None:
 
 
 def _refuse_calls() -> None:
-    """Install a seccomp filter that answers the calls in `DENIED` with EPERM.
+    """Install a seccomp filter that answers the system calls in `DENIED` with EPERM.
 
-    Calls of another architecture kill the process.
+    System calls of another architecture kill the process.
     """
     # Opcodes and return values of the filter
     machine = platform.machine()
@@ -381,7 +385,7 @@ def _call_prctl(option: int, *values: object) -> None:
 
 
 def _call_system(name: str, *values: object) -> int:
-    """Make a system call that has no function in the C library."""
+    """Make a system call for which the C library has no function."""
     column = list(AUDIT).index(platform.machine())
     given: list[object] = []
     for value in values:

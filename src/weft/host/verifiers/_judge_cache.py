@@ -26,8 +26,9 @@ FORM = 1  # version of the keys' format, part of each key
 def find_cache_file(cache: str | bool | None) -> Path | None:
     """Return the file that the option `cache` specifies, or None for no cache.
 
-    None and True mean `weft/judge` in `$XDG_CACHE_HOME` or else in `~/.cache`; a text is a folder
-    or a file; False and "" mean no file. Raises `ConfigError` for anything else.
+    With None or True, the file is `weft/judge` in `$XDG_CACHE_HOME` or else in `~/.cache`. A string
+    is the path of a folder or a file. False and "" turn the cache off. Raises `ConfigError` for
+    anything else.
     """
     if cache is False or cache == "":
         return None
@@ -44,9 +45,9 @@ def find_cache_file(cache: str | bool | None) -> Path | None:
 
 
 def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
-    """Return a hash of the server, the body of a request, and the index of the vote.
+    """Return the cache key of a request, a hash of everything that determines the answer.
 
-    These determine the answer; the hash is the key of the cache.
+    The key is computed from the server's URL, the body of the request, and the index of the vote.
     """
     payload = json.dumps([FORM, url, body, vote], sort_keys=True)
     return hashlib.sha256(payload.encode()).hexdigest()
@@ -54,7 +55,7 @@ def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
 
 @functools.cache
 def open_cache(file: Path) -> JudgeCache:
-    """Return the cache in this file; later calls in this process return the same object."""
+    """Return the cache in `file`; later calls in this process return the same object."""
     return JudgeCache(file)
 
 
@@ -90,7 +91,7 @@ class JudgeCache:
         return database
 
     def get(self, key: str) -> str | None:
-        """Return the text of a key, or None."""
+        """Return the text that is stored under a key, or None if there is none."""
         if self._database is None:
             return None
         try:
@@ -103,7 +104,7 @@ class JudgeCache:
         return None if row is None else str(row[0])
 
     def put(self, key: str, text: str) -> None:
-        """Store the text of a key."""
+        """Store a text under a key."""
         if self._database is None:
             return
         try:

@@ -33,7 +33,10 @@ FIXES = {
 
 @dataclass(frozen=True)
 class JudgeEndpoint:
-    """Server and API key. Construct it with `from_options`, which validates both."""
+    """URL of a judge's server, and the API key.
+
+    Create an instance with `from_options`, which validates both.
+    """
 
     url: str  # URL of chat completions, without credentials
     key: str | None = field(repr=False)
@@ -43,9 +46,11 @@ class JudgeEndpoint:
     def from_options(
         cls, url: str | None, key_variable: str | None, insecure: bool
     ) -> JudgeEndpoint:
-        """Return the endpoint given by `url`, `api_key_env`, `insecure` and the environment.
+        """Return the endpoint that the judge's options and the environment specify.
 
-        Raises `ConfigError`; no message contains a key or the credentials of a URL.
+        `key_variable` is the name of the environment variable with the API key. With `insecure`,
+        the key may be sent unencrypted. Raises `ConfigError` for invalid options; no message
+        contains a key or the credentials of a URL.
         """
         base = url or os.environ.get(URL_VARIABLE)
         if not base:
@@ -70,13 +75,13 @@ class JudgeEndpoint:
         return cls(base.rstrip("/").removesuffix(PATH) + PATH, key, loopback)
 
     def mask_key(self, text: str) -> str:
-        """Return a server's response with the key masked."""
+        """Return the text of a server's response with the API key replaced by "[key]"."""
         return http.mask_key(text, self.key)
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests: number in flight, timeout of one attempt, and number of retries."""
+    """Limits of requests: the number in flight, the timeout of each attempt, and the retries."""
 
     concurrency: int
     timeout_s: float
@@ -90,9 +95,9 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """Text of an answer and its numbers of billed tokens.
+    """Text of a judge's answer, and the numbers of input and output tokens that are billed.
 
-    `is_truncated`: the text was cut at `max_tokens`.
+    `is_truncated` is true if the text was cut off at `max_tokens`.
     """
 
     text: str
@@ -102,7 +107,7 @@ class JudgeAnswer:
 
 
 class UnansweredRequest(UserError):
-    """Error of a request that got no answer in any of its attempts.
+    """Raised if all attempts of a request fail.
 
     `what` is the cause of the last failure, without the server's response.
     """
@@ -146,9 +151,10 @@ class JudgeSession:
         await self._client.aclose()
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeAnswer:
-        """Return the answer to a chat completion request, retried as the limits allow.
+        """Send a chat completion request, with retries, and return the answer.
 
-        Raises `UnansweredRequest` with the URL, the response and the fix.
+        Raises `UnansweredRequest` if no attempt is answered. The message has the URL, the last
+        response, and a way to fix the problem.
         """
         content = json.dumps(body).encode()
         attempt = 0
@@ -199,7 +205,7 @@ class JudgeSession:
 
 
 def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
-    """Parse the JSON of a chat completion; return a failure if it is not one."""
+    """Return the answer in the JSON of a chat completion, or a failure if the text is not one."""
     try:
         answer = json.loads(response_text)
         choice = answer["choices"][0]
@@ -217,9 +223,9 @@ def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
 
 
 def _explain_status(status: int, response_text: str, retry_after: str | None) -> RequestFailure:
-    """Return the failure (cause and fix) of a status other than 200.
+    """Return the failure, with its cause and fix, for a response whose status is not 200.
 
-    The response to 401 and 403 is not shown: it may contain a part of the key.
+    The response text is left out for 401 and 403, because it may contain a part of the key.
     """
     safe_text = "" if status in (401, 403) else response_text
     if 300 <= status < 400:

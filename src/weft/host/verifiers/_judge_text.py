@@ -46,7 +46,7 @@ def check_number(
 ) -> None:
     """Raise `ConfigError` unless an option is a finite number >= `least` and > `above`.
 
-    `rule` describes valid values in the message.
+    `rule` describes the valid values in the message.
     """
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or value < least or value <= above:
@@ -54,20 +54,20 @@ def check_number(
 
 
 def check_integer(name: str, value: Any, least: int) -> None:
-    """Raise `ConfigError` unless an option is an integer of at least `least`."""
+    """Raise `ConfigError` unless the option `name` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"judge: {name}={value!r} must be a whole number of at least {least}")
 
 
 def shorten(text: str) -> str:
-    """Return a text on one line, truncated for a message."""
+    """Return a text on one line and truncated, so that it can be shown in a message."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Pattern of a score in an answer, and the scores that become the rewards 0 and 1."""
+    """Pattern that finds a score in an answer, and the scores that become the rewards 0 and 1."""
 
     pattern: str
     low: float
@@ -90,9 +90,9 @@ class ScoreScale:
             )
 
     def parse_reward(self, answer: str) -> float | None:
-        """Return the score in the pattern's last match, mapped to 0..1.
+        """Return the score in the last match of the pattern, mapped to the range from 0 to 1.
 
-        None if nothing matches or the score is outside the scale.
+        Returns None if nothing matches, or if the score is outside the scale.
         """
         matches = list(re.finditer(self.pattern, answer))
         try:
@@ -106,7 +106,7 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class JudgeTemplate:
-    """Template of a judge's prompt, and its system message.
+    """Template of a judge's prompt, with the system message.
 
     `text` has the placeholders `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
     `{{NAME}}` is the literal text `{NAME}`; other braces are literal, too.
@@ -139,8 +139,8 @@ class JudgeTemplate:
     ) -> list[list[dict[str, str]] | None]:
         """Return the chat messages for each completion.
 
-        None for a row in which a column that the template names is null. Raises `DataError` for a
-        placeholder that is not a column.
+        The entry of a row is None if a column used in the template is null. Raises `DataError` if a
+        placeholder does not name a column.
         """
         # Find the columns that the template names.
         used = []
@@ -165,7 +165,10 @@ class JudgeTemplate:
         return conversations
 
     def _fill(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """Fill the template in one pass, so that braces in the data are not interpreted."""
+        """Fill the template in one pass, so that braces in the data are not interpreted.
+
+        Returns the system message, if any, and the prompt as chat messages.
+        """
         content = PLACEHOLDER.sub(
             lambda found: texts[found[2]] if found[2] else "{" + found[1] + "}", self.text
         )

@@ -135,7 +135,8 @@ WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
 def detect(text: str) -> str:
     """Return the ISO 639-1 code of a text's language.
 
-    "en" for Latin letters without evidence of another language, "" for texts without letters.
+    Returns "en" for Latin letters without evidence of another language, and "" for a text without
+    letters.
     """
     folded = text.casefold()
     scripts = Counter(_find_script(sign) for sign in folded if sign.isalpha())
@@ -160,7 +161,7 @@ def _find_script(sign: str) -> str:
 
 
 def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
-    """Return the first candidate whose `LETTERS` are at least 1% of the text's letters.
+    """Return the first candidate whose `LETTERS` make up at least 1% of the text's letters.
 
     If there is none, return `default`.
     """
@@ -172,9 +173,9 @@ def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> 
 
 
 def _detect_by_words(text: str, script: str) -> str:
-    """Return the language of a script whose `WORDS` and `LETTERS` occur most in the text.
+    """Return the language of this script whose `WORDS` and `LETTERS` occur most often in the text.
 
-    If none occurs more often than those of the script's default language, return the default.
+    If no language scores higher than the script's default language, return the default.
     """
     tokens = text.split() if script == "DEVANAGARI" else WORD.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)

@@ -141,7 +141,7 @@ NAME = re.compile(
 
 
 def extract_braced(text: str) -> str | None:
-    """Return the text between the first character, a brace, and its closing brace, or None."""
+    """Return the text in the braces that open at the first character; None if they don't close."""
     depth = 0
     for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -151,7 +151,7 @@ def extract_braced(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """Return an answer as LaTeX without marks that have no meaning.
+    """Return an answer in LaTeX without marks that have no meaning.
 
     Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between digit groups
     are removed, and "and" and "or" between members become commas, so that every comma separates
@@ -183,7 +183,7 @@ def tidy(answer: str) -> str:
 
 
 def _expand_scale(match: re.Match[str]) -> str:
-    r"""Replace the word of a scale: `5\text{ million dollars}` becomes 5 \cdot 10^6 dollars."""
+    """Replace a word such as million: `5\\text{ million dollars}` becomes 5 \\cdot 10^6 dollars."""
     rest = (match[2] or "").removesuffix("}").strip()
     return rf" \cdot 10^{SCALE[match[1].lower()]}" + (rf"\text{{ {rest}}}" if rest else "")
 
@@ -202,7 +202,10 @@ def _remove_style(text: str) -> str:
 
 
 def split_name(text: str) -> tuple[str | None, str]:
-    """Split `x=5` or `x \\in A` into (name in plain form, value); the name is None without one."""
+    """Split a text such as `x=5` or `x \\in A` into a name, in plain form, and a value.
+
+    The name is None if the text does not name its value.
+    """
     match = NAMED.match(text)
     if match and match[1].count("{") != match[1].count("}"):
         return None, text  # the bound of a sum
@@ -212,16 +215,16 @@ def split_name(text: str) -> tuple[str | None, str]:
 
 
 def is_formula(text: str) -> bool:
-    """Return whether a text contains no words except names of functions."""
+    """Return whether a text contains no words, except names of functions and constants."""
     return not any(
         word not in FUNCTIONS and word not in ("sqrt", "pi", "inf") for word in WORD.findall(text)
     )
 
 
 def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
-    """Return (number, unit) of each part of a quantity such as "3 hours 20 minutes".
+    """Return the number and the unit of each part of a quantity such as "3 hours 20 minutes".
 
-    None for texts with anything else in them and for fewer than two parts.
+    Returns None if the text has fewer than two parts, or contains anything else.
     """
     rest = WRAPPED.sub(r" \1 ", text).strip()
     parts = []
@@ -233,9 +236,10 @@ def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
 
 
 def measure(text: str) -> tuple[str, int] | None:
-    """Return (standard spelling of the unit, its power) of a tidy answer that ends in a unit.
+    """Return the unit at the end of an answer, in its standard spelling, and its power.
 
-    None for an answer without a known unit of measure.
+    The power is 2 for square units and 3 for cubic ones. `text` is the result of `tidy`. Returns
+    None if it does not end in a known unit of measure.
     """
     match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
     if match is None:
@@ -248,7 +252,7 @@ def measure(text: str) -> tuple[str, int] | None:
 
 
 def are_spelled_alike(one: str, other: str) -> bool:
-    """Return whether two texts in plain form are equal, ignoring letter case without a meaning."""
+    """Return whether two texts in plain form are equal, ignoring insignificant letter case."""
     if one == other:
         return True
     return one.casefold() == other.casefold() and not (
@@ -257,9 +261,10 @@ def are_spelled_alike(one: str, other: str) -> bool:
 
 
 def _is_case_significant(text: str) -> bool:
-    r"""Return whether the letter case of a formula has a meaning.
+    """Return whether the letter case of a formula has a meaning.
 
-    This is so in `A-a`, where both cases of a letter occur, and in `\Delta`, which is not `\delta`.
+    It has one in `A-a`, where a letter occurs in both cases, and in `\\Delta`, which is not
+    `\\delta`.
     """
     if re.search(r"\\[A-Z]", text):
         return True
@@ -268,10 +273,11 @@ def _is_case_significant(text: str) -> bool:
 
 
 def to_plain_form(answer: str) -> str:
-    """Return a tidy answer in plain form, with one spelling for each notation.
+    """Return an answer in plain form, which has one spelling for each notation.
 
-    Spacing, units, dollar and percent signs are removed; fractions and roots have braces. A blank
-    remains between two numbers that are not digit groups of one number.
+    `answer` is the result of `tidy`. Spacing, units, dollar and percent signs are removed. The
+    arguments of fractions and roots are in braces. A blank remains between two numbers unless they
+    are digit groups of one number.
     """
     # Degrees, units and names
     text = answer.strip().strip("$").rstrip(".").strip()
@@ -310,9 +316,9 @@ def _convert_repeating_decimal(match: re.Match[str]) -> str:
 
 
 def parse_exact(text: str) -> Fraction | None:
-    """Return the value of a number in plain form, or None for any other text.
+    """Return the exact value of a number in plain form (`to_plain_form`); None for other texts.
 
-    The number can have a decimal point and a fraction bar.
+    The number can have a decimal point and a fraction bar, or be hexadecimal (0x1F).
     """
     if HEXADECIMAL.fullmatch(text):
         return Fraction(int(text, 16))

@@ -1,14 +1,15 @@
-"""A process that forks a process for each program and one for its tests.
+"""A process that forks, for each program, a process that runs the program and its tests.
 
 Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing of
 weft and contains no secret.
 
-The socket delivers pairs of descriptors, one to read from and one to write to; the reply is the
-process id of the fork that serves them. The fork reads two messages: (protections, limits, folders,
-disk_mb, program), then (tests, prompt, entry point, word). The word is random text, which proves
-that all tests have passed: the process that runs the tests calls the program's functions
-(`_peer.py`), and writes the word after the last test. The program's process is started before the
-second message is read, so it never contains the tests or the word.
+The socket delivers pairs of descriptors, one to read from and one to write to. The reply is the
+process id of the process that is forked for them. That process reads two messages: (protections,
+limits, folders, disk_mb, program), then (tests, prompt, entry point, word). It forks one process
+for the program and one for the tests. The tests' process calls the program's functions
+(`_peer.py`), and writes the word, a random text, after the last test; this proves that all tests
+have passed. The program's process is started before the second message is read, so it never
+contains the tests or the word.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ peers = _import_sibling("_peer")
 
 
 def main() -> None:
-    """Fork a process for each pair of descriptors until the socket closes."""
+    """Fork a process for each pair of descriptors received, until the socket closes."""
     server = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
     while True:
@@ -73,9 +74,10 @@ def main() -> None:
 
 
 def launch(given: int, out: int) -> None:
-    """Run one program and its tests; end this process when all their processes have ended.
+    """Run one program and its tests, and exit when all of their processes have ended.
 
-    `given` is the descriptor of the messages, `out` the one that the tests' process writes to.
+    The messages are read from the descriptor `given`; the tests' process writes to the descriptor
+    `out`.
     """
     # Silence the standard streams, and end all processes on SIGTERM.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -109,10 +111,10 @@ def launch(given: int, out: int) -> None:
 
 
 def _read(descriptor: int) -> Any:
-    """Read the next message, and no byte after it.
+    """Read the next message, but no byte beyond it.
 
-    A message is its size in 8 bytes, then JSON. No part of the second message may be in this
-    process when the program's process is forked.
+    A message consists of its size in 8 bytes, followed by JSON. No part of the second message may
+    be in this process when the program's process is forked.
     """
     content = b""
     left = 8
@@ -129,7 +131,7 @@ def _read(descriptor: int) -> Any:
 
 
 def _end() -> None:
-    """Kill the children, then the orphans that become children; exit when none is left."""
+    """Kill the children, then the orphans that become children, and exit when none is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in isolation.list_children() or CHILDREN:
@@ -143,10 +145,10 @@ CHILDREN: list[int] = []  # process ids, for systems that do not list the childr
 
 
 def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptors: int) -> int:
-    """Fork a process that enters the protections `wanted` and calls `work`; return its process id.
+    """Fork a process that calls `work` under the protections `wanted`; return its process id.
 
-    The process keeps no descriptor open except the channel, `kept_descriptors` and the standard
-    streams.
+    In the new process, all descriptors are closed except `channel`, `kept_descriptors` and the
+    standard streams.
     """
     child = os.fork()
     if child:
@@ -168,14 +170,17 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptor
 
 
 def _create_main_module() -> dict[str, Any]:
-    """Return the globals of a new module `__main__`."""
+    """Replace the module `__main__` by a new, empty one, and return its globals."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     return vars(module)
 
 
 def _run(program: str, channel: int) -> None:
-    """Run the program to its end, then answer calls of its functions (in the program's process)."""
+    """Run the program, then answer calls of its functions until the channel closes.
+
+    This runs in the program's process.
+    """
     peer = peers.ObjectPeer(channel, guarded=False)
     sys.stdout = peer.printed
     names = _create_main_module()
@@ -184,7 +189,11 @@ def _run(program: str, channel: int) -> None:
 
 
 def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
-    """Run the tests on the program's functions, then write the word (in the tests' process)."""
+    """Run the tests on the program's functions, then write the word to the descriptor `out`.
+
+    The word is in `given`, and proves that the tests have passed. This runs in the tests' process,
+    which calls the program's functions through `channel`.
+    """
     # Define the helper functions of the prompt.
     isolation.hide_memory()
     tests = given["tests"]
@@ -213,9 +222,9 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
-    """Run the prompt if it is code, so that tests can use its functions.
+    """Run the prompt if it is code, so that the tests can use its functions.
 
-    The tests must not get these functions from the program.
+    The tests must not use the program's versions of these functions.
     """
     try:
         exec(compile(prompt, "prompt.py", "exec"), names)
@@ -228,7 +237,10 @@ def _find_names(tests: str) -> list[str]:
 
 
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Divide names into (known modules with attributes used, built-ins, names of the program)."""
+    """Divide `names` into known modules, built-ins, and names of the program.
+
+    The name of a known module counts as a module only if the tests use one of its attributes.
+    """
     with_attributes = set()
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

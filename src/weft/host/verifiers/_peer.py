@@ -69,11 +69,11 @@ OPERATORS = (
 
 
 class ProtocolError(Exception):
-    """Error of a message that cannot be read, or that requests a forbidden operation."""
+    """Raised for a message that cannot be read, or that requests a forbidden operation."""
 
 
 class RemoteProxy:
-    """Proxy of an object in the other process."""
+    """Proxy for an object in the other process."""
 
     def __init__(self, peer: ObjectPeer, number: int) -> None:
         object.__setattr__(self, "_weft", (peer, number))
@@ -196,8 +196,9 @@ DO: dict[str, Callable[..., Any]] = {
 class ObjectPeer:
     """One end of the channel between the two processes.
 
-    The `guarded` end runs the tests. It allows the other end only to call functions that it passed
-    to it, and to read and set the attributes and items of objects whose classes the tests define.
+    The `guarded` end runs the tests. It lets the other end only call functions and use generators
+    of the tests that the other end has received, and read and set the attributes and items of
+    objects whose classes the tests define.
 
     Messages are ["?", operation, object number, arguments, keyword arguments] for a request, ["!",
     value, output, changed arguments] for its result, and ["x", name of the built-in error class,
@@ -213,10 +214,10 @@ class ObjectPeer:
         self._remotes: dict[int, Any] = {}  # number of an object of the other end -> its proxy
 
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
-        """Request an operation from the other side, and return its result or raise its error.
+        """Request an operation from the other end, and return the result or raise the error.
 
-        Requests of the other side are answered in the meantime. Its output is printed, and its
-        changes to mutable arguments are copied into `args`.
+        While waiting, this end answers requests of the other end. The output of the operation is
+        printed, and its changes to mutable arguments are copied into `args`.
         """
         self._send(
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]
@@ -233,9 +234,9 @@ class ObjectPeer:
         raise self._rebuild_error(value, *rest)
 
     def serve(self, names: dict[str, Any]) -> None:
-        """Answer the requests of the other side until it closes the channel.
+        """Answer the requests of the other end until it closes the channel.
 
-        `names` are the globals that it can request.
+        `names` are the globals that the other end can request.
         """
         while True:
             message = self._receive()
@@ -303,7 +304,10 @@ class ObjectPeer:
     # -- values
 
     def encode(self, value: Any) -> Any:
-        """Return the JSON form of a value; objects that are not plain are sent by number."""
+        """Return the JSON form of a value.
+
+        An object that is not a plain value stays in this process, and is represented by a number.
+        """
         if value is None or type(value) is bool:
             return value
         if type(value).__module__ == "numpy" and (packed := _pack_array(value)) is not None:
@@ -383,7 +387,10 @@ class ObjectPeer:
         return number
 
     def decode(self, value: Any) -> Any:
-        """Return the value of a JSON form. Raises `ProtocolError` for an unknown form."""
+        """Return the value that a JSON form represents.
+
+        Raises `ProtocolError` for an unknown form.
+        """
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -482,7 +489,10 @@ CHANGEABLE = (list, dict, set, bytearray, collections.deque)  # types whose chan
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of a mutable argument, in place, with its content after the call."""
+    """Replace the content of `old`, a mutable argument, in place with that of `new`.
+
+    `new` is the argument as it is after the call.
+    """
     if isinstance(old, list):
         old[:] = new
     else:
@@ -495,14 +505,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def _find_base_name(kind: type) -> str:
-    """Return the name of the nearest built-in base class of an exception."""
+    """Return the name of the nearest built-in base class of an exception class."""
     return next(
         base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base
     )
 
 
 def _pack_array(value: Any) -> list[Any] | None:
-    """Return the packed form of a numpy array or scalar of numbers or texts; None for others."""
+    """Return the packed form of a numpy array or scalar.
+
+    Returns None if the elements are neither numbers nor texts.
+    """
     numpy = sys.modules["numpy"]
     array = numpy.asarray(value)
     if array.dtype.kind not in "biufcSU" or not isinstance(value, (numpy.ndarray, numpy.generic)):

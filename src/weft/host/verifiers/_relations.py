@@ -18,9 +18,9 @@ CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
 
 
 def compare_ratios(one: str, other: str) -> bool | None:
-    """Return whether two ratios in plain form are proportional.
+    """Return whether two ratios in plain form (`_latex.to_plain_form`) are proportional.
 
-    None if either is not a ratio or the comparison is undecided.
+    Returns None if neither text is a ratio, or if the comparison is undecided.
     """
     parts = _split_ratio(one)
     others = _split_ratio(other)
@@ -48,10 +48,11 @@ def _split_ratio(text: str) -> list[str] | None:
 
 
 def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
-    """Return whether two congruences in tidy form are equivalent; None if neither is one.
+    """Return whether two tidy answers are equivalent congruences; None if neither is a congruence.
 
-    They are equivalent if the left sides are equal or one is missing, the moduli are equal, and the
-    residues are equal up to multiples of the modulus. `equal` compares two tidy answers.
+    Tidy answers are results of `_latex.tidy`. Congruences are equivalent if the left sides are
+    equal or one of them is missing, the moduli are equal, and the residues are equal up to
+    multiples of the modulus. `equal` compares two tidy answers.
     """
     first = _split_congruence(one)
     second = _split_congruence(other)
@@ -68,7 +69,10 @@ def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool])
 
 
 def _split_congruence(text: str) -> tuple[str, str, str] | None:
-    """Return (left side or "", residue, modulus) of a congruence, or None."""
+    """Return the left side, the residue and the modulus of a congruence; None for other texts.
+
+    The left side is "" if it is missing.
+    """
     match = MODULUS.match(text)
     if match is None or not match["rest"].strip():
         return None

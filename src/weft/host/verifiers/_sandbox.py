@@ -1,4 +1,4 @@
-"""Execution of a Python program and its tests in two processes, behind the system's protections.
+"""Execution of a Python program and its tests in two processes, protected by the system.
 
 `_launcher.py` is the process that starts both, `_isolation.py` has the protections, and `_peer.py`
 lets the tests call the program's functions. docs/code-reward.md describes which dangers are
@@ -48,12 +48,12 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of each of the two processes.
+    """Limits of the program's process and of the tests' process.
 
-    `seconds`: wall time of both together, and about the processor time of each. `memory_mb`:
-    address space. `file_mb`: size of a file. `disk_mb`: total size of the files in the process's
-    folder, if it has its own file tree. `processes`: number of processes that it can start (root
-    is exempt).
+    `seconds` limits the wall time of both together, and also, roughly, the processor time of each.
+    The other limits apply to each process: `memory_mb` to the address space, `file_mb` to the size
+    of a file, `disk_mb` to the total size of the files in the process's folder, if it has its own
+    file tree, and `processes` to the number of processes that it can start (root is exempt).
     """
 
     seconds: float = 5.0
@@ -63,7 +63,7 @@ class SandboxLimits:
     processes: int = 0
 
     def to_resources(self) -> dict[str, int]:
-        """Return the limits by the names of the `resource` module."""
+        """Return the limits, keyed by the names of limits in the module `resource`."""
         return {
             "RLIMIT_AS": self.memory_mb << 20,
             "RLIMIT_CPU": math.ceil(self.seconds) + 1,
@@ -76,10 +76,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxTask:
-    """Program and its tests.
+    """Program to run, with its tests.
 
-    Names that the tests use without defining them are taken from `prompt`, if that is code and
-    defines them; all others, and always `entry_point`, are taken from the program.
+    Names that the tests use but do not define are taken from `prompt` if it is code that defines
+    them. All other names, and always `entry_point`, are taken from the program.
     """
 
     program: str
@@ -89,7 +89,10 @@ class SandboxTask:
 
 
 class ProgramLauncher:
-    """Process that forks a process for each program (`_launcher.py`). It ends with this process."""
+    """Launcher process, which forks a process for each program (`_launcher.py`).
+
+    It ends when this process ends.
+    """
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -107,7 +110,7 @@ class ProgramLauncher:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the launcher's process, if called in the process that started it."""
+        """End the launcher process, unless this process is a fork of the one that started it."""
         self._socket.close()
         if self.owner == os.getpid():
             self.process.kill()  # a fork of this process may keep the socket open
@@ -116,7 +119,7 @@ class ProgramLauncher:
     def fork(self, descriptors: Sequence[int]) -> int:
         """Fork a process for one program and return its process id.
 
-        The process reads from the first descriptor and writes to the second. Raises
+        The new process reads from the first descriptor and writes to the second one. Raises
         `ConnectionError` if the launcher has ended.
         """
         with self._lock:
@@ -143,10 +146,10 @@ def _get_launcher() -> ProgramLauncher:
 def run_tests(
     task: SandboxTask, limits: SandboxLimits, active: Sequence[str] | None = None
 ) -> bool:
-    """Return whether the program and its tests run to their end without error within the limits.
+    """Return whether a program and its tests finish without error and within the limits.
 
-    No process that they start outlives the call. `active` are the names of the protections; by
-    default all that work on this system.
+    No process that they start outlives the call. `active` has the names of the protections to use;
+    by default, these are all that work on this system.
     """
     # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)
@@ -189,7 +192,7 @@ def _encode_message(content: Mapping[str, object]) -> bytes:
 
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
-    """Return all that is written to a pipe until its writers have ended; None if time runs out."""
+    """Read a pipe until all writers have closed it; return None if this takes too long."""
     output = b""
     end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -201,7 +204,7 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 
 
 def _end(leader: int, pipe: int) -> None:
-    """End a fork of the launcher, which ends its children first.
+    """End a process that the launcher forked, which ends its children first.
 
     If it does not end in time, its process group is killed.
     """
@@ -214,7 +217,7 @@ def _end(leader: int, pipe: int) -> None:
 
 @contextlib.contextmanager
 def _create_folder() -> Iterator[str]:
-    """Create an empty folder that every user can write in."""
+    """Create an empty folder in which every user can write; delete it after the `with` block."""
     with tempfile.TemporaryDirectory(prefix="weft-code-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o777)
         yield folder
@@ -222,7 +225,7 @@ def _create_folder() -> Iterator[str]:
 
 @functools.cache
 def find_protections() -> tuple[str, ...]:
-    """Return the names of the protections that work on this system, determined by trying them."""
+    """Try out the protections, and return the names of those that work on this system."""
     if sys.platform != "linux":
         return ()
     possible = []
@@ -242,7 +245,7 @@ def find_protections() -> tuple[str, ...]:
 
 
 def _can_protect(names: Sequence[str]) -> bool:
-    """Return whether the probe program and its test pass behind these protections."""
+    """Return whether the probe program passes its test under these protections."""
     return run_tests(
         SandboxTask(PROBE, "assert probe(1.5) == 1"), SandboxLimits(seconds=PROBE_SECONDS), names
     )

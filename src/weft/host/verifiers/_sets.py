@@ -1,4 +1,4 @@
-"""Parser of answers with members: lists, sets, tuples, intervals, unions.
+"""Parser of answers that have members: lists, sets, tuples, intervals and unions.
 
 All texts are tidy answers (`_latex.tidy`).
 """
@@ -26,9 +26,9 @@ LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
 
 
 def extract_set(text: str) -> str | None:
-    r"""Return the members of a set in braces, `\{1,2\}`, as one text.
+    """Return the members of a set in braces, such as `\\{1,2\\}`, as one text.
 
-    None for anything else, including a set that is given by a condition.
+    Returns None for any other text, including a set that is defined by a condition.
     """
     for opening, closing in ((r"\{", r"\}"), ("{", "}")):
         if (
@@ -56,7 +56,10 @@ def _is_balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
 
 
 def split_list(text: str) -> list[str] | None:
-    r"""Return the members of a list without brackets, or None; `1 \pm 2` has two members."""
+    """Return the members of a list without brackets; `1 \\pm 2` has two members.
+
+    Returns None if there are fewer than two members.
+    """
     members: list[str] = []
     for part in split_top(text, ","):
         members += [part.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in part else [part]
@@ -64,9 +67,9 @@ def split_list(text: str) -> list[str] | None:
 
 
 def split_brackets(text: str) -> list[str] | None:
-    """Return the brackets and members of a tuple or an interval, in order; None for other texts.
+    """Return the opening bracket, the members and the closing bracket of a tuple or an interval.
 
-    A tuple or interval has at least two members in brackets.
+    Returns None for other texts, including brackets with fewer than two members.
     """
     if (
         text[:1] in OPEN
@@ -81,9 +84,10 @@ def split_brackets(text: str) -> list[str] | None:
 
 
 def parse_inequality(text: str) -> tuple[str, list[str]] | None:
-    """Return (letter, interval) of an inequality such as `x<5`, `2 \\ge x` or `1<x\\le 3`.
+    """Return the letter and the interval of an inequality, such as `x<5` or `1<x\\le 3`.
 
-    The interval is [opening bracket, lower end, upper end, closing bracket]. None for other texts.
+    The interval is [opening bracket, lower end, upper end, closing bracket]. The letter can also be
+    on the right, as in `2 \\ge x`. Returns None for other texts.
     """
     # Split the text at its signs.
     parts = re.split(
@@ -121,7 +125,10 @@ def _flip_sign(sign: str) -> str:
 
 
 def split_union(text: str) -> list[str] | None:
-    r"""Return the parts of a union such as `A \cup B` or `x<1 \text{ or } x>2`, or None."""
+    """Return the parts of a union such as `A \\cup B` or `x<1 \\text{ or } x>2`.
+
+    Returns None for other texts.
+    """
     parts = split_top(text.replace(r"\cup", "∪"), "∪")
     if len(parts) > 1:
         return parts

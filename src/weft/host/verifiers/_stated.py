@@ -23,14 +23,14 @@ ENDED = re.compile(
 
 
 def count_boxes(text: str) -> int:
-    """Return the number of boxes in a text."""
+    """Return the number of boxed expressions in a text."""
     return len(BOX.findall(text))
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` (braces balanced) or `\boxed 5`, or None.
+    """Return the content of the last `\\boxed{...}` or `\\boxed 5` in a text, or None.
 
-    The contents of several adjacent boxes are joined to one list.
+    Braces in the content are balanced. The contents of adjacent boxes are joined to one list.
     """
     answer: list[str] = []
     begin = 0  # start of the following box
@@ -52,11 +52,11 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_stated(text: str) -> str | None:
-    """Return the answer in the last `<answer>`, or after the last "answer is" or "Answer:".
+    """Return the answer in the last `<answer>` tag, or after the last "answer is" or "Answer:".
 
-    The answer is the formulas at the beginning of that part, or its words up to the end of the
-    sentence. None if there is no such statement, and "" if the text only says that something is not
-    the answer.
+    The answer consists of the formulas at the beginning of that text or, if there are none, of its
+    words up to the end of the sentence. Returns None if there is no such statement, and "" if the
+    text only says what the answer is not.
     """
     # Find the statement.
     rest = _extract_tagged(text) or ""

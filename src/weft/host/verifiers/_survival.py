@@ -154,9 +154,10 @@ INFINITE = (sympy.oo, -sympy.oo)
 def is_fully_parsed(
     one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
 ) -> bool:
-    """Return whether every letter and number of two texts matters to their equality.
+    """Return whether the equality of two texts depends on every letter and number in them.
 
-    `same` compares two texts and has found these equal; `parsed` returns the expressions of a text.
+    `same` compares two texts, and has found these two equal. `parsed` returns the expressions that
+    `math_verify` finds in a text.
     """
     # Extract the formulas to compare.
     first = extract_formula(one, parsed)
@@ -190,9 +191,9 @@ def wrap_formula(formula: str) -> str:
 
 
 def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
-    """Return the part of a text that states its answer, without its unit.
+    """Return the formula that states the answer of a text, without its unit.
 
-    It is the last box, the last formula, or the number that the library found.
+    This is the content of the last box, the last formula, or the number that `math_verify` finds.
     """
     inside = extract_boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
@@ -210,10 +211,10 @@ def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
 
 
 def extract_result(formula: str, other: str) -> str:
-    """Return the last side of an equation such as `2 + 3 = 5`, or the formula as it is.
+    """Return the last side of an equation such as `2 + 3 = 5`, or the whole formula.
 
-    The formula is returned as it is if the other answer is an equation too, or if the omitted sides
-    are more than a computation or a name.
+    The whole formula is returned if it is not an equation, if the other answer is an equation too,
+    or if the omitted sides are more than a computation or a name.
     """
     before, equals, after = formula.rpartition("=")
     inside = before.count("{") != before.count("}")
@@ -231,7 +232,7 @@ def extract_result(formula: str, other: str) -> str:
 def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
     """Return the letter on the left of an equation such as `x = 5`, or None.
 
-    The library itself compares only the values.
+    The letter is needed because `math_verify` compares only the values.
     """
     expressions = parsed(wrap_formula(formula))
     expression = expressions[0] if expressions else None
@@ -241,9 +242,9 @@ def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]
 
 
 def is_understood(formula: str) -> bool:
-    """Return whether the library knows all commands of a formula and does not misread it.
+    """Return whether `math_verify` knows all commands of a formula and does not misread it.
 
-    Also False if a letter occurs in it both as a capital and as a small letter.
+    Returns False, too, if a letter occurs in the formula both as a capital and as a small letter.
     """
     if MISREAD.search(formula):
         return False
@@ -259,9 +260,10 @@ def _are_all_tokens_needed(
     same: Callable[[str, str], bool],
     parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
-    """Return whether `formula`, with any one token replaced, is no longer equal to `other`.
+    """Return whether replacing any one token of `formula` makes it differ from `other`.
 
-    False if it has more than `MOST_TOKENS` tokens or no letter is left as a replacement.
+    Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter is left as a
+    replacement. The replacements are not tried if the parsed expression has all of the tokens.
     """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:
@@ -287,7 +289,7 @@ def _are_all_tokens_needed(
 
 
 def _find_tokens(formula: str) -> Iterator[tuple[int, int]]:
-    """Iterate over the spans of a formula's letters, numbers and marks.
+    """Yield the spans of a formula's letters, numbers and marks such as `!` and `'`.
 
     Names of commands and functions are excluded.
     """
@@ -311,9 +313,10 @@ def _replace_token(token: str, letter: str) -> str:
 
 
 def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
-    """Return whether an expression has exactly the letters and numbers of the formula.
+    """Return whether an expression has exactly the letters and numbers in `tokens`.
 
-    False if it contains operations other than `SIMPLE` and `BOUND`.
+    The tokens are those of the formula from which the expression was parsed. Returns False if the
+    expression contains operations other than those in `SIMPLE` and `BOUND`.
     """
     leaves: Counter[str] = Counter()
     implied: Counter[str] = Counter()
@@ -326,10 +329,11 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
 
 
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
-    """Count the leaves of a tree.
+    """Count the leaves of an expression tree in `leaves`.
 
     Leaves that are implied by a minus sign, a fraction bar or a root are counted in `implied`.
-    Returns False if the tree has an operation that can drop or evaluate something.
+    Returns False if the tree has an operation that may have dropped an operand or been evaluated,
+    so that the leaves cannot be compared.
     """
     if isinstance(node, sympy.MatrixBase):
         return all(_collect(entry, leaves, implied) for entry in node)

@@ -39,16 +39,17 @@ SOURCE = Path(__file__).resolve().parents[3]  # parent directory of the package
 
 
 def mark_formula(text: str) -> str:
-    """Return the text between dollar signs unless it already contains marks of a formula."""
+    """Put a text between dollar signs, unless it already has signs of a formula or a box."""
     if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
         return text
     return f"${text}$"
 
 
 def are_equal(reference: str, answer: str) -> bool:
-    """Return whether the library finds two texts equal; False if it takes too long.
+    """Return whether `math_verify` finds two texts equal.
 
-    The texts are formulas, or sentences that contain one.
+    Returns False if the texts are too large or the comparison takes too long. The texts are
+    formulas, or sentences that contain one.
     """
     return not (_is_too_large(reference) or _is_too_large(answer)) and get_engine().ask(
         reference, answer
@@ -65,7 +66,7 @@ def _is_too_large(text: str) -> bool:
 
 
 def get_engine() -> AlgebraProcess:
-    """Return the process that compares answers for this one; a fork gets its own."""
+    """Return the current process's own `AlgebraProcess`; a forked process gets a new one."""
     return _create_engine(os.getpid())
 
 
@@ -75,12 +76,12 @@ def _create_engine(pid: int) -> AlgebraProcess:
 
 
 class AlgebraProcess:
-    """Process that compares answers, started at the first question, and its time budget.
+    """Process that compares answers by `math_verify`, with a time budget.
 
-    An answer has at most `SECONDS`, and all answers share an allowance, so that n answers take at
-    most `ALLOWANCE + REFILL * n` seconds: the first slow answers get all their time, later ones
-    little. The budget is in processor time, so that verdicts do not depend on the load of the
-    machine.
+    The process is started for the first comparison. One answer can use at most `SECONDS`, and all
+    answers share an allowance, so that n answers use at most `ALLOWANCE + REFILL * n` seconds: the
+    first slow answers get the full time, later ones little. The budget is in processor time, so
+    that verdicts do not depend on the load of the machine.
     """
 
     def __init__(self) -> None:
@@ -93,13 +94,13 @@ class AlgebraProcess:
         self._answer_seconds = SECONDS
 
     def begin(self) -> None:
-        """Begin a new answer: refill the shared allowance and reset the time of an answer."""
+        """Start the time limit of a new answer, and refill the shared allowance."""
         with self._lock:
             self.allowance_seconds = min(ALLOWANCE, self.allowance_seconds + REFILL)
             self._answer_seconds = SECONDS
 
     def ask(self, reference: str, answer: str) -> bool:
-        """Return whether two texts are equal; False if the time is used up."""
+        """Return whether `math_verify` finds two texts equal; False if the comparison times out."""
         with self._lock:
             seconds = min(self.allowance_seconds, self._answer_seconds)
             if seconds < REFILL / 10:
@@ -110,7 +111,10 @@ class AlgebraProcess:
             return is_equal
 
     def _send_question(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """Return (whether two texts are equal, seconds used)."""
+        """Have two texts compared in at most `seconds` of processor time.
+
+        Returns whether they are equal, and the processor time used, in seconds.
+        """
         connection = self._connection or self._start()
         self._count += 1
         try:

@@ -35,14 +35,15 @@ _local = threading.local()
 
 
 class _UndecidedValue(Exception):
-    """Error of an expression that has no value, or no value within the limits."""
+    """Raised if an expression has no value, or none that can be computed within the limits."""
 
 
 def have_same_value(one: str, other: str) -> bool | None:
-    """Return whether two texts in plain form are expressions of the same value.
+    """Return whether two texts in plain form are expressions with the same value.
 
-    None if undecided. Expressions with letters are compared for several values of the letters. A
-    decimal with many digits equals the number that it approximates if all its digits are right.
+    The plain form is that of `_latex.to_plain_form`. Expressions with letters are compared for
+    several values of the letters. A decimal with many digits equals the number that it approximates
+    if all its digits are right. Returns None if the comparison is undecided.
     """
     a = parse(one)
     b = parse(other)
@@ -68,7 +69,7 @@ def have_same_value(one: str, other: str) -> bool | None:
 def _is_rounded_or_truncated(
     text: str, decimal: ParsedExpression, number: ParsedExpression
 ) -> bool:
-    """Return whether a decimal is the number, rounded or truncated to the decimal's digits.
+    """Return whether `decimal` equals `number`, rounded or truncated to the decimal's digits.
 
     `text` is the decimal as written.
     """
@@ -81,7 +82,10 @@ def _is_rounded_or_truncated(
 
 
 def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
-    """Return whether two expressions agree for several values of their letters; None if unsure."""
+    """Return whether two expressions agree for several values of their letters.
+
+    Returns None if the comparison is undecided.
+    """
     # Compute the distances for all seeds.
     seen: list[Fraction] = []  # relative distances
     rational = True
@@ -113,10 +117,10 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
 def _measure_distance(
     a: ParsedExpression, b: ParsedExpression, seed: int
 ) -> tuple[Fraction, Fraction] | None:
-    """Return (distance of two values, distance relative to the larger one), or None if unknown.
+    """Return the distance of two values, and the distance relative to the larger value.
 
-    Both are 0 for equal values. Rounded values are equal if they agree to the number of digits
-    computed.
+    Both are 0 for equal values. Rounded values count as equal if they agree in all digits that were
+    computed. Returns None if one of the values is unknown.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -135,9 +139,10 @@ def _measure_distance(
 
 @dataclass(frozen=True)
 class _ComplexValue:
-    """Complex number with the size of the rounded numbers in its computation.
+    """Complex number, with the size of the rounded numbers that were used to compute it.
 
-    `size` is the number of bits of the largest or smallest of them, or -1 if none was rounded.
+    `size` is the number of bits of the largest or smallest rounded number, or -1 if none was
+    rounded.
     """
 
     real: Fraction
@@ -149,8 +154,8 @@ class _ComplexValue:
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value of an expression, or None if it has none within the limits.
 
-    Each letter has a fixed value that depends on `seed`. The precision is sufficient for rounded
-    numbers of `size` bits.
+    Each letter has a fixed value that depends on `seed`. The precision suffices for rounded numbers
+    of `size` bits.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -168,17 +173,19 @@ def _to_fraction(number: Any) -> Fraction:
 
 
 def _get_context() -> Any:
-    """Return this thread's own mpmath context, since the precision is a setting of it."""
+    """Return this thread's own mpmath context, because the precision is set in the context."""
     if not hasattr(_local, "context"):
         _local.context = mpmath.MPContext()
     return _local.context
 
 
 class _TreeCalculator:
-    """Evaluation of expression trees: in fractions while values are exact, then with `bits` bits.
+    """Evaluates expression trees.
 
-    With `real`, square roots of negative numbers and complex exponents raise `_UndecidedValue`.
-    `size` is the number of bits of the largest or smallest rounded number so far, or -1.
+    The values are exact fractions as long as possible, and then rounded numbers with a precision of
+    `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
+    `_UndecidedValue`. `size` is the number of bits of the largest or smallest rounded number so
+    far, or -1.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
@@ -189,7 +196,10 @@ class _TreeCalculator:
         self._mp.prec = bits
 
     def evaluate(self, node: Node) -> Number:
-        """Return the value of a tree. Raises `_UndecidedValue` and arithmetic errors."""
+        """Return the value of a tree.
+
+        Raises `_UndecidedValue`, or the error of an invalid operation such as a division by 0.
+        """
         kind, *parts = node
         if kind == "number":
             return parts[0]
@@ -214,7 +224,7 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Return a number and record its size if it is rounded.
+        """Return `number`, and record its size if it is rounded.
 
         Raises `_UndecidedValue` if the number exceeds the limits.
         """
@@ -254,7 +264,10 @@ class _TreeCalculator:
         return self._to_rounded(one), self._to_rounded(other)
 
     def _to_rounded(self, number: Number) -> Number:
-        """Convert a number to a rounded one and record its size."""
+        """Convert a number to a rounded one, and record its size.
+
+        Raises `_UndecidedValue` if the number exceeds the limits.
+        """
         if not isinstance(number, Fraction):
             return self._check_limits(number)
         bits = max(number.numerator.bit_length(), number.denominator.bit_length())
@@ -352,7 +365,7 @@ def _to_integer(number: Number) -> int:
 
 
 def _choose_letter_value(name: str, seed: int) -> Fraction:
-    """Return a fixed value of a variable between 1 and 3, negative for every third seed."""
+    """Return the value of a variable: from 1 to 3, or from -3 to -1 for every third seed."""
     digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=2).digest()
     size = 1 + Fraction(2 * (int.from_bytes(digest, "little") % 512) + 1, 512)
     return -size if seed % 3 == 0 else size

@@ -1,6 +1,6 @@
 """The verifier `code`: run a completion's Python program and its tests.
 
-Program and tests run in two processes behind the system's protections.
+The program and the tests run in two processes, protected by the system.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTAL
 def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
     """Return the program in a completion: its last fenced block, or the whole completion.
 
-    If the program does not define `entry_point`, it continues the prompt's code, so the prompt is
-    prepended (HumanEval: the prompt ends in a signature and the completion is the body).
+    A program that does not define `entry_point` continues the code of the prompt, so the prompt is
+    put before it (HumanEval: the prompt ends in a signature, and the completion is the body).
     """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
@@ -41,10 +41,10 @@ def _is_defined(code: str, name: str) -> bool:
 
 
 def parse_tests(test: Any, entry_point: str | None) -> str:
-    """Return the code of a row's tests, given as a text or a list of statements.
+    """Return the code of a row's tests, which are a text or a list of statements.
 
-    If the tests define a function `check` (HumanEval), a call of it with the entry point is
-    appended. Raises `DataError` for other types.
+    If the tests define a function `check` (HumanEval), a call `check(entry_point)` is appended.
+    Raises `DataError` for tests of another type.
     """
     text = "\n".join(test) if isinstance(test, (list, tuple)) else test
     if not isinstance(text, str):
@@ -68,15 +68,15 @@ def code(
     memory_mb: int = 1024,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if the program and then the row's tests run to their end, else 0.
+    """Return 1 if the program and then the row's tests run without error, else 0.
 
     The reward is None for rows without tests. The tests run in another process, which calls the
-    program's functions; docs/code-reward.md describes the protection of the machine.
+    program's functions; docs/code-reward.md describes how the machine is protected.
 
-    Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert
-    f(1) == 2`, MBPP's form), and `entry_point`, the function's name, if the completion can continue
-    the prompt's code. `seconds` and `memory_mb` limit each program; the whole batch is limited by
-    reward_timeout_s.
+    The tests are in the column `test` (a text, as in HumanEval), `tests` or `test_list` (statements
+    such as `assert f(1) == 2`, as in MBPP). The column `entry_point`, the function's name, is
+    needed if the completion can continue the prompt's code. `seconds` and `memory_mb` limit each
+    program; reward_timeout_s limits the whole batch.
     """
     limits = SandboxLimits(seconds=seconds, memory_mb=memory_mb)
     given = next(

@@ -24,8 +24,8 @@ def exact(
 ) -> list[float | None]:
     """Return 1 for completions that equal the reference, else 0.
 
-    The reward is None for rows without a reference. The reference is the column `answer` or
-    `ground_truth` (or `column`).
+    The reward is None for rows without a reference. The reference is in `column` or, by default, in
+    the first of the columns `answer`, `ground_truth`, `solution` and `target` that is present.
 
     A run of white space counts as one blank, and white space at the ends is ignored; letter case is
     compared only if `case` is set. A reference that is a number in the data (0.00005, not

@@ -24,7 +24,8 @@ def format_match(
 ) -> list[float | None]:
     """Return 1 if `pattern` matches the completion, else 0.
 
-    With `match` "full" it must match the whole completion, with "search" a part of it.
+    With `match` "full", the pattern must match the whole completion, with "search" only a part of
+    it.
 
     The syntax is that of Python's `re`; `.` also matches line ends. The default pattern requires
     <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential

@@ -15,11 +15,12 @@ SCORES = ("share", "all")
 def is_followed(
     response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False
 ) -> bool:
-    """Return whether a response follows one instruction. An empty response follows none.
+    """Return whether a response follows one instruction.
 
-    With `loose`, it is enough that a variant of the response follows the instruction: without its
-    first line, its last line, or both, and without asterisks (the paper's loose accuracy). Raises
-    `DataError` for an unknown instruction or missing arguments.
+    An empty response follows none. With `loose`, it is enough that a variant of the response
+    follows the instruction: without its first line, its last line, or both, and without asterisks
+    (the paper's loose accuracy). Raises `DataError` for an unknown instruction or missing
+    arguments.
     """
     if instruction not in CHECKS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
@@ -40,7 +41,7 @@ def is_followed(
 
 
 def build_variants(response: str) -> list[str]:
-    """Return the response and its variants for the loose criterion."""
+    """Return the response and its variants, which are tried if the criterion is loose."""
     lines = response.split("\n")
     cuts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
     variants = [response, *cuts]
@@ -61,10 +62,10 @@ def ifeval(
 ) -> list[float | None]:
     """Return the share of a row's instructions that the completion follows.
 
-    With `score` "all": 1 if it follows all, else 0. The reward is None for rows without
-    instructions.
+    With `score` "all", the reward is 1 if the completion follows all of them, else 0. The reward is
+    None for rows without instructions.
 
-    Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction) as in the
+    Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction), as in the
     IFEval data. Raises `DataError` for an unknown instruction or missing arguments.
     """
     if score not in SCORES:

@@ -72,12 +72,12 @@ def judge(
 ) -> Rewards | Coroutine[Any, Any, Rewards]:
     """Return another model's scores, mapped from `low`..`high` to 0..1.
 
-    The reward is None for rows in which a column that `prompt` names is null.
+    The reward is None for rows in which a column used in `prompt` is null.
 
-    Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`,
-    `unreadable`, `input_tokens`, `output_tokens`, and `cost` if a price is set. Raises
-    `ConfigError` for invalid options, `DataError` for a placeholder that is not a column, and
-    `UserError` for a server that fails and for answers without a score.
+    docs/judge-reward.md describes the options. Metrics: `calls` (requests sent), `cached`,
+    `failed`, `unreadable`, `input_tokens`, `output_tokens`, and `cost` if a price is set. Raises
+    `ConfigError` for invalid options, `DataError` if a placeholder does not name a column, and,
+    unless a fallback reward is set, `UserError` if the server fails or an answer has no score.
     """
     scale = ScoreScale(pattern, low, high)
     model_judge = Judge(
@@ -158,7 +158,7 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class FallbackRewards:
-    """Rewards of completions without a score. None: the run stops.
+    """Rewards for completions that get no score; None stops the run.
 
     `on_failure` applies if a request fails, `on_unreadable` if the answer has no score.
     """
@@ -174,7 +174,7 @@ class FallbackRewards:
 
 @dataclass(frozen=True)
 class TokenPrices:
-    """Prices of a million input and output tokens, in any currency; None: not set."""
+    """Prices per million input and output tokens, in any currency; None if not set."""
 
     input: float | None
     output: float | None
@@ -185,7 +185,7 @@ class TokenPrices:
                 check_number(name, value, "0 or more, for a million tokens", least=0)
 
     def compute_cost(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `cost` of the counted tokens, or {} if no price is set."""
+        """Return the metric `cost` for the counted tokens, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
         paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
@@ -198,8 +198,8 @@ class TokenPrices:
 class VoteResult:
     """Result of one vote.
 
-    `reward` is None if there is no score. Then `fallback` is the reward to use instead; if that is
-    None too, the run stops with the message `problem`.
+    `reward` is None if there is no score. In that case, `fallback` is the reward to use instead; if
+    it is None too, the run stops with the message `problem`.
     """
 
     reward: float | None
@@ -209,7 +209,7 @@ class VoteResult:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judge: a model on a server, the prompt that it gets, and all other options."""
+    """Model on a server that scores completions, with its prompt and all other options."""
 
     endpoint: JudgeEndpoint
     policy: RequestLimits
@@ -225,7 +225,7 @@ class Judge:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
     ) -> Rewards:
-        """Return (rewards, metrics) of some completions.
+        """Return the rewards and the metrics of some completions.
 
         With a cache, completions with equal requests share one answer.
         """
@@ -260,9 +260,9 @@ class Judge:
         return rewards, counts | self.prices.compute_cost(counts)
 
     def _compute_cache_keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
-        """Return one cache key per vote; an empty list for a completion that is not judged.
+        """Return one cache key per vote, or an empty list for a completion that is not judged.
 
-        Without a cache file, the keys contain `index`, so that no two completions share one.
+        Without a cache file, the keys contain `index`, so that completions do not share keys.
         """
         if body is None:
             return []
@@ -278,7 +278,7 @@ COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tok
 
 @dataclass
 class JudgeCall:
-    """Votes of one call of the verifier, and the counts for its metrics."""
+    """One call of the verifier, which collects votes and counts for the metrics."""
 
     judge: Judge
     session: JudgeSession
@@ -354,7 +354,10 @@ def _average_votes(verdicts: Sequence[VoteResult]) -> float:
 
 
 async def _gather_results(works: Sequence[Coroutine[Any, Any, VoteResult]]) -> list[VoteResult]:
-    """Return all results; if one raises, cancel the others before raising its error."""
+    """Run the coroutines concurrently, and return all results.
+
+    If one of them raises, the others are cancelled before its error is raised.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

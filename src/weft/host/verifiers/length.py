@@ -26,10 +26,10 @@ def length(
     """Return 1 for completions with a length in [min, max].
 
     Outside of these bounds, the reward falls linearly to 0 at a distance of `slack` from the bound;
-    without `slack` it is 0.
+    without `slack`, it is 0.
 
-    `unit` is tokens (of the policy's tokenizer, including the end token), words (separated by white
-    space) or chars.
+    `unit` is "tokens" (of the policy's tokenizer, including the end token), "words" (separated by
+    white space) or "chars".
     """
     if unit not in UNITS:
         raise ConfigError(f"length: unit={unit!r} must be one of {', '.join(UNITS)}")

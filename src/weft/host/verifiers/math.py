@@ -44,11 +44,12 @@ MOST_MEMBERS = 30  # maximum number of differently spelled members that are comp
 def are_equal(answer: str, reference: str) -> bool:
     """Return whether an answer equals the reference as mathematics.
 
-    1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
+    For example, 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1 and {1,2} = {2,1}, but [0,1) differs from
+    (0,1].
 
     Cases that can be decided with certainty (numbers, lists, tuples, intervals, the same spelling,
     the same value) are decided here. Computer algebra (`math_verify`) decides the rest; its verdict
-    "equal" counts only if it took every letter and number of both into account.
+    "equal" counts only if it depends on every letter and number of both answers.
     """
     symbolic.get_engine().begin()
     return _are_tidy_equal(answer, reference)
@@ -64,7 +65,7 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
 
 
 def _compare_known(one: str, other: str) -> bool | None:
-    """Return whether two tidy answers are equal, or None if that is not certain."""
+    """Return whether two tidy answers (`_latex.tidy`) are equal; None if that is not certain."""
     # Quantities, congruences and units
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
@@ -126,7 +127,7 @@ def _set_and_tuple(inside: str | None, other: str) -> bool:
 def _compare_quantities(one: str, other: str) -> bool | None:
     """Compare quantities with several units, such as 3 hours 20 minutes (which is not 3).
 
-    Return None if neither is such a quantity, or if the comparison is undecided.
+    Returns None if neither text is such a quantity, or if the comparison is undecided.
     """
     quantities = parse_quantities(one), parse_quantities(other)
     if quantities[0] is None and quantities[1] is None:
@@ -247,18 +248,19 @@ def math_answer(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""Return 1 if the completion's answer equals the reference's, else 0.
+    """Return 1 if the completion's answer equals the reference's, else 0.
 
     The reward is None for rows without a reference.
 
-    The answer is the content of the last `\boxed{}`; without one (and without `strict`) the text
-    after "the answer is", or the last formula or number. The reference is the column `answer`
-    or `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions,
-    roots, percent signs, degrees, units, tuples, intervals, sets and lists are compared by their
-    meaning; an expression need not be simplified. Computer algebra finds two answers equal only if
-    every letter and number of both took part; if its parser drops something, only the same spelling
-    counts. An answer that computer algebra does not decide in time (two seconds, less if many are
-    slow) gets 0.
+    The answer is the content of the last `\\boxed{}`. Without a box (and without `strict`), it is
+    the text after "the answer is", or the last formula or number. The reference is in `column` or,
+    by default, in the first of the columns `answer`, `ground_truth`, `solution` and `target` that
+    is present: the answer itself, or a solution that boxes it. Fractions, roots, percent signs,
+    degrees, units, tuples, intervals, sets and lists are compared by their meaning; an expression
+    need not be simplified. Computer algebra finds two answers equal only if the verdict depends on
+    every letter and number of both; if its parser drops something, only the same spelling counts.
+    An answer that computer algebra does not decide in time (two seconds, less if many are slow)
+    gets 0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(
