@@ -1,7 +1,7 @@
 """Exceptions that weft raises.
 
-A `UserError` can be fixed by the user: it is shown as one message without a traceback, and the exit
-code is 2.
+A `UserError` is an error that the user can fix. It is shown as one message without a traceback, and
+the exit code is 2.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TRANSPORTS = (
 class WeftError(Exception):
     """Base class of all errors that weft raises on purpose.
 
-    `exit_code` is the exit code of a command that fails with this error. The message is redacted
-    here, so no caller can forget to.
+    `exit_code` is the exit code of a command that fails with this error. The constructor redacts
+    secrets in the message, so that no caller can forget to.
     """
 
     exit_code = 1
@@ -47,28 +47,28 @@ class WeftError(Exception):
 
 
 class UserError(WeftError, ValueError):
-    """Unusable input; the message names the field, its value, the rule and the fix."""
+    """Raised for unusable input; the message names the field, its value, the rule and the fix."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """An option with an unknown name, a wrong type or a value that breaks a rule."""
+    """Raised for an option with an unknown name, a wrong type or a value that breaks a rule."""
 
 
 class UnknownName(ConfigError):
-    """A name that is not registered."""
+    """Raised for a name that is not registered."""
 
 
 class NoTemplate(UserError):
-    """Message lists given to a tokenizer without a chat template."""
+    """Raised if messages are given to a tokenizer that has no chat template."""
 
 
 class DataError(UserError):
-    """Unusable rows or files.
+    """Raised for unusable rows or files.
 
-    `reports` lists every problem as `FILE:LINE: problem`; the message shows the first
-    `MAX_REPORTS`.
+    `reports` lists all problems, each as `FILE:LINE: problem`; the message shows the first
+    `MAX_REPORTS` of them.
     """
 
     def __init__(self, reports: Sequence[str] | str) -> None:
@@ -85,33 +85,40 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A model directory that lacks a file, is truncated, or does not fit the requested use."""
+    """Raised if a model directory lacks a file, is truncated, or does not fit the requested use."""
 
 
 class GraphError(UserError):
-    """An invalid dataflow graph.
+    """Raised for an invalid dataflow graph.
 
-    Examples: a cycle, a key that no node produces, a method that the interface does not implement.
+    Examples are a cycle, a key that no node produces, or a method that the node's interface does
+    not implement.
     """
 
 
 class RunError(WeftError, RuntimeError):
-    """A run that cannot continue: non-finite loss, full disk, expired deadline. Exit code 1."""
+    """Raised if a run cannot continue.
+
+    Examples are a non-finite loss, a full disk or an expired deadline. The exit code is 1.
+    """
 
 
 class NotFinite(RunError):
-    """Non-finite loss, gradient or logits: training diverged or the weights are damaged."""
+    """Raised for a non-finite loss, gradient or logit.
+
+    Either training has diverged, or the weights are damaged.
+    """
 
 
 class DevicesLost(RunError):
-    """Devices of the run are lost or do not respond.
+    """Raised if devices of the run are lost or do not respond.
 
-    Other devices can continue from the latest recovery point.
+    The run can continue on other devices from the latest recovery point.
     """
 
 
 class Interrupted(RunError):
-    """A run that stopped between two steps on request; the message explains how to resume.
+    """Raised if a run was stopped between two steps on request; the message tells how to resume it.
 
     The exit code is 130 after Ctrl-C and 143 after SIGTERM.
     """
@@ -122,9 +129,9 @@ class Interrupted(RunError):
 
 
 def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` names most similar to `name`, best first, excluding `name`.
+    """Return up to `count` of the known names that are most similar to `name`, best first.
 
-    Used for suggestions in errors about unknown names.
+    `name` itself is excluded. Used to suggest names in errors about unknown names.
     """
     short = name[:LONGEST_NAME].lower()
     matcher = difflib.SequenceMatcher(b=short)
@@ -152,7 +159,7 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def qualify_error(name: str, error: ConfigError) -> ConfigError:
-    """Return the error with its option qualified by the role or call it belongs to.
+    """Return the error with its option qualified by the role or call that the option belongs to.
 
     For example, `layout=d0: ...` becomes `ROLE.layout=d0: ...`.
     """
@@ -161,7 +168,10 @@ def qualify_error(name: str, error: ConfigError) -> ConfigError:
 
 
 def build_unknown_name_error(kind: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unregistered name; it suggests similar names or lists all of them."""
+    """Return the error for a name that is not registered.
+
+    It suggests similar names or, if there are none, lists all `known` names.
+    """
     names = sorted(known)
     close = find_nearest(name, names)
     if len(names) <= MOST_NAMES:

@@ -1,6 +1,6 @@
-"""The `Experiment` dataclass: roles, graph, placement, datasets and run options.
+"""The `Experiment` dataclass: roles, graph, placement, datasets and options of a run.
 
-It is the only input of the runtime.
+An experiment is the only input of the runtime.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A small graph that is run over the validation set (`valid_path`) every `eval_freq_*`.
+    """Small graph that runs over the validation set (`valid_path`) at the `eval_freq_*` intervals.
 
-    Nodes call `evaluate` (or generate/inference plus a host function). Metrics are means over ids,
-    logged as `eval/{source}/{metric}` for every validation source and `eval/{metric}` over all.
+    Nodes call `evaluate`, or generate or infer and pass the outputs to a host function. Metrics are
+    means over ids. They are logged as `eval/{source}/{metric}` for each validation source, and as
+    `eval/{metric}` over all sources.
     """
 
     graph: DataflowGraph
@@ -35,7 +36,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Control:
-    """Run options: names, devices, duration and frequencies of saving, evaluation and logging."""
+    """Run options: names, devices, duration, and the frequencies of saving, evaluation and logging."""
 
     experiment_name: str
     trial_name: str
@@ -78,9 +79,9 @@ STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def parse_step_range(text: str) -> range:
-    """Return the steps named by `5:8` (inclusive) or `5`, counted from 1.
+    """Return the steps that `5:8` (inclusive) or `5` names, counted from 1.
 
-    Raises `ConfigError` for any other text.
+    Raises `ConfigError` for a text of any other form.
     """
     match = STEPS.fullmatch(text.strip())
     if match is None:
@@ -96,10 +97,10 @@ def parse_step_range(text: str) -> range:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The complete description of a run.
+    """Complete description of a run.
 
-    `steps_follow` names the node whose firings are counted as the run's steps (one line of
-    metrics.jsonl each).
+    `steps_follow` names the node whose firings are counted as the steps of the run, each with one
+    line in metrics.jsonl.
     """
 
     control: Control
@@ -133,10 +134,11 @@ class Experiment:
         raise build_unknown_name_error("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
-        """Return a copy with changed fields of one node.
+        """Return a copy in which fields of the node `name` are changed.
 
-        Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. The evaluation node of the
-        same name is changed too. Changing the interface or host function resets its arguments.
+        Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. An evaluation node of the same
+        name is changed as well. If the interface or host function is changed, its arguments are
+        reset.
         """
         changed = _change_node(self.graph, name, changes)
         evaluation = self.evaluation
@@ -152,7 +154,7 @@ class Experiment:
 
     @property
     def most_epochs(self) -> float:
-        """Return the maximum number of epochs; infinite if `max_steps` limits a training run."""
+        """Maximum number of epochs; infinite for a training run with `max_steps`."""
         lasts_by_steps = self.control.max_steps is not None and bool(self.list_trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
@@ -164,16 +166,16 @@ class Experiment:
         return trained_nodes
 
     def resolve(self) -> dict[str, Any]:
-        """Return the contents of config.yaml, by which a restart recognizes its run.
+        """Return the contents of config.yaml, by which a restart recognizes the run.
 
-        These are the options, or a description of the experiment if it has none.
+        These are the options of the run or, if the experiment has none, a description of it.
         """
         return dict(self.config) or _describe_experiment(self)
 
     def check(self) -> None:
         """Check everything that can be checked without torch.
 
-        Raises `UserError` with the field, its value, the rule and the fix.
+        Raises `UserError`; the message names the field, its value, the rule and the fix.
         """
         _check_control(self.control)
         _check_roles(self)
@@ -181,7 +183,10 @@ class Experiment:
             self.get_mesh(call)
 
     def list_calls(self) -> list[MFCDef]:
-        """Return every model function call, with those of evaluation and fixed prompts last."""
+        """Return all model function calls of the run.
+
+        The calls of the evaluation and of the fixed prompts come last, in this order.
+        """
         beside = []
         for each in (self.evaluation, self.fixed_prompts):
             if each is not None:
@@ -191,9 +196,9 @@ class Experiment:
     def build_meshes(self) -> dict[str, Mesh]:
         """Return the mesh of each role's primary weights.
 
-        A trained role is on the mesh of the call that trains it. Otherwise it is on the mesh of the
-        first call if every call names its own mesh, else on the mesh that the role names. Raises
-        `ConfigError` for a mesh that does not fit.
+        The weights of a trained role are on the mesh of the call that trains it. Those of other
+        roles are on the mesh of the first call if all calls name their own mesh, and otherwise on
+        the mesh that the role names. Raises `ConfigError` for a mesh that does not fit.
         """
         meshes = {}
         for role, spec in self.roles.items():
@@ -221,24 +226,26 @@ class Experiment:
         return meshes
 
     def get_mesh(self, call: MFCDef) -> Mesh:
-        """Return the mesh of a call: the one that the call names, else its role's.
+        """Return the mesh of a call.
 
-        Raises `ConfigError` for a mesh that does not fit.
+        This is the mesh that the call names or, if it names none, the mesh of its role. Raises
+        `ConfigError` for a mesh that does not fit.
         """
         primary = self.build_meshes()[call.role]
         return self._choose_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
 
     def list_copies(self) -> list[tuple[str, Mesh]]:
-        """Return (role, mesh) of each secondary copy of a role's weights, in the order of calls."""
+        """Return (role, mesh) of all secondary copies of roles' weights, in the order of the calls."""
         own = self.build_meshes()
         used = dict.fromkeys((call.role, self.get_mesh(call)) for call in self.list_calls())
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
-        """Return the mesh that a call asks for, or None.
+        """Return the mesh that a call asks for; None without `layout` and `device_mesh`.
 
-        Without `device_mesh` the call uses the first devices of its role, or the first devices of
-        the run if the role has too few.
+        If `device_mesh` is not set, the call uses the first devices of the first mesh in `role`
+        that has enough of them. If no mesh has, it uses the first devices of the run, provided that
+        the role's own mesh begins there. Raises `ConfigError` for a mesh that does not fit.
         """
         if call.layout is None and call.device_mesh is None:
             return None
@@ -266,14 +273,14 @@ class Experiment:
             raise qualify_error(call.name, error) from None
 
     def _is_training_call(self, call: MFCDef) -> bool:
-        """Return whether this is a training call or its counterpart in the evaluation graph."""
+        """Return whether the call trains, or is an evaluation call with the name of one that does."""
         return call.trains or any(
             node.trains and node.name == call.name for node in self.graph.nodes
         )
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that the run uses, with one process each."""
+        """Number of devices that the run uses; each has one process."""
         meshes = [
             *self.build_meshes().values(),
             *(self.get_mesh(call) for call in self.list_calls()),
@@ -389,7 +396,7 @@ def _has_offload_hook(node: MFCDef) -> bool:
 
 
 def _describe_experiment(experiment: Experiment) -> dict[str, Any]:
-    """Return the experiment as plain values; dataclasses become mappings."""
+    """Return the experiment as plain values, with dataclasses converted to mappings."""
     return {
         **_to_plain(asdict(experiment.control)),
         "roles": {name: _to_plain(asdict(spec)) for name, spec in experiment.roles.items()},
@@ -415,7 +422,7 @@ def _to_plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Workers:
-    """A group of identical processes, one per device."""
+    """Group of identical processes, one per device."""
 
     count: int = 1
     gpus: int = 1  # per process; 0: CPU only
@@ -435,12 +442,12 @@ class Workers:
 
 @dataclass(frozen=True)
 class Scheduling:
-    """Machine resources that a registered experiment requests; returned by `scheduling_setup()`.
+    """Machine resources that a registered experiment requests, as returned by `scheduling_setup()`.
 
-    `workers` maps a group to its resources, such as {"actor": Workers(count=8, cpus=8), "reward":
-    Workers(count=2, gpus=0)}; `memory_gb` is per machine. `mode=slurm` requests everything in one
-    job and does not bind a role to the machines of a group. Other modes use only counts, GPUs and
-    `env`.
+    `workers` maps each group to its resources, for example {"actor": Workers(count=8, cpus=8),
+    "reward": Workers(count=2, gpus=0)}. `memory_gb` is per machine. With `mode=slurm`, all
+    resources are requested as one job, and no role is bound to the machines of a group. Other modes
+    use only the counts, GPUs and `env`.
     """
 
     n_nodes: int = 1
@@ -450,7 +457,7 @@ class Scheduling:
 
     @property
     def num_devices(self) -> int:
-        """Number of processes, one per device."""
+        """Number of devices, each of which has one process."""
         if self.workers:
             return sum(group.count for group in self.workers.values())
         return self.n_nodes * max(1, self.n_gpus_per_node)
@@ -462,7 +469,7 @@ class Scheduling:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """CPUs per machine; None if no group sets `cpus`."""
+        """Number of CPUs per machine; None if no group sets `cpus`."""
         requested_cpus = sum(group.count * (group.cpus or 0) for group in self.workers.values())
         return -(-requested_cpus // self.n_nodes) or None
 
@@ -475,9 +482,10 @@ class Scheduling:
         return max(self.memory_gb or 0.0, requested_gb) or None
 
     def get_common_value(self, name: str) -> Any:
-        """Return the common value of the field `name` over the groups that set it, or None.
+        """Return the value that all groups have for the field `name`, ignoring groups without one.
 
-        Raises `ConfigError` if the groups differ, since all of them share one job.
+        Returns None if no group sets the field. Raises `ConfigError` if the values differ, since
+        all groups share one job.
         """
         values = {}
         for group, w in self.workers.items():
@@ -493,7 +501,10 @@ class Scheduling:
 
     @property
     def env(self) -> dict[str, str]:
-        """Merged environment of all groups. Raises `ConfigError` if they differ."""
+        """Merged environment variables of all groups.
+
+        Raises `ConfigError` if groups set the same variable to different values.
+        """
         variables: dict[str, str] = {}
         for group, workers in self.workers.items():
             for name, value in workers.env.items():
@@ -505,7 +516,7 @@ class Scheduling:
         return variables
 
     def list_ignored_fields(self) -> list[str]:
-        """Return the names of the set fields that have no effect without a Slurm job."""
+        """Return the names of the fields that are set but have no effect without a Slurm job."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
         field_names = []
         for group, w in self.workers.items():

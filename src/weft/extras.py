@@ -1,6 +1,6 @@
-"""Install commands for the optional dependencies of weft.
+"""Installation commands for the optional dependencies of weft.
 
-weft is installed from its sources, so the commands name the source folder.
+weft is installed from its sources, so the commands contain the path of the source folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from urllib.parse import unquote, urlparse
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra: `python -m pip install '/home/me/weft[wandb]'`."""
+    """Return the command that installs the optional dependencies `extra`.
+
+    Example: `python -m pip install '/home/me/weft[wandb]'`.
+    """
     folder = find_sources()
     if folder is not None:
         return f"python -m pip install '{folder}[{extra}]'"
@@ -20,14 +23,14 @@ def install(extra: str) -> str:
 
 
 def find_sources() -> Path | None:
-    """Return the folder that weft was installed from or runs in; None if it no longer exists."""
+    """Return the source folder that weft was installed from or runs in, or None if it is gone."""
     here = Path(__file__).resolve().parents[2]
     candidates = [here, *_read_source_folder()]
     return next((folder for folder in candidates if (folder / "pyproject.toml").is_file()), None)
 
 
 def _read_source_folder() -> list[Path]:
-    """Return the source folder that pip recorded in direct_url.json, if any."""
+    """Return a list with the source folder that pip recorded in direct_url.json, if any."""
     try:
         written = distribution("weft").read_text("direct_url.json")
         url = urlparse(json.loads(written or "{}").get("url", ""))

@@ -1,9 +1,9 @@
-"""Description, reading and validation of configurations.
+"""Describe, read and validate configurations.
 
-A configuration is a dataclass, defined in the module that it configures. A field made by `option`
-carries its help text and its rule. `read` fills a configuration from nested plain values (a command
-line, a YAML file), `iterate_options` lists its options for `--help`, `validate` checks types and
-rules, `to_mapping` converts it to plain values.
+A configuration is a dataclass, defined in the module that it configures. Its fields are created by
+`option`, which adds a help text and a rule. `read` fills a configuration with nested plain values
+(from a command line or a YAML file), `iterate_options` lists its options for `--help`, `validate`
+checks types and rules, and `to_mapping` converts it to plain values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def option(
 ) -> Any:
     """Return a dataclass field with a help text and a rule that `validate` enforces.
 
-    `check` returns a description of the problem with a value, or None. `hidden` marks fields that
-    weft sets itself and `--help` does not list. A mutable default (list, dict, dataclass) is copied
-    for every instance.
+    `check` returns a description of what is wrong with a value, or None. `hidden` marks fields that
+    weft sets itself and that `--help` does not list. A mutable default (list, dict, dataclass) is
+    copied for every instance.
     """
     metadata = {
         "help": help,
@@ -63,7 +63,10 @@ def option(
 
 @dataclass(frozen=True)
 class OptionDescription:
-    """One option: its dotted name, its type as users write it, its default and its help text."""
+    """Description of one option.
+
+    `name` is its dotted name, `type` its type as users write it, and `help` its help text.
+    """
 
     name: str
     type: str
@@ -72,9 +75,9 @@ class OptionDescription:
 
 
 def iterate_options(config: Any, prefix: str = "") -> Iterator[OptionDescription]:
-    """Iterate over all options of a configuration, including nested ones.
+    """Iterate over the descriptions of all options of a configuration, including nested ones.
 
-    `config` is an instance; its values are shown as the defaults.
+    `config` is an instance; its values are listed as the defaults.
     """
     hints = _get_hints(type(config))
     for spec in list_visible_fields(config):
@@ -92,7 +95,7 @@ def iterate_options(config: Any, prefix: str = "") -> Iterator[OptionDescription
 
 
 def list_visible_fields(config: Any) -> list[Field[Any]]:
-    """Return the fields that users can set, without the hidden ones."""
+    """Return the fields of a configuration that users can set, without the hidden ones."""
     visible_fields: list[Field[Any]] = []
     for spec in fields(config):
         if not spec.metadata.get("hidden"):
@@ -101,7 +104,7 @@ def list_visible_fields(config: Any) -> list[Field[Any]]:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type as `--help` shows it: `int`, `str or null`, `list of str`."""
+    """Return the name of a type as `--help` shows it: `int`, `str or null`, `list of str`."""
     if hint is Any:
         return "any"
     if hint is type(None):
@@ -124,9 +127,9 @@ def describe_type(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class CommandLineValue:
-    """A command-line value together with its spelling.
+    """Command-line value, together with the text that the user typed.
 
-    For a text option, `trial_name=1.10` is "1.10" and not the number 1.1.
+    If the option is a text, `trial_name=1.10` is read as "1.10" and not as the number 1.1.
     """
 
     value: Any
@@ -136,10 +139,10 @@ class CommandLineValue:
 
 @dataclass(frozen=True)
 class UnparsedValue:
-    """A command-line value that the value grammar cannot parse, or parses as a sweep.
+    """Command-line value that the value grammar cannot parse, or parses as a sweep.
 
-    `text` is the unparsed text and `items` are the elements of a list. An option that accepts
-    neither raises `error`.
+    `text` is the unparsed text, and `items` are the elements if it is a list. An option that
+    accepts neither of these raises `error`.
     """
 
     text: str | None
@@ -166,8 +169,8 @@ def read(
 ) -> Config:
     """Return a copy of `base` with the nested `values`, each converted to its field's type.
 
-    Raises `ConfigError` for an unknown name, with the nearest names, and for a wrong type, with the
-    option, the value and the rule.
+    Raises `ConfigError` for an unknown name, with similar names, and for a value of a wrong type,
+    with the option, the value and the rule.
     """
     names = known or [leaf.name for leaf in iterate_options(base)]
     hints = _get_hints(type(base))
@@ -189,7 +192,7 @@ def read(
 
 
 def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a nested group with its option as a dotted name."""
+    """Return an error of a nested group with the option's full dotted name."""
     begins = re.match(r"([a-z_]+)(=| and )", str(error))
     if begins and begins[1] in names:
         return ConfigError(f"{prefix}{error}")
@@ -197,7 +200,10 @@ def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> Co
 
 
 def _qualify_name(name: str, value: Any) -> str:
-    """Return the full dotted name as the user wrote it, following mappings with a single key."""
+    """Return the full dotted name that the user wrote.
+
+    Nested mappings with a single key are part of the name.
+    """
     while isinstance(value, Mapping) and len(value) == 1:
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
@@ -207,7 +213,7 @@ def _qualify_name(name: str, value: Any) -> str:
 def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
     """Return the error for an unknown option.
 
-    It suggests options with the same last name part first, then similar spellings.
+    It suggests options that have the same last part, then options with a similar name.
     """
     root = name.split(".")[0]
     last = name.rsplit(".", 1)[-1]
@@ -223,9 +229,10 @@ def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
-    """Return `value` converted to the type `hint`; 1e-5 is always a number, 1.5 is not an int.
+    """Return `value` converted to the type `hint`; raise `ConfigError` if it cannot be converted.
 
-    Raises `ConfigError`.
+    A text such as 1e-5 is always read as a number, and 1.5 is not accepted as an int. `name` is the
+    option's name for messages.
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
@@ -266,7 +273,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` with every `CommandLineValue` replaced by its value, including nested ones."""
+    """Return nested values in which each `CommandLineValue` is replaced by the value it contains."""
     if isinstance(value, CommandLineValue):
         return value.value
     if isinstance(value, Mapping):
@@ -289,7 +296,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def find_problem(spec: Field[Any], value: Any) -> str | None:
-    """Return the problem with `value` for the field `spec`, as `rule; fix`, or None."""
+    """Return what is wrong with `value` for the field `spec`, as `rule; fix`, or None."""
     rules = spec.metadata
     if value is None or not rules:
         return None
@@ -317,11 +324,11 @@ def find_problem(spec: Field[Any], value: Any) -> str | None:
 
 
 def validate(config: Any, path: str = "") -> None:
-    """Check the type and rule of every field of a dataclass, including nested ones.
+    """Check the type and the rule of every field of a dataclass, including nested ones.
 
-    Raises `ConfigError` naming the dotted option, its value and the rule. Types are not converted
-    here: `read` has already converted command-line texts, so code that passes "3" for a number gets
-    an error.
+    Raises `ConfigError`, which names the dotted option, its value and the rule. Types are not
+    converted: `read` has already converted command-line texts, so code that passes "3" for a number
+    gets an error.
     """
     hints = _get_hints(type(config))
     try:
@@ -355,7 +362,7 @@ _HINTS: dict[type[Any], Mapping[str, Any]] = {}
 
 
 def _get_hints(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the types of a configuration class's fields."""
+    """Return the types of a configuration class's fields, by name."""
     if cls not in _HINTS:
         _HINTS[cls] = types.MappingProxyType(typing.get_type_hints(cls))
     return _HINTS[cls]

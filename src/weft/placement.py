@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of stages to pipeline ranks: rank r holds the stages r, r + ranks, ...
+    """Assignment of pipeline stages to pipeline ranks: rank r has the stages r, r + `ranks`, ...
 
-    With `turns`, every second round of stages runs from the last rank back to the first (the V of
-    ZBV, which has two rounds).
+    `stages_a_rank` is the number of stages per rank. With `turns`, the stages of every second round
+    are assigned from the last rank back to the first. With two rounds, this is the V of ZBV.
     """
 
     ranks: int
@@ -30,5 +30,5 @@ class Placement:
 
     @property
     def last_rank(self) -> int:
-        """The rank that holds the last stage."""
+        """Pipeline rank of the last stage."""
         return self.get_rank(self.num_stages - 1)

@@ -1,11 +1,11 @@
-"""Stateless random numbers that depend only on their seed and purpose.
+"""Stateless random numbers that depend only on a seed and the purpose they are used for.
 
-`draw_uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on
-any rank and after any restart. threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3") uses only 32-bit integer addition, exclusive or and rotation, so
-numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
+`draw_uniform(seed, purpose, step, id, k, position)` returns the same number in any batch, in any
+order, on any rank and after any restart. The generator, threefry-2x32 with 20 rounds (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3"), uses only 32-bit integer addition, exclusive
+or and rotation, so that numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
 blake2b(seed|purpose|step|id|k), the counter is the position, and a number is the top 24 bits of the
-first output word / 2^24.
+first output word, divided by 2^24.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PARITY = 0x1BD11BDA  # Skein's key-schedule constant, as in Random123
 def derive_key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key:
     """Return the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8) as two words.
 
-    The words are little-endian. `purpose` names the use of the numbers ("sample", "shuffle/NAME",
-    ...); `k` is the completion's index within its id. Raises `ConfigError` if `purpose` contains a
-    bar, since two purposes could then share a key.
+    The words are little-endian uint32. `purpose` names the use of the numbers ("sample",
+    "shuffle/NAME", ...), and `k` is the index of the completion within its id. Raises `ConfigError`
+    if `purpose` contains "|", since two purposes could then share a key.
     """
     if "|" in purpose:
         raise ConfigError(
@@ -42,9 +42,9 @@ def derive_key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0)
 
 
 def compute_threefry(keys: Words, counters: Words) -> Words:
-    """Return threefry-2x32-20 of each row.
+    """Return the output words of threefry-2x32 with 20 rounds, uint32 [..., 2].
 
-    `keys` and `counters` are uint32 [..., 2] and are broadcast; the result is uint32 [..., 2].
+    `keys` and `counters` are uint32 [..., 2] and are broadcast against each other.
     """
     keys, counters = np.broadcast_arrays(
         np.asarray(keys, np.uint32), np.asarray(counters, np.uint32)
@@ -65,9 +65,9 @@ def compute_threefry(keys: Words, counters: Words) -> Words:
 
 
 def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return float64 [n] numbers in [0, 1), multiples of 2^-24.
+    """Return random numbers in [0, 1) that are multiples of 2^-24, float64 [n].
 
-    `keys` is uint32 [n, 2] (or one key [2]), `positions` is uint32 [n].
+    `keys` is uint32 [n, 2], or one key [2] for all numbers; `positions` is uint32 [n].
     """
     words = np.atleast_2d(np.asarray(keys, dtype=np.uint32))
     places = np.asarray(positions, dtype=np.uint32)
@@ -76,12 +76,18 @@ def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[
 
 
 def draw_uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
-    """Return the number in [0, 1) for this use; see the module's docstring."""
+    """Return the random number in [0, 1) that belongs to these arguments.
+
+    The module's docstring describes how they determine it.
+    """
     return float(draw_uniforms(derive_key(seed, purpose, step, id, k), [position])[0])
 
 
 def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[np.int64]:
-    """Return a random order of 0 .. n - 1 (int64 [n]): positions sorted by their two hash words."""
+    """Return a random permutation of 0 to n - 1, int64 [n].
+
+    The indices are sorted by their two threefry output words.
+    """
     places = np.arange(n, dtype=np.uint32)
     words = compute_threefry(
         np.asarray(derive_key(seed, purpose, step)),
@@ -92,6 +98,9 @@ def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDAr
 
 
 def make_generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
-    """Return a numpy generator seeded by the same key, for draws other than uniform numbers."""
+    """Return a numpy generator seeded with the key of `derive_key`.
+
+    Used for draws other than uniform numbers.
+    """
     low, high = derive_key(seed, purpose, step)
     return np.random.Generator(np.random.Philox(key=int(low) | int(high) << 32))

@@ -1,11 +1,12 @@
-"""Reading of files that a user names, with library errors turned into one-line messages.
+"""Read files that a user names, and turn errors of libraries into one-line messages.
 
-    with reading(f"{path}: no tokenizer can be read there", ConfigError, "give a tokenizer.json"): ...   # a library at work
+    with explain_read_errors(f"{path}: no tokenizer can be read", ConfigError, "name another"):
+        ...  # call a library
     read_text(path, what, kind); read_json(path, what, kind); read_yaml(path, what, kind)
 
-`what` starts the message and names the option or the file; `kind` is the `UserError` class to
-raise. Put only code that reads user input inside `explain_read_errors`: weft's own bugs must not be
-reported as user errors.
+`what` is the start of the message, which names the option or the file. `kind` is the subclass of
+`UserError` to raise. Only code that reads user input belongs in the context of
+`explain_read_errors`: weft's own bugs must not be reported as user errors.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ PLACES = (
 
 
 def find_url_problem(path: str | Path) -> str | None:
-    """Return the problem with a URL given as a path, and the fix.
+    """Return the problem with a URL that is given as a path, and its fix.
 
-    None for a path or the name of a model on the hub.
+    Returns None if `path` is not a URL but a path or the name of a model on the hub.
     """
     match = URL.match(str(path))  # `Path` collapses // to /
     if match is None:
@@ -69,7 +70,7 @@ def find_url_problem(path: str | Path) -> str | None:
 
 
 def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raise `kind` if `path` is a URL; otherwise a folder of that name would be created or read."""
+    """Raise `kind` if `path` is a URL, which would otherwise be used as the path of a folder."""
     problem = find_url_problem(path)
     if problem is not None:
         raise kind(f"{what}: {problem}")
@@ -79,9 +80,9 @@ def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -
 def explain_read_errors(
     what: str, kind: type[UserError] = UserError, fix: str = ""
 ) -> Iterator[None]:
-    """Convert any library error in the block to `kind`, with the cause and `fix` in the message.
+    """Convert any library error in the context to `kind`, with its cause and `fix` in the message.
 
-    Errors of weft are passed on unchanged.
+    Errors of weft are not changed. The message starts with `what`.
     """
     tail = f"; {fix}" if fix else ""
     try:
@@ -120,15 +121,15 @@ def describe_cause(error: BaseException) -> str:
 
 
 def shorten(text: str, most: int = 120) -> str:
-    """Return `text` cut to about `most` characters, keeping its beginning and its end."""
+    """Return `text` shortened to about `most` characters, keeping its beginning and its end."""
     return text if len(text) <= most else f"{text[: most - 40]}...{text[-30:]}"
 
 
 def find_path_problem(error: Exception) -> str | None:
-    """Return the message for a system error caused by a path that the user named; else None.
+    """Return a message if a system error is due to a path that the user named, else None.
 
-    Examples: a path that is too long, is no folder, cannot be opened, or starts with `~` and an
-    unknown user.
+    Examples are a path that is too long, is not a folder, cannot be opened, or starts with `~` and
+    an unknown user.
     """
     if isinstance(error, OSError) and error.errno in PLACES and error.filename is not None:
         return f"{shorten(str(error.filename))}: {describe_cause(error)}; choose another path"
@@ -138,7 +139,7 @@ def find_path_problem(error: Exception) -> str | None:
 
 
 def check_working_directory() -> None:
-    """Raise `UserError` if the working directory was removed, since relative paths then fail."""
+    """Raise `UserError` if the working directory was removed, as relative paths would then fail."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -152,7 +153,7 @@ def check_file(
 ) -> None:
     """Raise `kind` unless `path` is a regular file of at most `most` bytes.
 
-    Pipes and devices are refused because they have no end.
+    Pipes and devices are refused because reading them might never end.
     """
     try:
         status = os.stat(path)
@@ -168,7 +169,7 @@ def check_file(
 
 
 def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raise `kind` if a folder contains a pipe or a device, on which a library would block."""
+    """Raise `kind` if a folder contains a pipe or a device, on which a library could hang."""
     with explain_read_errors(what, kind):
         for entry in os.scandir(folder):
             try:
@@ -182,8 +183,8 @@ def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> 
 def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
     """Iterate over all files below a folder, without following links to folders.
 
-    Raises `kind` for the root folder or more than `MOST_ENTRIES` entries: the path is probably a
-    mistake.
+    Raises `kind` for the root folder, or if there are more than `MOST_ENTRIES` files and folders,
+    as the path is then probably a mistake.
     """
     if is_root(folder):
         raise kind(f"{what}: {ROOT}")
@@ -204,9 +205,9 @@ def is_root(folder: Path) -> bool:
 
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Create a folder that a user named, and its parents, if they do not exist.
+    """Create a folder that a user named, and its parents, unless they exist.
 
-    Raises `kind` if the system refuses.
+    Raises `kind` if the folder cannot be created.
     """
     refuse_url(path, what, kind)
     with explain_read_errors(f"{what}: the folder cannot be created", kind, "name another"):
@@ -218,7 +219,7 @@ def read_text(
 ) -> str:
     """Return the text of a file.
 
-    Raises `kind` for a file that is not regular, is too large, or is not UTF-8.
+    Raises `kind` if the file is not regular, is larger than `most` bytes, or is not UTF-8.
     """
     check_file(path, what, kind, most)
     with explain_read_errors(what, kind):
@@ -226,14 +227,14 @@ def read_text(
 
 
 def read_json(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
-    """Return the contents of a JSON file. Raises `kind`."""
+    """Return the value in a JSON file. Raises `kind` if it cannot be read or is not JSON."""
     text = read_text(path, what, kind)
     with explain_read_errors(what, kind):
         return json.loads(text)
 
 
 def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `kind` for any other JSON value."""
+    """Return the JSON object in a file. Raises `kind` if the file contains anything else."""
     value = read_json(path, what, kind)
     if not isinstance(value, dict):
         raise kind(f"{what}: contains no JSON object")
@@ -241,9 +242,9 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
 
 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
-    """Return the contents of a YAML file; None if it is empty.
+    """Return the value in a YAML file, or None if the file is empty.
 
-    Raises `kind`, with the line number if the file is not YAML.
+    Raises `kind` if the file cannot be read or is not YAML; the message then has the line number.
     """
     values, _ = parse_yaml(read_text(path, what, kind, MOST_YAML), what, kind)
     return values
@@ -254,7 +255,8 @@ def parse_yaml(
 ) -> tuple[Any, yaml.Node | None]:
     """Return (value, root node) of a YAML text.
 
-    Raises `kind`, also for a text that contains itself or expands to too many values.
+    Raises `kind` if the text is not YAML, contains itself through an alias, or expands to too many
+    values.
     """
     import yaml
 
@@ -285,7 +287,7 @@ def _build_yaml_error(
 def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None:
     """Return a clear message for a missing colon: `- webgpt` above an indented `fraction:`.
 
-    YAML's own message for this mistake is misleading. Returns None for other errors.
+    YAML's own message for this mistake is misleading. Returns None if the error has another cause.
     """
     rows = text.splitlines()
     at = error.problem_mark.line if error.problem_mark else 0
@@ -301,9 +303,10 @@ def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None
 
 
 def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
-    """Count the values below a node with aliases expanded; raise `kind` if there are too many.
+    """Raise `kind` if a YAML document has too many values or too many levels.
 
-    A few lines of aliases can expand to millions of values, and a value can contain itself.
+    Values are counted with aliases expanded: a few lines of aliases can expand to millions of
+    values, and a value can contain itself.
     """
     import yaml
 
@@ -333,9 +336,9 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
 
 @cache
 def _build_loader() -> Any:
-    """Return PyYAML's safe loader with two changes.
+    """Return a subclass of PyYAML's safe loader with two changes.
 
-    1e-5 without a dot is a number, and a duplicate key is an error.
+    1e-5 without a dot is a number, and a repeated key is an error.
     """
     import yaml
 

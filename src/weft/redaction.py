@@ -1,7 +1,7 @@
-"""Redaction of passwords, keys and tokens in everything that weft shows or stores.
+"""Redact passwords, keys and tokens in everything that weft shows or stores.
 
-Names are kept and values are masked. Errors (`weft.errors`), terminal output, logs, `run.json`,
-`config.yaml`, reports and data sent by loggers are redacted.
+Names of secrets are kept, and their values are masked. This applies to errors (`weft.errors`),
+terminal output, logs, `run.json`, `config.yaml`, reports and data sent by loggers.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ PLAIN = ("none", "null", "true", "false", "value", "")  # not secrets; `key=valu
 
 
 def is_secret(name: str) -> bool:
-    """Return whether values of this name are secret.
+    """Return whether values with this name are secret.
 
-    True for HF_TOKEN, apiKey and my.secret; False for eos_token and answer_key.
+    For example, HF_TOKEN, apiKey and my.secret are secret; eos_token and answer_key are not.
     """
     spaced = CAMEL.sub("_", name)
     return (LAST.search(spaced) or ANYWHERE.search(spaced)) is not None and KNOWN.search(
@@ -58,7 +58,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact_urls(text: str) -> str:
-    """Return `text` with user, password, query values and fragment of every URL masked."""
+    """Return `text` with the user, password, query values and fragment of every URL masked."""
     if "@" not in text and "://" not in text:
         return text
     return BARE_USER.sub(f"{MASK}@", URL.sub(lambda match: _redact_url(match[0]), text))
@@ -96,9 +96,9 @@ def _redact_entry(match: re.Match[str]) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a message with secrets masked in URLs and after secret names.
+    """Return a message in which secrets are masked, both in URLs and after secret names.
 
-    Examples of the latter: `api_key=...`, `{'token': ...}`.
+    Examples of text with secret names are `api_key=...` and `{'token': ...}`.
     """
     if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
         return text
@@ -120,9 +120,10 @@ def _hide_value(name: str, value: str) -> str:
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command with secret values masked.
+    """Return the words of a command line with secret values masked.
 
-    Covers `name=value`, `--name value` and mappings. `${oc.env:NAME}` reveals nothing and is kept.
+    Recognizes `name=value`, `--name value` and mappings. A value `${oc.env:NAME}` reveals nothing
+    and is kept.
     """
     masked_words: list[str] = []
     hide = False
@@ -163,7 +164,7 @@ def _mask_text(text: str) -> str:
 
 
 def mask_values(value: Any, name: str = "") -> Any:
-    """Return nested plain values, such as a configuration, with every secret value masked."""
+    """Return nested plain values, such as a configuration, with all secret values masked."""
     hide = name != "" and is_secret(name)
     if isinstance(value, Mapping):
         return {key: mask_values(each, name if hide else str(key)) for key, each in value.items()}
@@ -175,7 +176,11 @@ def mask_values(value: Any, name: str = "") -> Any:
 
 
 def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
-    """Iterate over the dotted names of values that were masked when a configuration was stored."""
+    """Iterate over the dotted names of options whose values were masked when they were stored.
+
+    `value` is a stored configuration, or a part of it called `name`. `telling` is True inside an
+    option with a secret name.
+    """
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from iterate_masked_options(

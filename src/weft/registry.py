@@ -1,9 +1,10 @@
 """Registries that map names in configurations to Python objects.
 
-A shipped object is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. The
-names are therefore known without importing anything (`--help` does not import torch), and adding a
-file is enough to add a name. User code registers with the `register_*` functions, as decorators or
-plain calls. A name can also be an import location: `module:thing`, `FILE.py:thing`.
+Objects shipped with weft are found by file name: `data/datasets/prompt.py` registers the dataset
+`prompt`. The names are therefore known without importing anything (`--help` does not import torch),
+and a new file is enough to add a name. User code registers objects by the `register_*` functions,
+as decorators or plain calls. A name can also be an import location: `module:thing` or
+`FILE.py:thing`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ SHARED_MODULES = {
 
 @dataclass(frozen=True)
 class FunctionConversion:
-    """A conversion of a registered plain function to the object that the registry returns.
+    """Conversion of a registered plain function to the object that the registry returns.
 
-    `maker` is the `module:function` that is called as `made(function, name, **options)`; it is
-    imported when the name is first looked up.
+    `maker` is the location `module:function` of a function that is imported when the name is first
+    looked up, and called as `maker(function, name, **options)`.
     """
 
     maker: str
@@ -47,9 +48,10 @@ class FunctionConversion:
 
 
 class Registry:
-    """A registry of one kind of object.
+    """Registry of objects of one kind.
 
-    `package` is the package below `weft` whose modules register themselves when imported.
+    `package` is the package in `weft` whose modules register the shipped objects when they are
+    imported.
     """
 
     def __init__(self, kind: str, package: str = "") -> None:
@@ -62,11 +64,11 @@ class Registry:
     def register(
         self, name: str, thing: Any = None, *, form: FunctionConversion | None = None
     ) -> Any:
-        """Register `thing` as `name`.
+        """Register `thing` as `name`, and return it.
 
-        Usage: `@register("x")` above a definition, or `register("x", thing)`. With a `form`,
-        `thing` is a function that `get` converts; the function itself stays callable as written.
-        Raises `ConfigError` if the name is taken.
+        Write `@register("x")` above a definition, or call `register("x", thing)`. With a `form`,
+        `thing` is a function that `get` converts; the function itself can still be called as
+        written. Raises `ConfigError` if the name is taken.
         """
         if thing is None:
             return lambda decorated: self.register(name, decorated, form=form)
@@ -89,7 +91,7 @@ class Registry:
     def list_shipped(self) -> list[str]:
         """Return the names of the package's modules without importing them.
 
-        Shared modules and `_helpers` are left out.
+        Modules with shared code, and those whose name begins with an underscore, are left out.
         """
         if not self._package:
             return []
@@ -100,14 +102,14 @@ class Registry:
         )
 
     def list_names(self) -> list[str]:
-        """Return all names that `get` finds by importing at most one module, sorted."""
+        """Return, sorted, all names that `get` can find by importing at most one module."""
         return sorted({*self.list_shipped(), *self._objects})
 
     def get(self, name: str) -> Any:
         """Return the object registered as `name`, importing its module if needed.
 
-        A function registered with a `FunctionConversion` is converted. Raises `ConfigError` with
-        the nearest names.
+        A function registered with a `FunctionConversion` is converted. Raises `ConfigError` for an
+        unknown name; the message suggests similar names.
         """
         if name not in self._objects and name in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{name}")
@@ -127,7 +129,7 @@ class Registry:
         return self._converted[name]
 
     def _load_from_path(self, place: str) -> Any:
-        """Return the object at `module:thing` or `FILE.py:thing`, registering it if it is not yet."""
+        """Return the object at `module:thing` or `FILE.py:thing`, registering it if necessary."""
         home, _, attribute = place.rpartition(":")
         import_user_code([home])
         module = sys.modules[Path(home).stem if home.endswith(".py") else home]
@@ -145,7 +147,10 @@ class Registry:
         return self._convert(known)
 
     def load_all(self) -> list[str]:
-        """Import every shipped module (some register several names) and return all names."""
+        """Import all shipped modules and return all registered names, sorted.
+
+        A module can register several names. Names that are import locations are left out.
+        """
         for module in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{module}")
         return sorted(name for name in self._objects if ":" not in name)
@@ -157,9 +162,9 @@ class Registry:
 
 
 def _have_same_definition(one: Any, other: Any) -> bool:
-    """Return whether both objects come from the same definition.
+    """Return whether two objects come from the same definition.
 
-    A module imported both by file and by name defines its objects twice.
+    A module that is imported both as a file and by name defines its objects twice.
     """
     if isinstance(one, partial) and isinstance(other, partial):
         same_arguments = (one.args, one.keywords) == (other.args, other.keywords)
@@ -194,9 +199,9 @@ register_reader: Register = readers.register
 
 
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
-    """Register a dataset class, or a row function if `rows` is given.
+    """Register a dataset class or, if `rows` is given, a function that converts rows.
 
-    `fn(row, option=..)` converts a row of another kind to a row of the shipped type `rows`
+    Such a function, `fn(row, option=..)`, returns a row of the shipped dataset type `rows`
     (`weft.data.datasets._row_function`).
     """
     if rows is None:
@@ -212,7 +217,7 @@ def register_named_dataset(name: str, **entry: Any) -> Any:
     """Register a named dataset.
 
     Example: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`.
-    The keys are those of an entry of `dataset.named_file` (docs/named-datasets.md).
+    The keys are those of an entry in a `dataset.named_file` (docs/named-datasets.md).
     """
     return named_datasets.register(name, entry)
 
@@ -220,10 +225,10 @@ def register_named_dataset(name: str, **entry: Any) -> Any:
 def register_loss(
     name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False
 ) -> Any:
-    """Register a loss class (or factory function), or a loss function if `per` is given.
+    """Register a loss class (or factory function) or, if `per` is given, a loss function.
 
-    A class or factory builds the loss from its options. With `per` ("token" or "completion"),
-    `fn(logprobs, .., option=..)` returns the loss of each token or completion
+    A class or factory builds the loss from its options. With `per` "token" or "completion", the
+    function `fn(logprobs, .., option=..)` returns the loss of each token or completion
     (`weft.algorithms._function`).
     """
     if per is None:
@@ -251,8 +256,8 @@ def register_advantage(name: str, function: Any = None, *, per: str = "completio
 def register_filter(name: str, function: Any = None) -> Any:
     """Register a host function that filters prompts.
 
-    `fn(rewards, .., option=..)` gets the values of one prompt and returns whether to keep it
-    (`weft.host._functions`).
+    `fn(rewards, .., option=..)` gets the values that belong to one prompt and returns whether to
+    keep the prompt (`weft.host._functions`).
     """
     return functions.register(
         name, function, form=FunctionConversion("weft.host._functions:build_filter_function")
@@ -260,7 +265,7 @@ def register_filter(name: str, function: Any = None) -> Any:
 
 
 def register_hf_family(family: Any) -> Any:
-    """Register a `weft.models.families.base.Family` under its own `name`."""
+    """Register a model family (`weft.models.families.base.Family`) under its own `name`."""
     return families.register(family.name, family)
 
 
@@ -270,8 +275,8 @@ USER_FOLDER = "experiments"  # in the working directory
 def import_user_code(names: Iterable[str]) -> None:
     """Import modules (`package.module`) and files (`path/to/file.py`) that register objects.
 
-    The working directory and the folder of each file are added to `sys.path`. Raises `ConfigError`
-    naming the module or file if it is missing or its import fails.
+    The working directory and the folder of each file are added to `sys.path`. Raises `ConfigError`,
+    which names the module or file, if it is missing or its import fails.
     """
     _make_importable(Path.cwd())
     for name in names:
@@ -291,7 +296,7 @@ def import_user_code(names: Iterable[str]) -> None:
 def import_user_folder() -> None:
     """Import all files of `experiments/` in the working directory that mention weft.
 
-    They are imported as modules of one package.
+    They are imported as modules of the package `experiments`.
     """
     folder = Path.cwd() / USER_FOLDER
     if not folder.is_dir() or folder.samefile(ROOT / USER_FOLDER):
@@ -303,7 +308,10 @@ def import_user_folder() -> None:
 
 
 def _import_file(file: Path) -> None:
-    """Import a file under its stem, so that importing the same file again is a no-op."""
+    """Import a file as a module named after it, unless it has already been imported.
+
+    Raises `ConfigError` if the file is missing or another module has the same name.
+    """
     if not file.is_file():
         raise ConfigError(f"import of {str(file)!r}: there is no such file")
     _make_importable(file.resolve().parent)

@@ -1,10 +1,10 @@
-"""Parallel layouts, and the slice of each parameter that a rank holds.
+"""Parallel layouts, and the slice of each parameter that a rank stores.
 
 This is the only module that maps (parameter, layout, rank) to a `Slice`.
 
-Tensor parallelism over t ranks gives each rank a narrower network: a part of the heads, of the MLP
-width and of the vocabulary. Layers that read hidden states are split by rows, layers that produce
-them by columns (Shoeybi et al. 2019, "Megatron-LM", section 3).
+With tensor parallelism over t ranks, each rank has a narrower network: some of the heads, and a
+part of the MLP width and of the vocabulary. Layers that read hidden states are split by rows, and
+layers that produce them by columns (Shoeybi et al. 2019, "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism of one role, written `d2f2t2p1c1e1`; omitted letters are 1.
+    """Degrees of parallelism of one role, written as in `d2f2t2p1c1e1`; an omitted letter is 1.
 
-    `fsdp` is the number of ranks that share one sharded copy, `expert` the number of ranks that
-    share the experts; both divide `data`. The layout uses data x tensor x pipeline x context
-    devices. `stages_a_rank` and `turns` have no letter: the pipeline schedule sets them.
+    `fsdp` is the number of ranks that share one sharded copy of the parameters, and `expert` the
+    number of ranks that share the experts; both divide `data`. The layout uses data x tensor x
+    pipeline x context devices. `stages_a_rank` and `turns` have no letter, as the pipeline schedule
+    sets them.
     """
 
     data: int = 1
@@ -61,10 +62,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
-        """Parse a text such as `d2t2p1`.
+        """Return the layout that a text such as `d2t2p1` describes.
 
-        An omitted `f` is `d` for trained roles without `e`, and 1 otherwise. Raises `ConfigError`
-        on unknown letters.
+        An omitted `f` defaults to `d` for trained roles without `e`, and to 1 otherwise. Raises
+        `ConfigError` for an invalid text.
         """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
@@ -89,7 +90,7 @@ class Layout:
     def expert_shards(self) -> int:
         """Number of ranks that share one sharded copy of the same experts.
 
-        It is fsdp / expert, and at least 1.
+        This is fsdp / expert, but at least 1.
         """
         return max(self.fsdp // self.expert, 1)
 
@@ -110,8 +111,8 @@ class Layout:
 class MeshCoordinates:
     """Coordinates of a rank in its layout.
 
-    `data % fsdp` is the index of the rank's shard, `data % expert` the index of its part of the
-    experts, and `data % fsdp // expert` the index of its shard of those experts.
+    `data % fsdp` is the index of the rank's shard, `data % expert` the index of its group of
+    experts, and `data % fsdp // expert` the index of its shard of these experts.
     """
 
     data: int = 0
@@ -122,10 +123,10 @@ class MeshCoordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout on devices; `ranks` are the ranks of the run's processes, one per device.
+    """Layout on devices; `ranks` are the ranks of the run's processes, one per device.
 
-    Tensor ranks are adjacent, then context ranks, then data ranks. Pipeline stages communicate
-    least and are farthest apart.
+    Tensor ranks are adjacent, followed by context ranks and data ranks. Pipeline stages communicate
+    least and are therefore farthest apart.
     """
 
     layout: Layout
@@ -138,7 +139,7 @@ class Mesh:
     def check_size(layout: Layout, ranks: Sequence[int], text: str) -> None:
         """Raise `ConfigError` if the number of devices does not fit the layout.
 
-        `text` is the device list as the user wrote it.
+        `text` is the list of devices as the user wrote it.
         """
         needed = layout.num_devices
         given = len(set(ranks))
@@ -158,16 +159,16 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def has_same_parts(self, other: Mesh) -> bool:
-        """Return whether every rank has the same part of batch and network in both meshes.
+        """Return whether every rank has the same part of the batch and the network in both meshes.
 
-        `fsdp` is ignored.
+        The sharding by `fsdp` is ignored.
         """
         return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
             other.layout, fsdp=1
         )
 
     def get_coordinates(self, rank: int) -> MeshCoordinates:
-        """Return the coordinates of a rank. Raises `ValueError` for a rank outside this mesh."""
+        """Return the coordinates of a rank. Raises `ValueError` if the rank is not in this mesh."""
         rest = self.ranks.index(rank)
         rest, tensor = divmod(rest, self.layout.tensor)
         rest, context = divmod(rest, self.layout.context)
@@ -180,13 +181,13 @@ class Mesh:
         return self.ranks[rows * layout.tensor + at.tensor]
 
     def list_ranks(self, data: int) -> tuple[int, ...]:
-        """Return all ranks that work on this data-parallel part of a batch."""
+        """Return all ranks that work on the part of a batch with data-parallel index `data`."""
         return tuple(rank for rank in self.ranks if self.get_coordinates(rank).data == data)
 
     def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only in these coordinates, including `rank`.
+        """Return the ranks whose coordinates equal those of `rank`, except on the given axes.
 
-        They are in the order of the mesh.
+        `rank` itself is included. The result has the order of the mesh.
         """
         own = self.get_coordinates(rank)
         fixed_axes = []
@@ -201,9 +202,9 @@ class Mesh:
 
 
 def parse_mesh(text: str | None, layout: Layout) -> Mesh:
-    """Parse device numbers such as `4-7` or `0,2`; None selects the first devices.
+    """Return the mesh of `layout` on devices such as `4-7` or `0,2`; None means the first devices.
 
-    Raises `ConfigError` if they do not fit the layout.
+    Raises `ConfigError` if the text is invalid or the devices do not fit the layout.
     """
     if text is None:
         return Mesh.on_first_devices(layout)
@@ -226,12 +227,12 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
 
 
 def build_whole_slice(shape: tuple[int, ...]) -> Slice:
-    """Return the slice that covers a tensor of `shape`."""
+    """Return the slice that covers a whole tensor of shape `shape`."""
     return tuple(slice(0, n) for n in shape)
 
 
 def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
-    """Return part `index` of `parts` equal parts along `dim`.
+    """Return the slice of part `index` when dimension `dim` is split into `parts` equal parts.
 
     Raises `ConfigError` if the size is not divisible by `parts`.
     """
@@ -246,7 +247,7 @@ def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
 
 
 class NetworkSizes(Protocol):
-    """Sizes of a network that determine its tensor slices; `TransformerConfig` implements it."""
+    """Sizes of a network that determine its tensor slices, implemented by `TransformerConfig`."""
 
     @property
     def num_heads(self) -> int: ...
@@ -278,11 +279,12 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
 def compute_tensor_slice(
     name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int
 ) -> Slice:
-    """Return the slice of a parameter that tensor rank `rank` of `t` holds.
+    """Return the slice of a parameter that tensor rank `rank` of `t` stores.
 
-    `name` is the canonical name and `shape` the whole shape. With fewer key-value heads than ranks,
-    several ranks hold the head that their queries read. Vocabulary parts can be uneven. Raises
-    `ConfigError` if heads or the MLP width do not split evenly.
+    `name` is the parameter's canonical name, and `shape` its whole shape. If there are fewer
+    key-value heads than ranks, several ranks store the same head, which their queries read. Parts
+    of the vocabulary can differ in size. Raises `ConfigError` if the heads or the MLP width do not
+    split evenly.
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     split = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
@@ -303,7 +305,10 @@ def compute_tensor_slice(
 
 
 def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the query heads of a tensor rank. Raises `ConfigError` if they do not split evenly."""
+    """Return the range of query heads of a tensor rank.
+
+    Raises `ConfigError` if the heads do not split evenly.
+    """
     if config.num_heads % t:
         raise ConfigError(
             f"layout: t={t} does not divide the model's {config.num_heads} attention heads"
@@ -313,9 +318,9 @@ def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the key-value heads that a tensor rank's queries read.
+    """Return the range of key-value heads that the queries of a tensor rank read.
 
-    Raises `ConfigError` if they do not split evenly.
+    Raises `ConfigError` if the heads do not split evenly.
     """
     kv = config.num_kv_heads
     if kv % t and t % kv:
@@ -328,19 +333,20 @@ def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def compute_vocabulary(size: int, t: int, rank: int) -> slice:
-    """Return the token ids whose embedding and head rows a tensor rank holds."""
+    """Return the range of token ids whose embedding and output rows belong to a tensor rank."""
     return slice(rank * size // t, (rank + 1) * size // t)
 
 
 def is_expert_weight(name: str) -> bool:
-    """Return whether a canonical name is that of stacked expert weights or their adapters."""
+    """Return whether a canonical name belongs to stacked expert weights or their adapters."""
     return re.fullmatch(r"blocks\.\d+\.mlp\.experts\..+", name) is not None
 
 
 def compute_expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
-    """Return the part of the slice `whole` that expert rank `rank` of `e` holds.
+    """Return the part of the slice `whole` that expert rank `rank` of `e` stores.
 
-    Raises `ConfigError` if the experts do not split evenly.
+    Parameters other than expert weights are not split. Raises `ConfigError` if the experts do not
+    split evenly.
     """
     if e == 1 or not is_expert_weight(name):
         return whole
@@ -351,10 +357,10 @@ def compute_expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
 
 
 def compute_stage(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
-    """Return the consecutive blocks of a pipeline stage.
+    """Return the range of consecutive layers in a pipeline stage.
 
-    Stages are balanced as evenly as possible, counting the output matrix on the last stage as
-    `head` blocks. Raises `ConfigError` if there are more stages than blocks.
+    Stages are balanced as evenly as possible; on the last stage, the output matrix counts as `head`
+    layers. Raises `ConfigError` if there are more stages than layers.
     """
     if stages > num_layers:
         rule = "every stage needs at least one"
@@ -375,13 +381,13 @@ def compute_stage(num_layers: int, stages: int, stage: int, head: float = 0.0) -
 
 
 class StagedSizes(NetworkSizes, Protocol):
-    """Sizes that also determine the pipeline stage of each parameter."""
+    """Sizes of a network that also determine the pipeline stage of each parameter."""
 
     @property
     def num_layers(self) -> int: ...
     @property
     def head_layers(self) -> float:
-        """Cost of the output matrix, in layers."""
+        """Cost of the output matrix, as a number of layers."""
         ...
 
 
@@ -391,9 +397,9 @@ FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 
 
 def find_stages(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
-    """Return the pipeline stages that hold a parameter.
+    """Return the pipeline stages that store a parameter.
 
-    This is one stage, or the first and the last for a tied embedding.
+    There is one such stage, or the first and the last for a tied embedding.
     """
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:
@@ -417,14 +423,14 @@ def compute_holdings(
     *,
     tied: bool = False,
 ) -> dict[str, Slice]:
-    """Return the slice of each parameter that a rank holds, by canonical name.
+    """Return the slice of each parameter that a rank stores, by canonical name.
 
-    Parameters of which the rank holds nothing are left out. `shapes` are the whole shapes; `tied`
-    means that the embedding is also the output matrix.
+    Parameters of which the rank stores nothing are left out. `shapes` are the whole shapes, `at`
+    are the coordinates of the rank, and `tied` means that the embedding is also the output matrix.
 
-    An `fsdp` degree above 1 splits the rows of each stored parameter into chunks of equal size
-    except the last (`torch.chunk`), after the tensor and expert splits. Experts are sharded this
-    way among the ranks that have the same ones.
+    With an `fsdp` degree above 1, the rows of each stored parameter are split into chunks of equal
+    size except the last (as by `torch.chunk`), after the tensor and expert splits. Expert weights
+    are split in this way among the ranks that have the same experts.
     """
     # Tensor and expert slices of the parameters of this rank's stages.
     own = set(layout.placement.list_stages(at.pipeline))
@@ -463,7 +469,7 @@ def compute_holdings(
 
 
 def _group_by_storage(names: Iterable[str]) -> Iterator[list[str]]:
-    """Group names by the fused parameter that stores them, in the order of its rows."""
+    """Yield groups of names that one fused parameter stores, each in the order of its rows."""
     left = dict.fromkeys(names)
     while left:
         name = next(iter(left))
@@ -485,7 +491,10 @@ def _count_elements(part: slice) -> int:
 
 
 def _is_head_norm(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
-    """Return whether this is a per-head norm, which is replicated."""
+    """Return whether a parameter is a per-head norm, which every tensor rank stores in full.
+
+    `own` is the parameter's name without the block prefix.
+    """
     return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 
 

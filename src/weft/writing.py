@@ -1,10 +1,11 @@
-"""Writing of files.
+"""Write files.
 
-Links are followed. Pipes, devices and folders are refused, so that none is replaced by a file.
+Links are followed. Pipes, devices and folders are refused, so that they are never replaced by a
+file.
 
-    write(path, "text")                           # atomic: temporary file, flush, rename
-    with replacing(path) as partial: ...          # the same for a library that fills the file `partial`
-    with opened(path, "ab") as file: ...          # append to a file or change a part of it
+    write(path, "text")                       # atomic: temporary file, flush, rename
+    with replace_file(path) as partial: ...   # likewise, for a library that writes to `partial`
+    with open_file(path, "ab") as file: ...   # append to a file or change a part of it
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ TEMPORARY = ".tmp"
 
 
 def resolve_destination(path: Path) -> Path:
-    """Return the path of the file to write: `path`, or the target if it is a link.
+    """Return the path of the file to write: `path`, or its target if it is a link.
 
-    Raises `UserError` for a URL and for an existing path that is not a regular file, and `OSError`
-    for a link to itself.
+    Raises `UserError` for a URL or an existing path that is not a regular file, and `OSError` for a
+    link to itself.
     """
     refuse_url(path, str(path))
     try:
@@ -52,10 +53,10 @@ def resolve_destination(path: Path) -> Path:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary file that replaces `path` at the end of the block.
+    """Yield an empty temporary file that replaces `path` at the end of the context.
 
-    If the block fails, the temporary file is removed and `path` is unchanged. A replaced file keeps
-    its permissions.
+    If the body fails, the temporary file is removed and `path` is unchanged. A file that is
+    replaced keeps its permissions.
     """
     target = resolve_destination(path)
     # several processes can write the same file at once, such as the ranks of a role
@@ -83,7 +84,7 @@ def write(path: Path, content: str | bytes, *, errors: str = "strict") -> Path:
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Open a file to append to it or change a part of it.
+    """Open a file in order to append to it or to change a part of it.
 
     `mode` and `options` are passed to `open`.
     """
@@ -91,7 +92,7 @@ def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a complete file or folder and flush the directory entry."""
+    """Rename a complete file or folder to `target`, and flush the directory entry to disk."""
     os.replace(source, target)
     sync(target.parent)
 

@@ -1,1 +1,1 @@
-"""Losses and advantage estimators, written as framework-independent array code."""
+"""Losses and advantage estimators, as array code that does not depend on a framework."""

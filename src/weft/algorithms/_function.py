@@ -1,4 +1,4 @@
-"""Losses written as a single function, as registered by `register_loss(name, per="token")`."""
+"""Losses that are written as a single function and registered by `register_loss(name, per=...)`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ PER = ("token", "completion")
 def make_loss_constructor(
     function: Callable[..., Any], name: str, *, per: str, by_row: bool = False
 ) -> Callable[..., FunctionLoss]:
-    """Return a constructor that takes the options of `function` and builds its `Loss`.
+    """Return a constructor that takes the options of `function` and returns a `FunctionLoss`.
 
-    A parameter without a default is an output of the network (`logprobs` [N], `entropy` [N],
-    `values` [N], `scores` [S], ...), `batch` (the `RowBatch`), or a key of the batch (`advantages`
-    [N], ...). A parameter with a default is an option.
+    Each parameter of the function without a default is an output of the network (`logprobs` [N],
+    `entropy` [N], `values` [N], `scores` [S], ...), `batch` (the `RowBatch`), or a key of the batch
+    (`advantages` [N], ...). Each parameter with a default is an option.
 
-    The function returns the loss of every token [N], or with `per="completion"` of every completion
-    [S]; or `(losses, statistics)`, where `statistics` maps names to arrays of the same shape. The
-    loss of a minibatch is the mean over its trained tokens (or over its completions), and so are
-    the statistics. `by_row` has the meaning of `Loss.by_row`.
+    The function returns the loss of each token [N] or, with `per="completion"`, of each completion
+    [S]. It can also return `(losses, statistics)`, where `statistics` maps names to arrays of the
+    same shape. The loss of a minibatch is the mean over its trained tokens or completions;
+    statistics are averaged in the same way. `by_row` has the meaning of `Loss.by_row`.
 
-    Raises `ConfigError` for a function that reads no output of the network, and for `*`, `**` or
+    Raises `ConfigError` if the function reads no output of the network, or has `*`, `**` or
     positional-only parameters.
     """
     if per not in PER:
@@ -74,7 +74,7 @@ def make_loss_constructor(
 
 @dataclass(frozen=True)
 class FunctionLoss(Loss):
-    """Mean of a function's values over all trained tokens, or over all completions."""
+    """Loss that is the mean of a function's values over all trained tokens or all completions."""
 
     function: Callable[..., Any]
     name: str
@@ -87,7 +87,7 @@ class FunctionLoss(Loss):
     unit: Literal["sequence", "group"] = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `tokens`, the number of trained tokens, or `completions`.
+        """Return `tokens`, the number of trained tokens, or `completions`, depending on `per`.
 
         Completions without trained tokens are counted only if the loss reads `scores`.
         """

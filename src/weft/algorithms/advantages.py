@@ -1,7 +1,7 @@
 """Advantages: how much better a token or a completion was than expected.
 
-Computed on the host with numpy in float64. Ragged rows are stored as T values of S completions one
-after another, with `lengths` [S].
+They are computed on the host with numpy in float64. Values per token are stored as rows: the T rows
+of S completions one after another, with the number of each completion's rows in `lengths` [S].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALES = ("group", "batch", "none")
 
 
 def compute_starts(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
-    """Return the index of the first row of each completion, [S]."""
+    """Return the index of each completion's first row, [S]."""
     return np.cumsum(lengths) - lengths
 
 
@@ -33,10 +33,10 @@ def compute_segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> 
 def compute_discounted_sums(
     rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
 ) -> Float[Vector, "T"]:
-    """Return y_t = x_t + factor * y_{t+1} within each completion, with y = 0 after its last row.
+    """Return y_t = x_t + factor * y_{t+1} within each completion, [T]; y = 0 after its last row.
 
-    One vector operation per time step over the completions that are long enough: sorted by
-    decreasing length, these are a prefix.
+    There is one vector operation per time step, over the completions that are long enough. Sorted
+    by decreasing length, these completions are a prefix.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -59,15 +59,16 @@ def compute_gae(
     discount: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return (advantages, returns) of ragged completions by generalised advantage estimation.
+    """Return (advantages, returns) of completions by generalised advantage estimation, [T] each.
 
         delta_t = r_t + discount V_{t+1} - V_t
         A_t = sum_l (discount lam)^l delta_{t+l}         Schulman et al. 2015, eq. 16
         R_t = A_t + V_t
 
     `values` are V of the state before each token. `last_values` are V after the last token: 0 if
-    the completion ended, the critic's value if it was truncated. Pass trained tokens only (as
-    `weft.host.advantages` does), so that tokens written by tools are skipped and not discounted.
+    the completion ended, and the critic's value if it was truncated. Only trained tokens should be
+    passed (as `weft.host.advantages` does), so that tokens written by tools are skipped and not
+    discounted.
     """
     following = np.empty_like(values)
     following[:-1] = values[1:]
@@ -86,11 +87,11 @@ def whiten(
     shift_mean: bool = True,
     eps: float = 1e-8,
 ) -> Float[Vector, "T"]:
-    """Return (x - mean) / sqrt(variance + eps) over the entries with mask 1, 0 elsewhere.
+    """Return (x - mean) / sqrt(variance + eps) of the values with mask 1; 0 for the others.
 
-    With `shift_mean=False` the mean is added back. Statistics are over the whole batch; the
-    variance divides by n - 1, as in verl (`masked_whiten`) and TRL, eps included; ReaLHF divides by
-    n. A single entry becomes 0 (its variance is taken to be 0).
+    With `shift_mean=False`, the mean is added back. Statistics are over the whole batch. The
+    variance divides by n - 1 and eps is added as in verl (`masked_whiten`) and TRL; ReaLHF divides
+    by n. The variance of a single value is taken to be 0, so that the value becomes 0.
     """
     count = mask.sum()
     if count == 0:
@@ -103,7 +104,10 @@ def whiten(
 def compute_group_means(
     rewards: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
-    """Return (mean reward, size) of each completion's group; `group` indices start at 0."""
+    """Return the mean reward and the size of each completion's group, [S] each.
+
+    `group` is the index of the completion's group, counted from 0.
+    """
     size = np.bincount(group)
     sums = np.bincount(group, weights=rewards)
     return (sums / np.maximum(size, 1))[group], size[group].astype(np.int64)
@@ -112,16 +116,16 @@ def compute_group_means(
 def compute_weighted_means(
     values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> Float[Vector, "S"]:
-    """Return the weighted mean of each completion's group, [S]; 0 if its weights sum to 0."""
+    """Return the weighted mean over each completion's group, [S]; 0 if the weights sum to 0."""
     sums = np.bincount(group, weights=values * weights)
     total = np.bincount(group, weights=weights)
     return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
 
 
 def compute_group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
-    """Return the standard deviation of rewards in each completion's group, [S].
+    """Return the standard deviation of the rewards in each completion's group, [S].
 
-    The variance divides by K - 1, as in torch, TRL and verl.
+    For a group of K, the variance divides by K - 1, as in torch, TRL and verl.
     """
     mean, size = compute_group_means(rewards, group)
     squares = np.bincount(group, weights=np.square(rewards - mean))
@@ -135,20 +139,20 @@ def subtract_baseline(
     given: Float[Vector, "S"] | None = None,
     lengths: Float[Vector, "S"] | None = None,
 ) -> Float[Vector, "S"]:
-    """Return the reward minus its baseline for each completion, [S].
+    """Return each completion's reward minus the chosen `baseline`, [S].
 
         group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
-        leave_one_out  mean of the other completions (RLOO, Ahmadian et al. 2024, eq. 4);
-                       gives K / (K - 1) times the advantage of `group`
+        leave_one_out  mean of the other completions (RLOO, Ahmadian et al. 2024, eq. 4), which
+                       yields K / (K - 1) times the advantage of `group`
         opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
                        arXiv:2505.23585): the baseline of least variance if the gradients of tokens
-                       are independent; `lengths` are trained tokens
-        given          an external value: the reward of the greedy completion (ReMax, Li et al.
-                       2023, eq. 5)
-        none           0 (REINFORCE; REINFORCE++ of Hu 2025, which whitens over the batch instead)
+                       are independent; `lengths` are numbers of trained tokens
+        given          the values `given`, such as the reward of the greedy completion (ReMax, Li et
+                       al. 2023, eq. 5)
+        none           0 (REINFORCE; also REINFORCE++, Hu 2025, which whitens over the batch)
 
-    Raises `ConfigError` for a group baseline with a group of 1, whose advantage would be 0, and for
-    `given` without values.
+    Raises `ConfigError` for a baseline of the group if a group has one completion, since its
+    advantage would be 0, and for `baseline="given"` without `given`.
     """
     if baseline in ("group", "leave_one_out", "opo"):
         mean, size = compute_group_means(rewards, group)
@@ -185,14 +189,15 @@ def scale_advantages(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
-    """Return the advantages divided by a standard deviation of rewards + eps, [S].
+    """Return the advantages divided by a standard deviation of the rewards + eps, [S].
 
-    group  deviation within the completion's group (GRPO); 0 if all rewards of the group are equal
-    batch  deviation over all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
-    none   no division (Dr. GRPO, Liu et al. 2025: dividing gives more weight to easy and hard
-    prompts)
+        group  deviation within the completion's group (GRPO); 0 if all its rewards are equal
+        batch  deviation over all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
+        none   no division (Dr. GRPO, Liu et al. 2025: the division puts more weight on easy and on
+               hard prompts)
 
-    The default `eps` is TRL's; verl has 1e-6. Raises `ConfigError` for `group` with a group of 1.
+    The default of `eps` is TRL's; verl has 1e-6. Raises `ConfigError` for `scale="group"` if a
+    group has one completion.
     """
     if scale == "none":
         return advantages
@@ -212,9 +217,9 @@ def scale_advantages(
 def find_zero_variance(
     rewards: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> npt.NDArray[np.bool_]:
-    """Return the groups whose rewards are all equal, bool [G].
+    """Return the mask of groups whose rewards are all equal, bool [G].
 
-    Their advantages under a group baseline are 0.
+    Their advantages are 0 if the baseline is computed from the group.
     """
     groups = int(group.max(initial=-1)) + 1
     low = np.full(groups, np.inf)
@@ -227,9 +232,10 @@ def find_zero_variance(
 def compute_overlong_penalty(
     lengths: Int[Index, "S"], max_length: int, buffer: int
 ) -> Float[Vector, "S"]:
-    """Return the length penalty added to each reward, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
+    """Return the length penalty of each completion, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
 
-    0 up to max_length - buffer tokens, then decreasing linearly to -1 at max_length and beyond.
+    It is added to the reward. It is 0 up to a length of `max_length` - `buffer` tokens, and
+    decreases linearly to -1 at `max_length` and beyond.
     """
     over = (lengths - (max_length - buffer)) / buffer
     return -np.clip(over, 0.0, 1.0)
@@ -238,12 +244,12 @@ def compute_overlong_penalty(
 def compute_pass_at_k(
     passed: Float[Vector, "S"], group: Int[Index, "S"], k: int
 ) -> Float[Vector, "S"]:
-    """Return the probability that k completions drawn from the group include one that passed, [S].
+    """Return the probability that at least one of k completions from the group passed, [S].
 
         1 - C(N - c, k) / C(N, k)         Chen et al. 2021 (Codex), eq. 1
 
-    for N completions, c of which passed, drawn without replacement. `passed` is 1 or 0. Raises
-    `ConfigError` for groups of fewer than k.
+    The k completions are drawn without replacement from the N completions of a group, c of which
+    passed. `passed` is 1 or 0. Raises `ConfigError` if a group has fewer than k completions.
     """
     size = np.bincount(group).astype(np.float64)
     if (size[size > 0] < k).any():
@@ -260,12 +266,13 @@ def compute_pass_at_k_advantages(
 ) -> Float[Vector, "S"]:
     """Return advantages for the reward "one of k completions passes", [S].
 
-    Chen et al. 2025, "Pass@k Training", arXiv:2508.10751, analytical derivation. With N completions
-    of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) (mean and standard deviation
-    of the reward over all subsets of k): (1 - R) / s for a completion that passed, since every
-    subset that contains it passes, and (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s for one
-    that failed. 0 in a group that always or never passes. k = 1 is GRPO's advantage for rewards 0
-    and 1 (with the population's standard deviation).
+    They follow the analytical derivation of Chen et al. 2025, "Pass@k Training", arXiv:2508.10751.
+    For N completions of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) are the
+    mean and the standard deviation of the reward over all subsets of k. A completion that passed
+    has the advantage (1 - R) / s, since every subset that contains it passes. A completion that
+    failed has (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s. All advantages are 0 in a group
+    that always or never passes. For k = 1, this is GRPO's advantage for rewards 0 and 1, with the
+    standard deviation of the population.
     """
     rate = compute_pass_at_k(passed, group, k)
     size: Vector = np.bincount(group).astype(np.float64)[group]
@@ -279,7 +286,7 @@ def compute_pass_at_k_advantages(
 
 
 def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
-    """Return C(part, k) / C(whole, k) as a product of k factors; 0 if `part` is below k."""
+    """Return C(part, k) / C(whole, k) as a product of k factors; 0 where `part` is less than k."""
     ratio = np.ones_like(part)
     for taken in range(k):
         ratio = ratio * np.maximum(part - taken, 0.0) / np.maximum(whole - taken, 1.0)
@@ -287,10 +294,11 @@ def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
 
 
 def compute_informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
-    """Return groups / groups with differing rewards; 1 if all groups have equal rewards.
+    """Return the number of groups divided by the number of groups with differing rewards.
 
     Compensates for groups whose advantages are all 0 (GPG, Chu et al. 2025, arXiv:2504.02546).
-    (verl's `gpg` divides by the number of nonzero rewards.)
+    Returns 1 if no group has differing rewards. verl's `gpg` divides by the number of nonzero
+    rewards instead.
     """
     same = find_zero_variance(rewards, group)
     return len(same) / max(int((~same).sum()), 1) if (~same).any() else 1.0
@@ -302,12 +310,12 @@ def compute_decoupled_advantages(
     group: Int[Index, "S"],
     eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
-    """Return advantages of several rewards, each normalised separately, [S].
+    """Return advantages computed from several rewards that are normalised separately, [S].
 
-    GDPO (Liu et al. 2026, arXiv:2601.05242); TRL's `normalize_then_sum`. Each column of `parts`
-    becomes (r - group mean) / (group deviation + eps); their weighted sum is normalised to mean 0
-    and deviation 1 over the batch. NaN marks a reward that does not apply to a completion and
-    counts as its group's mean.
+    This is GDPO (Liu et al. 2026, arXiv:2601.05242), or TRL's `normalize_then_sum`. Each column of
+    `parts` is one reward. It becomes (r - group mean) / (group deviation + eps); the weighted sum
+    of all columns is normalised to mean 0 and deviation 1 over the batch. NaN marks a reward that
+    does not apply to a completion; it counts as the mean of its group.
     """
     total = np.zeros(len(parts))
     for column, weight in zip(parts.T, weights, strict=True):
@@ -329,12 +337,12 @@ def compute_step_advantages(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "T"]:
-    """Return the advantage of each token from rewards of steps, [T].
+    """Return the advantage of each token, computed from the rewards of steps, [T].
 
-    Process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` is NaN except at tokens that
-    end a step. The group's mean is subtracted from step rewards, which are then divided by a
-    standard deviation chosen by `scale` (`group`, `batch` or `none`). A token's advantage is the
-    sum over the steps that end at it or later.
+    This is process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` is NaN except at the
+    last token of each step. The mean over the group is subtracted from the rewards, which are then
+    divided by the standard deviation that `scale` names (`group`, `batch` or `none`). The advantage
+    of a token is the sum over the steps that end at the token or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))

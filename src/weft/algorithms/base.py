@@ -1,11 +1,11 @@
-"""The interface of losses: their inputs, outputs and statistics.
+"""Interface of losses: their inputs, outputs and statistics.
 
 Losses are array code: the same function runs on numpy, torch and, later, jax arrays.
 
-A loss reads one micro-batch laid out in rows. A row is one trained position (`[N]` rows); rows
-belong to sequences (`[S]`, one completion each), sequences to groups (`[G]`, one id each). A loss
-returns a plain sum over samples divided by `total`, the denominators of the whole minibatch over
-all ranks, so gradients do not depend on how the minibatch was split into micro-batches.
+A loss reads one micro-batch, laid out in rows. Each of the [N] rows is one trained position. Rows
+belong to sequences ([S], one completion each), and sequences to groups ([G], one id each). A loss
+returns a sum over samples divided by `total`, the denominators of the whole minibatch over all
+ranks, so that gradients do not depend on how the minibatch was split into micro-batches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Sum:
-    """A weighted mean: the sum of all parts' values over the sum of their weights.
+    """Statistic that is a weighted mean: the sum of `value` over all parts / the sum of `weight`.
 
-    Omitted from the reduced statistics if the total weight is 0.
+    A part is a micro-batch of a rank. The statistic is omitted if the total weight is 0.
     """
 
     value: Any
@@ -46,14 +46,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The maximum over all parts."""
+    """Statistic that is the maximum over all micro-batches and ranks."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Min:
-    """The minimum over all parts."""
+    """Statistic that is the minimum over all micro-batches and ranks."""
 
     value: Any
 
@@ -63,11 +63,12 @@ Stat = Sum | Max | Min
 
 @runtime_checkable
 class RowBatch(Protocol):
-    """One micro-batch as seen by a loss.
+    """One micro-batch as a loss sees it.
 
-    `batch[key]` is `[N]` for a key with one value per completion token (`loss_mask`, `advantages`,
-    `logprobs`, ...), `[N, K]` for a key with K values per token, and `[S]` for a key with one value
-    per sequence (`rank`, `rewards`, ...). All are arrays of the network's framework on its device.
+    `batch[key]` is [N] for a key with one value per completion token (`loss_mask`, `advantages`,
+    `logprobs`, ...), [N, K] for a key with K values per token, and [S] for a key with one value per
+    sequence (`rank`, `rewards`, ...). All are arrays of the network's framework on the network's
+    device.
     """
 
     num_rows: int
@@ -82,25 +83,28 @@ class RowBatch(Protocol):
     def __getitem__(self, key: str) -> Array: ...
     def __contains__(self, key: object) -> bool: ...
     def sum(self, rows: Array) -> Array:
-        """Sum the rows of each sequence, [N] -> [S] (segment sum; differentiable)."""
+        """Return the sum of each sequence's rows, [N] -> [S] (segment sum; differentiable)."""
         ...
 
     def spread(self, sequences: Array) -> Array:
-        """Copy each sequence's value to all of its rows, [S] -> [N]."""
+        """Return an array in which each row has the value of its sequence, [S] -> [N]."""
         ...
 
     def pairs(self) -> tuple[Array, Array]:
-        """Return the indices ([P], [P]) of the sequences (better, worse) of each pair.
+        """Return the indices of the better and the worse sequence of each pair, [P] each.
 
-        Both belong to the same group and the same `comparison`; the better one has the smaller
-        `rank`.
+        Both sequences of a pair belong to the same group and the same `comparison`; the better one
+        has the smaller `rank`.
         """
         ...
 
 
 @runtime_checkable
 class Sample(Protocol):
-    """The part of `SequenceSample`, defined in a higher layer, that `denominators` reads."""
+    """Properties of `SequenceSample` that `denominators` reads.
+
+    The class itself is defined in a higher layer.
+    """
 
     @property
     def num_ids(self) -> int: ...
@@ -112,9 +116,9 @@ class Sample(Protocol):
 
 
 class Loss(Protocol):
-    """A training objective.
+    """Training objective.
 
-    The built-in losses are frozen dataclasses whose fields are their options; they inherit `veto`
+    The built-in losses are frozen dataclasses whose fields are their options. They inherit `veto`
     and `summary`.
     """
 
@@ -124,7 +128,7 @@ class Loss(Protocol):
 
     @property
     def by_row(self) -> bool:
-        """True if the gradient of a row depends on no other row's outputs.
+        """True if the gradient of each row is independent of the outputs of other rows.
 
         The gradient with respect to a row's log-prob and entropy can then be computed as soon as
         these are known.
@@ -134,7 +138,7 @@ class Loss(Protocol):
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the totals by which `__call__` divides, by name.
 
-        They are computed from the data of a `SequenceSample` alone and are additive over ids.
+        They are computed from a minibatch's data alone, and are additive over ids.
         """
         ...
 
@@ -143,8 +147,8 @@ class Loss(Protocol):
     ) -> tuple[Array, Mapping[str, Stat]]:
         """Return (loss, statistics) of one micro-batch.
 
-        `out` contains `[N]` logprobs, entropy and values, `[N, K + 1]` given_logprobs and `[S]`
-        scores.
+        `out` has the network's outputs: logprobs, entropy and values [N], given_logprobs [N, K + 1]
+        and scores [S]. `total` has the `denominators` of the whole minibatch.
         """
         ...
 
@@ -158,16 +162,16 @@ class Loss(Protocol):
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics to log, computed from the reduced statistics.
 
-        Metrics that are not sums over samples (perplexity, explained variance) are computed
-        here, after the statistics of all micro-batches and ranks have been combined.
+        This is the place for metrics that are not sums over samples (perplexity, explained
+        variance), since the statistics of all micro-batches and ranks have been combined.
         """
         return dict(stats)
 
 
 def reduce_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
-    """Combine the statistics of micro-batches: weighted means, maxima and minima.
+    """Combine the statistics of micro-batches into weighted means, maxima and minima.
 
-    Names with a total weight of 0 are omitted.
+    Names whose total weight is 0 are omitted.
     """
     values: dict[str, list[Stat]] = {}
     for part in parts:
@@ -189,7 +193,7 @@ def _reduce(stats: list[Stat]) -> float:
 
 
 def fixed(array: Array) -> Array:
-    """Return the same values as a constant, through which no gradient flows.
+    """Return the values of an array as a constant, through which no gradient flows.
 
     The array API standard has no function for this.
     """
@@ -201,16 +205,16 @@ def fixed(array: Array) -> Array:
 
 
 def exp_ratio(log_ratio: Array) -> Array:
-    """Return exp of a log-ratio of any shape, clipped to +-`LOG_RATIO_BOUND` first.
+    """Return exp(log_ratio), after clipping the log-ratio to +-`LOG_RATIO_BOUND`.
 
-    The gradient is 0 outside the bound.
+    Arrays can have any shape. The gradient is 0 outside the bound.
     """
     xp = array_api_compat.array_namespace(log_ratio)
     return xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def log_sigmoid(x: Array) -> Array:
-    """Return log(1 / (1 + exp(-x))) of any shape, numerically stable for large |x|.
+    """Return log(1 / (1 + exp(-x))) elementwise, numerically stable for large |x|.
 
     The gradient at 0 is exactly 1/2.
     """
@@ -219,31 +223,31 @@ def log_sigmoid(x: Array) -> Array:
 
 
 def compute_masked_sum(values: Array, mask: Array) -> Array:
-    """Return the sum of `values` [N] * `mask` [N].
+    """Return the sum of `values` [N] * `mask` [N], a scalar.
 
-    Values at rows with mask 0 are ignored, even if infinite or NaN.
+    Values of rows with mask 0 are ignored, even if they are infinite or NaN.
     """
     xp = array_api_compat.array_namespace(values, mask)
     return xp.sum(xp.where(mask != 0, values, xp.zeros_like(values)) * mask)
 
 
 def masked_mean(values: Array, mask: Array) -> Sum:
-    """Return the mean of `values` [N] over trained rows as a statistic, without a gradient."""
+    """Return the mean of `values` [N] over rows with `mask`, as a statistic without a gradient."""
     xp = array_api_compat.array_namespace(values, mask)
     return Sum(compute_masked_sum(fixed(values), mask), xp.sum(mask))
 
 
 def to_host_array(array: Array) -> npt.NDArray[Any]:
-    """Copy an array to host memory as a numpy array, without a gradient."""
+    """Return a copy of an array in host memory, as a numpy array without a gradient."""
     return np.asarray(array_api_compat.to_device(fixed(array), "cpu"))
 
 
 def count_trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
     """Return the number of trained rows of each completion, float64 [S].
 
-    Computes the same counts as `RowBatch.lengths`, from data alone: the sum of the completion's
-    `loss_mask` (its length without a `loss_mask`). The first token is not counted if no prompt
-    precedes it, because nothing predicts it.
+    The counts equal `RowBatch.lengths`, but are computed from data alone: they are the sums of each
+    completion's `loss_mask`, or its length if there is no `loss_mask`. The first token is not
+    counted if no prompt precedes it, because nothing predicts it.
     """
     lengths = minibatch.lengths["completion"].astype(np.int64)
     starts = np.cumsum(lengths) - lengths

@@ -1,11 +1,11 @@
-"""Selection of the tokens whose log-prob and advantage covary most (Cui et al. 2025).
+"""Selection of tokens whose log-prob and advantage have a high covariance (Cui et al. 2025).
 
 The entropy of a softmax policy falls with the covariance of log pi(token) and advantage ("The
 Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and a
-few tokens account for most of it. Clip-Cov removes some of these tokens from the loss, KL-Cov adds
-a penalty to them. The selection is a statistic of the whole batch, so it is made before the first
-update, from the log-probs of the policy that sampled. (The implementations of the authors and of
-verl select within each micro-batch.)
+few tokens account for most of it. Clip-Cov removes some of these tokens from the loss, and KL-Cov
+adds a penalty to their loss. Since the covariance is a statistic of the whole batch, the tokens are
+selected before the first update, from the log-probs of the policy that sampled them. (The
+implementations of the authors and of verl select within each micro-batch.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METHODS = ("none", "clip", "kl")
 def compute_covariances(
     logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
 ) -> Float[Vector, "T"]:
-    """Return (log pi - mean) * (advantage - mean) of each token with mask 1, -inf elsewhere."""
+    """Return (log pi - mean) * (advantage - mean) of tokens with mask 1, -inf of the others, [T]."""
     count = max(float(mask.sum()), 1.0)
     means = [(values * mask).sum() / count for values in (logprobs, advantages)]
     return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
@@ -32,10 +32,11 @@ def compute_covariances(
 def select_clip_cov_rows(
     covariance: Float[Vector, "T"], share: float, low: float, high: float, order: Float[Vector, "T"]
 ) -> Bool[Flags, "T"]:
-    """Return the tokens that Clip-Cov removes from the loss, bool [T].
+    """Return the mask of the tokens that Clip-Cov removes from the loss, bool [T].
 
-    Selects `share` of all trained tokens, at least one, from those with covariance in [low, high].
-    `order` has one random number per token; candidates with the smallest numbers are selected.
+    A fraction `share` of all trained tokens, at least one, is selected from the candidates, which
+    have a covariance in [low, high]. `order` has one random number per token; the candidates with
+    the smallest numbers are selected.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     able = np.flatnonzero((covariance >= low) & (covariance <= high))
@@ -45,9 +46,10 @@ def select_clip_cov_rows(
 
 
 def select_kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
-    """Return the tokens that KL-Cov penalises, bool [T].
+    """Return the mask of the tokens that KL-Cov penalises, bool [T].
 
-    Selects the `share` of all trained tokens, at least one, with the largest covariance.
+    A fraction `share` of all trained tokens, at least one, is selected: those with the largest
+    covariance.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     trained = int(np.isfinite(covariance).sum())

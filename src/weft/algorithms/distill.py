@@ -2,8 +2,8 @@
 
 Completions come from the student or from the data. Each distribution has K + 1 events per position:
 the teacher's K most likely ids, and "any other id". Merging events never increases a divergence
-(the data-processing inequality), so the divergences here are lower bounds of those over the whole
-vocabulary, and equal to them if K is the vocabulary size.
+(the data-processing inequality). The divergences in this module are therefore lower bounds of the
+divergences over the whole vocabulary, and equal to these if K is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST_LOGPROB = -1e4
 def compute_kl_divergence(
     one: Float[Array, "N E"], other: Float[Array, "N E"]
 ) -> Float[Array, "N"]:
-    """Return KL(one || other) of each row in nats, [N], from the log-probs of E events."""
+    """Return KL(one || other) of each row in nats, [N], given the log-probs of E events."""
     xp = array_api_compat.array_namespace(one, other)
     return xp.sum(xp.exp(one) * (one - other), axis=-1)
 
@@ -49,11 +49,11 @@ def compute_generalised_jsd(
 
         beta KL(teacher || M) + (1 - beta) KL(student || M),   M = beta teacher + (1 - beta) student
 
-    (GKD, Agarwal et al. 2023, arXiv 2306.13649, eq. 1), at most log 2, from finite log-probs of E
-    events. At beta 0 and 1, where this expression is 0, the result is its limit after division by
-    beta or by 1 - beta: KL(teacher || student) and KL(student || teacher), as in TRL
-    (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore gives nearly beta times the forward
-    KL, not the forward KL itself.
+    This is eq. 1 of GKD (Agarwal et al. 2023, arXiv 2306.13649), at most log 2, computed from
+    finite log-probs of E events. For beta 0 and 1, the expression is 0. There, the result is its
+    limit after division by beta or by 1 - beta: KL(teacher || student) and KL(student || teacher),
+    as in TRL (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore returns nearly beta times
+    the forward KL, not the forward KL itself.
     """
     xp = array_api_compat.array_namespace(student, teacher)
     if beta == 0.0:
@@ -71,23 +71,23 @@ def compute_generalised_jsd(
 class GKDLoss(Loss):
     """Mean over trained tokens of a generalised JSD + `sft_coef` * -log p(token) of data tokens.
 
-    The divergence is `compute_generalised_jsd`.
+    The divergence is computed by `compute_generalised_jsd`.
 
-    Keys: `given_ids` [N, K], the teacher's most likely ids, most likely first; `teacher_logprobs`
-    [N, K + 1], their log-probs and the log-prob of any other id; `sampled` [S], 1 if the student
-    wrote the completion (all 0 if absent).
+    The loss reads these keys: `given_ids` [N, K] are the teacher's most likely ids, most likely
+    first; `teacher_logprobs` [N, K + 1] are their log-probs and the log-prob of any other id;
+    `sampled` [S] is 1 if the student wrote the completion (all 0 if absent).
 
     Other implementations: TRL's GKDTrainer compares complete logits, at temperature 1 regardless of
-    the sampler's (here both use the sampler's); its trainer for a teacher on a server also has the
-    event "any other id". NeMo RL takes the teacher's 64 most likely ids and either normalises both
-    models over them or gives all other ids of the teacher log-prob -100. The mean is over tokens,
-    as in TRL; the paper divides by a completion's length first.
+    the sampler's temperature, which weft uses for both models. TRL's trainer for a teacher on a
+    server also has the event "any other id". NeMo RL takes the teacher's 64 most likely ids, and
+    either normalises both models over them or sets the teacher's log-prob of all other ids to -100.
+    The mean is over tokens, as in TRL; the paper first divides by the completion's length.
 
-    Metrics, means over trained tokens, of the K + 1 events: `kl_exact`, KL(student || teacher), and
-    `forward_kl`, KL(teacher || student); `entropy_bound` and `teacher_entropy_bound`, lower bounds
-    of the entropies; `teacher_mass`, the share of the teacher's probability on its K ids;
-    `teacher_agreement`, the share of tokens that are the teacher's most likely one; `nll` of data
-    tokens, if `sft_coef` is not 0.
+    Metrics are means over trained tokens, computed from the K + 1 events: `kl_exact`, KL(student ||
+    teacher), and `forward_kl`, KL(teacher || student); `entropy_bound` and `teacher_entropy_bound`,
+    lower bounds of the entropies; `teacher_mass`, the teacher's total probability of its K ids;
+    `teacher_agreement`, the share of tokens that are the teacher's most likely id; and `nll` of
+    data tokens, if `sft_coef` is not 0.
     """
 
     divergence_beta: float = 0.5

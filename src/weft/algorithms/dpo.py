@@ -1,7 +1,7 @@
 """Preference losses without a reward model: DPO variants on pairs, KTO and BCO.
 
-`preferences.py` and `labelled.py` contain the formulas; this module turns them into losses of a
-minibatch. KTO and BCO train on single labelled completions.
+`preferences.py` and `labelled.py` contain the formulas, from which this module builds the losses of
+a minibatch. KTO and BCO train on single labelled completions.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 
 @dataclass(frozen=True)
 class PairwiseLoss(Loss):
-    """Mean over the minibatch's pairs of a loss of `KINDS` plus `rpo_alpha` * cross-entropy.
+    """Mean over pairs of a loss in `KINDS` + `rpo_alpha` * cross-entropy.
 
-    A pair is two completions of one comparison, the better first. The cross-entropy is computed on
-    the better completion, averaged over its tokens (Pang et al. 2024, "Iterative Reasoning
-    Preference Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages over all tokens of a
-    micro-batch.
+    A pair is two completions of one comparison, the better first. The cross-entropy is that of the
+    better completion, averaged over its tokens (Pang et al. 2024, "Iterative Reasoning Preference
+    Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages over all tokens of a micro-batch.
 
-    Keys: `rank` (and `comparison`), and `ref_logprobs` unless the loss type needs no reference.
+    The loss reads the keys `rank`, `comparison` if present, and `ref_logprobs` unless the loss type
+    needs no reference.
 
-    Metrics, over pairs: the implicit rewards `rewards/{chosen,rejected,margins,accuracies}`, equal
-    to beta times the sum of log pi - log ref for every loss type with a reference and to beta times
-    the mean log-prob for those without, as in TRL; `logps/{chosen,rejected}`, the summed log-probs;
-    `nll`, the cross-entropy term without its weight.
+    Metrics are means over pairs. `rewards/{chosen,rejected,margins,accuracies}` are computed from
+    the implicit reward, as in TRL: beta times the sum of log pi - log ref for loss types with a
+    reference, and beta times the mean log-prob for the others. `logps/{chosen,rejected}` are the
+    summed log-probs, and `nll` is the cross-entropy before its multiplication by `rpo_alpha`.
     """
 
     loss_type: str = "sigmoid"
@@ -55,7 +55,7 @@ class PairwiseLoss(Loss):
     unit = "group"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `pairs`, the number of pairs of all ids."""
+        """Return `pairs`, the number of pairs in the minibatch."""
         return {"pairs": float(count_pairs(minibatch).sum())}
 
     def __call__(
@@ -108,7 +108,10 @@ BETA = 0.1
 
 
 def find_default_beta(loss_type: str) -> float:
-    """Return the default beta of a loss type; the beta of simpo has other units than the others."""
+    """Return the default beta of a loss type.
+
+    The beta of simpo has a different scale than that of the other losses.
+    """
     if loss_type in KINDS:
         return KINDS[loss_type].defaults.get("beta", BETA)
     return BETA
@@ -130,7 +133,7 @@ def build_preference_loss(
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
     """Return the preference loss `loss_type`, one of `LOSS_TYPES`.
 
-    `options` are some of the options in `DEFAULTS`. Raises `ConfigError` if an option that the loss
+    `options` are any of the options in `DEFAULTS`. Raises `ConfigError` if an option that the loss
     type does not read differs from its default, or if a value is out of range.
     """
     if loss_type not in LOSS_TYPES:

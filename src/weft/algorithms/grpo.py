@@ -1,6 +1,6 @@
 """GRPO and related losses: the clipped policy loss with other averages, ratios and KL terms.
 
-The advantages compare the completions of one prompt (`advantages.py`), so no critic is trained.
+Advantages compare the completions of one prompt (`advantages.py`), so no critic is trained.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
 def compute_policy_gradient_loss(
     logprobs: Float[Array, "N"], advantages: Float[Array, "N"]
 ) -> Float[Array, "N"]:
-    """Return -A log pi(token), [N]: REINFORCE (Williams 1992), without a ratio.
+    """Return -A log pi(token), [N]: REINFORCE (Williams 1992), without an importance ratio.
 
-    The on-policy loss of RLOO, REINFORCE++ and GPG.
+    This is the on-policy loss of RLOO, REINFORCE++ and GPG.
     """
     return -advantages * logprobs
 
@@ -75,10 +75,10 @@ def compute_cispo_loss(
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Return (loss, 1 if the weight is clipped) of each token, [N] each.
 
-    The loss is -sg(clip(w, 1 - low, 1 + high)) A log pi(token), where sg stops the gradient. The
-    clipped ratio is only a weight, so every token keeps its gradient (CISPO, MiniMax-M1 2025,
-    arXiv:2506.13585, section 3.1). The paper has no lower bound, which is also the default here;
-    TRL has the upper bound alone.
+    The loss is -sg(clip(w, 1 - low, 1 + high)) A log pi(token), where w is the importance ratio and
+    sg stops the gradient. Since the clipped ratio is only a weight, every token keeps its gradient
+    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, section 3.1). By default there is no lower bound, as
+    in the paper; TRL has only the upper bound.
     """
     xp = array_api_compat.array_namespace(logprobs)
     ratio = exp_ratio(fixed(log_ratio))
@@ -89,10 +89,11 @@ def compute_cispo_loss(
 def compute_sapo_loss(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], positive: float, negative: float
 ) -> Float[Array, "N"]:
-    """Return -sigmoid(t (w - 1)) * 4 / t * A, t = `positive` if A > 0, else `negative`, [N].
+    """Return -sigmoid(t (w - 1)) * 4 / t * A, [N], with t = `positive` if A > 0, else `negative`.
 
-    SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate instead of clipping. Its gradient equals
-    the gradient of w A on-policy and fades as w moves away from 1, faster for larger t.
+    SAPO (Gao et al. 2025, arXiv:2511.20347) replaces clipping of the importance ratio w by a soft
+    gate. On-policy, its gradient equals the gradient of the loss -w A. The gradient fades as w
+    moves away from 1, faster for larger t.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ones = xp.ones_like(advantages)
@@ -102,9 +103,9 @@ def compute_sapo_loss(
 
 
 def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
-    """Return each completion's mean log-ratio over its trained tokens, at each of its rows, [N].
+    """Return the mean log-ratio over the trained tokens of each row's completion, [N].
 
-    GSPO (Zheng et al. 2025, eq. 7).
+    This is the ratio of GSPO (Zheng et al. 2025, eq. 7).
     """
     xp = array_api_compat.array_namespace(log_ratio)
     masked_log_ratio = xp.where(batch.mask != 0, log_ratio, xp.zeros_like(log_ratio)) * batch.mask
@@ -114,26 +115,29 @@ def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) ->
 @register_loss("grpo")
 @dataclass(frozen=True)
 class GRPOLoss(Loss):
-    """Average over the minibatch's tokens of surrogate + kl_coef * KL - entropy_coef * entropy.
+    """Average over tokens of a policy loss + kl_coef * KL - entropy_coef * entropy.
 
     `loss_type` selects the average (names as in TRL):
+
         grpo      mean over a completion's tokens, then over completions with trained tokens
                   (DeepSeekMath 2024, eq. 3); long wrong answers are penalised less per token
         dapo      mean over all tokens of the minibatch (DAPO 2025, eq. 8)
-        bnpo      same as dapo here; elsewhere a mean over each micro-batch, which depends on the
-                  micro-batch size
+        bnpo      same as dapo in weft; elsewhere a mean over each micro-batch, which depends on
+                  the micro-batch size
         dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4), which
                   has no length bias
-    `importance_level`: "token" has one ratio per token; "sequence" has one ratio per completion, as
-    in GSPO (TRL and the paper combine it with `grpo`).
-    `surrogate`: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and therefore
-    suits one update per batch.
-    `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
-    `kl_estimator`: k3 as in DeepSeekMath and TRL; k2 has the true gradient; the gradient of k1
-    vanishes in expectation (`estimate_kl`). TRL multiplies the KL by the ratio by default; here, as
-    in the paper, it is not multiplied.
-    Keys: `advantages`, `logprobs`; `ref_logprobs` if `kl_coef` is above 0; `old_logprobs` and
-    `sampler_weights` if present; `high_covariance` unless `covariance` is none.
+
+    `importance_level` is "token" for one ratio per token, or "sequence" for one ratio per
+    completion, as in GSPO (which TRL and the paper combine with `grpo`). `surrogate` selects the
+    policy loss: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and therefore
+    suits one update per batch. `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
+    `kl_estimator` is k3 as in DeepSeekMath and TRL, k2, whose gradient is that of the true KL, or
+    k1, whose gradient vanishes in expectation (`estimate_kl`). By default, TRL multiplies the KL by
+    the ratio; weft does not, as in the paper.
+
+    The loss reads the keys `advantages` and `logprobs`, `ref_logprobs` if `kl_coef` is above 0,
+    `old_logprobs` and `sampler_weights` if present, and `high_covariance` unless `covariance` is
+    none.
     """
 
     loss_type: str = "dapo"
@@ -174,7 +178,7 @@ class GRPOLoss(Loss):
 
     @property
     def clip(self) -> RatioClip:
-        """Range of the importance ratio, with the defaults of `RANGES`."""
+        """Range of the importance ratio, with defaults from `RANGES`."""
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # a single given bound applies to both sides
             low = self.eps_clip
@@ -192,7 +196,7 @@ class GRPOLoss(Loss):
         return self.importance_level == "token"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the counts of trained `tokens`, `sequences` with any, and all `completions`."""
+        """Return the numbers of trained `tokens`, `sequences` with these, and all `completions`."""
         rows = count_trained_rows(minibatch)
         counts = {
             "tokens": rows.sum(),
@@ -229,7 +233,7 @@ class GRPOLoss(Loss):
         log_ratio: Float[Array, "N"],
         advantages: Float[Array, "N"],
     ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-        """Return (policy loss, 1 if a bound is active) of each token."""
+        """Return (policy loss, 1 if a bound of the ratio is active) of each token, [N] each."""
         xp = array_api_compat.array_namespace(logprobs)
         if self.surrogate == "clip":
             return compute_clipped_surrogate(log_ratio, advantages, self.clip)

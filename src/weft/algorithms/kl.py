@@ -25,20 +25,20 @@ def estimate_kl(
 ) -> Float[Array, "..."]:
     """Estimate KL(policy || reference) at each sampled token, in nats, from its two log-probs.
 
-    Both arrays and the result have the same shape. With r = log policy - log
-    reference of tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
+    Both arrays and the result have the same shape. With r = log policy - log reference of tokens
+    drawn from the policy (Schulman 2020, "Approximating KL divergence"):
 
         k1 = r                  unbiased, large variance, can be negative
         k2 = r^2 / 2            biased, small variance
         k3 = exp(-r) - 1 + r    unbiased, never negative
 
     k3 is clipped at `K3_BOUND` = 10 nats per token, with gradient 0 above it, as in verl: a token
-    that the reference considers impossible would otherwise add e^20. r is clipped before `exp`,
-    so that it cannot overflow. TRL clips neither.
+    that the reference considers impossible would otherwise add e^20. r is clipped before `exp`
+    (`exp_ratio`). TRL clips neither.
 
-    As loss terms, their gradients differ from the estimates: the gradient of k1 vanishes in
-    expectation, the gradient of k2 is the gradient of the true KL, and k3 is the term that
-    DeepSeekMath (2024, eq. 4) and TRL add to the loss.
+    As loss terms, the estimators behave differently: the gradient of k1 vanishes in expectation,
+    and the gradient of k2 is that of the true KL. k3 is the term that DeepSeekMath (2024, eq. 4)
+    and TRL add to the loss.
     """
     xp = array_api_compat.array_namespace(logprobs, reference)
     ratio = logprobs - reference
@@ -53,15 +53,14 @@ def estimate_kl(
 
 @runtime_checkable
 class KLController(Protocol):
-    """The weight of the KL penalty and its update rule."""
+    """Weight of the KL penalty, with a rule for updating it."""
 
     value: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Update the weight of the KL penalty after a batch.
+        """Update the weight of the KL penalty after a batch of `num_sequences` sequences.
 
-        `kl` is the mean over sequences of the KL summed over their tokens, in nats; `num_sequences`
-        is the number of sequences in the batch.
+        `kl` is the mean over sequences of the KL summed over their tokens, in nats.
         """
         ...
 
@@ -71,7 +70,7 @@ class KLController(Protocol):
 
 @dataclass
 class FixedKLController:
-    """A constant weight."""
+    """Constant weight of the KL penalty."""
 
     value: float
 
@@ -87,13 +86,13 @@ class FixedKLController:
 
 @dataclass
 class AdaptiveKLController:
-    """A weight that moves the KL towards a target (Ziegler et al. 2019, section 2.2).
+    """Weight of the KL penalty that keeps the KL near a target (Ziegler et al. 2019, section 2.2).
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon
 
     The KL is summed over whole sequences, as in the paper: a target of 6 means 6 nats per sequence,
-    not per token. The weight is updated once per batch (implementations that update it inside the
-    loss do so once per micro-batch).
+    not per token. The weight is updated once per batch. (Implementations that update it inside the
+    loss do so once per micro-batch.)
     """
 
     value: float
@@ -120,13 +119,13 @@ class AdaptiveKLController:
 
 @dataclass
 class ValueNormalizer:
-    """Running mean and standard deviation of returns, by which the critic's values are normalised.
+    """Running mean and standard deviation of returns, for normalising the critic's values.
 
-    `exp`: m <- beta m + (1 - beta) batch mean, likewise for the mean of squares; both are divided
-    by 1 - beta^t to remove the bias of early batches towards 0 (PopArt's moments, van Hasselt et
-    al. 2016, section 2.1; the critic's last layer is not rescaled). `ma`: the mean over all returns
-    seen. The standard deviation is at least `min_std`. Before the first `update`, values are
-    unchanged.
+    With the type `exp`, the mean is updated as m <- beta m + (1 - beta) batch mean, and so is the
+    mean of squares. Both are divided by 1 - beta^t, to remove the bias of early batches towards 0
+    (the moments of PopArt, van Hasselt et al. 2016, section 2.1; the critic's last layer is not
+    rescaled). With `ma`, they are means over all returns seen so far. The standard deviation is at
+    least `min_std`. Before the first `update`, values are not changed.
     """
 
     type: str = "exp"
@@ -143,7 +142,7 @@ class ValueNormalizer:
             raise ConfigError(f"value_norm_beta={self.beta} must be at least 0 and below 1")
 
     def update(self, returns: Float[Vector, "T"], mask: Float[Vector, "T"]) -> None:
-        """Update the moments with the returns at mask 1; an empty batch changes nothing."""
+        """Update the moments with the returns that have mask 1; without any, nothing changes."""
         count = float(mask.sum())
         if count == 0.0:
             return

@@ -1,4 +1,4 @@
-"""Losses on single completions labelled desirable or undesirable: KTO and BCO."""
+"""Losses on single completions that are labelled desirable or undesirable: KTO and BCO."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def compute_kto_loss(
 ) -> Float[Array, "S"]:
     """Return the KTO loss of each completion, [S].
 
-    1 - sigmoid(beta (score - z0)) for desirable completions (label 1), 1 - sigmoid(beta (z0 -
-    score)) for undesirable ones (Ethayarajh et al. 2024, eq. 7 and 8).
+        1 - sigmoid(beta (score - z0))     desirable completions (label 1)
+        1 - sigmoid(beta (z0 - score))     undesirable completions
 
-    `baseline` is z0 = max(0, mean over the batch of the scores of mismatched completions), a
-    constant. The host functions `kto_mismatch` and `kto_baseline` compute it over the whole batch.
-    (TRL estimates it in every micro-batch, so its gradient depends on the micro-batch size.)
+    The source is Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0, a constant: the mean score
+    of mismatched completions over the batch, at least 0. The host functions `kto_mismatch` and
+    `kto_baseline` compute it over the whole batch. (TRL estimates it in every micro-batch, so its
+    gradient depends on the micro-batch size.)
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -45,12 +46,12 @@ def compute_bco_loss(
 ) -> Float[Array, "S"]:
     """Return the BCO loss of each completion, [S].
 
-    -log sigmoid(beta score - shift) for desirable completions (label 1), -log sigmoid(shift - beta
-    score) for undesirable ones (Jung et al. 2024, "Binary Classifier Optimization", arXiv
-    2404.04656, eq. 10).
+        -log sigmoid(beta score - shift)     desirable completions (label 1)
+        -log sigmoid(shift - beta score)     undesirable completions
 
-    `shift` is delta, the midpoint of the desirable and the undesirable rewards, a constant. The
-    host function `bco_shift` maintains its running mean.
+    The source is Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10.
+    `shift` is the paper's delta, a constant: the midpoint between the mean desirable and the mean
+    undesirable reward. The host function `bco_shift` computes it over all completions so far.
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -63,16 +64,16 @@ LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 
 @dataclass(frozen=True)
 class LabelledLoss(Loss):
-    """Mean over the minibatch's completions of weight * `compute_kto_loss` or `compute_bco_loss`.
+    """Mean over completions of weight * `compute_kto_loss` or `compute_bco_loss`.
 
-    Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or
-    `reward_shift` (BCO's delta), with one value per id or per completion.
+    The loss reads the keys `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline`
+    (KTO's z0) or `reward_shift` (BCO's delta), with one value per id or per completion.
 
-    Metrics, with "chosen" for desirable and "rejected" for undesirable completions:
-    `rewards/{chosen,rejected,margins}` = beta * score; `logps/{chosen,rejected}`;
-    `rewards/accuracies`, the share of rewards on the correct side of the threshold (beta * z0 or
-    delta), where a reward equal to the threshold up to rounding is on neither side (see
-    `is_above`); and the threshold itself under its key.
+    In the names of metrics, "chosen" means desirable and "rejected" undesirable completions.
+    `rewards/{chosen,rejected,margins}` are means of beta * score, and `logps/{chosen,rejected}` of
+    the summed log-probs. `rewards/accuracies` is the share of rewards on the correct side of the
+    threshold (beta * z0 or delta); a reward that equals the threshold up to rounding (`is_above`)
+    is on neither side. The threshold itself is logged under its key.
     """
 
     loss_type: str = "kto"
@@ -112,9 +113,9 @@ class LabelledLoss(Loss):
         return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Add `rewards/margins`, the mean desirable minus the mean undesirable reward.
+        """Add `rewards/margins`, the mean desirable reward minus the mean undesirable reward.
 
-        Omitted unless the batch has completions of both kinds.
+        It is omitted unless the minibatch has completions of both kinds.
         """
         metrics = dict(stats)
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:

@@ -1,6 +1,6 @@
-"""PPO: the clipped policy loss, shared with GRPO, and the clipped value loss.
+"""PPO: the clipped policy loss, which GRPO shares, and the clipped value loss.
 
-Schulman et al. 2017.
+The source is Schulman et al. 2017.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from weft.registry import register_loss
 
 @dataclass(frozen=True)
 class RatioClip:
-    """The range [1 - low, 1 + high] of the importance ratio; outside it a token has no gradient.
+    """Range [1 - low, 1 + high] of the importance ratio, outside which a token has no gradient.
 
-    A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); None means
-    `low`. `dual` (c > 1) bounds the loss of a token with a negative advantage by c * |advantage|
-    (Ye et al. 2020, eq. 5); None means no bound.
+    A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); if `high` is
+    None, it equals `low`. If the advantage is negative, the loss of a token is at most `dual` *
+    |advantage| (Ye et al. 2020, eq. 5, where `dual` > 1 is called c); None means no bound.
     """
 
     low: float = 0.2
@@ -66,9 +66,10 @@ class RatioClip:
 
 @dataclass(frozen=True)
 class CovarianceControl:
-    """Treatment of high-covariance tokens: `none`, `clip` (no loss) or `kl` (a penalty).
+    """Treatment of tokens whose log-prob and advantage have a high covariance.
 
-    The penalty is kl_coef * |log-ratio|.
+    `method` is `none`, `clip`, which sets the loss of these tokens to 0, or `kl`, which adds the
+    penalty `kl_coef` * |log-ratio|.
     """
 
     method: str = "none"
@@ -89,7 +90,7 @@ def compute_clipped_surrogate(
         -min(w A, clip(w, 1 - low, 1 + high) A)          Schulman et al. 2017, eq. 7
         and, if A < 0, at most -c A                      dual clip
 
-    `log_ratio` is clipped before `exp`, so that it cannot overflow.
+    `log_ratio` is clipped before `exp` (`exp_ratio`).
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ratio = exp_ratio(log_ratio)
@@ -106,10 +107,10 @@ def compute_clipped_surrogate(
 
 
 def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
-    """Return the log-probs of the policy in the ratio's denominator, [N].
+    """Return the log-probs of the policy in the denominator of the importance ratio, [N].
 
-    These are the batch's `old_logprobs`, computed by the trained network before its first update on
-    the batch; or `logprobs`, as sampled, if the batch has no `old_logprobs`.
+    These are the batch's `old_logprobs`, which the trained network computed before its first update
+    on the batch. If the batch has none, they are `logprobs`, recorded while sampling.
     """
     if "old_logprobs" in batch:
         old_logprobs: Array = batch["old_logprobs"]
@@ -124,11 +125,11 @@ def weight_policy_loss(
     batch: RowBatch,
     control: CovarianceControl,
 ) -> Float[Array, "N"]:
-    """Apply covariance control and `sampler_weights` to the policy loss of each token, [N].
+    """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
 
     The loss of high-covariance tokens is set to 0 or increased by a penalty
-    (`weft.algorithms.covariance`); then all losses are multiplied by the batch's `sampler_weights`,
-    if any (`weft.algorithms.sampler`).
+    (`weft.algorithms.covariance`). Then all losses are multiplied by the batch's `sampler_weights`,
+    if present (`weft.algorithms.sampler`).
     """
     xp = array_api_compat.array_namespace(each)
     if control.method != "none":
@@ -146,14 +147,15 @@ def weight_policy_loss(
 def compute_policy_stats(
     out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]
 ) -> dict[str, Stat]:
-    """Return the metrics of every policy node, means over trained tokens unless stated otherwise.
+    """Return the metrics of every policy node; unless stated otherwise, means over trained tokens.
 
-    `entropy`, in nats; `clip_ratio`, the share of tokens whose gradient is blocked by a bound;
-    `approx_kl`, k3 between the policy before the first update of the batch and the trained policy;
-    `importance_ratio` and its maximum `importance_ratio_max`; `sampler_logprob_diff`, |log-prob as
-    sampled - log-prob now|, and its maximum `sampler_logprob_diff_max` (before the first update of
-    a batch this is the gap between sampler and trainer); `kl`, k3 to the reference, or `approx_kl`
-    if the batch has no `ref_logprobs`.
+    `entropy` is in nats. `clip_ratio` is the share of tokens whose gradient is blocked by a bound.
+    `approx_kl` is k3 between the policy before the first update on the batch and the trained
+    policy. `importance_ratio` is the ratio of these two policies, and `importance_ratio_max` its
+    maximum. `sampler_logprob_diff` is |log-prob while sampling - log-prob now|, and
+    `sampler_logprob_diff_max` its maximum; before the first update on a batch, this is the gap
+    between sampler and trainer. `kl` is k3 to the reference, or `approx_kl` if the batch has no
+    `ref_logprobs`.
     """
     now = fixed(out["logprobs"])
     sampled = batch["logprobs"]
@@ -182,7 +184,11 @@ def compute_policy_stats(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds on policy drift above which a minibatch takes no optimizer step; None means no bound."""
+    """Bounds on policy drift, above which a minibatch takes no optimizer step.
+
+    `imp_ratio` bounds the mean importance ratio, and `kl` the metric `approx_kl`; None means no
+    bound.
+    """
 
     imp_ratio: float | None = None
     kl: float | None = None
@@ -208,14 +214,14 @@ class EarlyStop:
 class PPOActorLoss(Loss):
     """Mean over trained tokens of `compute_clipped_surrogate` - entropy_coef * entropy.
 
-    Keys: `advantages` (whitened by the host function); `logprobs`, as sampled, the denominator of
-    the ratio unless the batch has `old_logprobs`; `sampler_weights` if present; `high_covariance`
-    unless `covariance` is none.
+    The loss reads the keys `advantages` (whitened by the host function), `logprobs`, `old_logprobs`
+    and `sampler_weights` if present, and `high_covariance` unless `covariance` is none. The
+    denominator of the importance ratio is `old_logprobs`, or the sampler's `logprobs` without them.
 
     The mean is over tokens, as in the descendants of InstructGPT's PPO (ReaLHF, OpenRLHF, verl);
     GRPO averages over sequences. A minibatch whose mean importance ratio exceeds
-    `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss by 0, so momentum and weight
-    decay still change the parameters).
+    `early_stop_imp_ratio` takes no step. (ReaLHF multiplies its loss by 0, so that momentum and
+    weight decay still change the parameters.)
     """
 
     eps_clip: float = 0.2
@@ -269,9 +275,9 @@ def compute_clipped_value_loss(
 
         max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    This is the value clipping of OpenAI baselines; with eps None, the plain squared error.
-    Baselines, trlX, ReaLHF, verl and OpenRLHF also have the factor 1/2. V, V_old and R share one
-    unit: normalised by the running moments if values are normalised.
+    This is the value clipping of OpenAI baselines. If eps is None, it is half the squared error.
+    Baselines, trlX, ReaLHF, verl and OpenRLHF also have the factor 1/2. V, V_old and R have the
+    same unit: if values are normalised, all three are, by the running moments.
     """
     xp = array_api_compat.array_namespace(values, old, returns)
     plain = xp.square(values - returns) / 2
@@ -284,11 +290,11 @@ def compute_clipped_value_loss(
 @register_loss("ppo_critic")
 @dataclass(frozen=True)
 class PPOCriticLoss(Loss):
-    """Mean over the minibatch's trained tokens of `compute_clipped_value_loss`.
+    """Mean over trained tokens of `compute_clipped_value_loss`.
 
-    Keys: `values` (predicted when the batch was generated) and `returns`. Metrics: `value_loss`,
-    `value_clip_ratio`, `value`, `return` (means over tokens) and `explained_variance` = 1 - Var(R -
-    V) / Var(R) over the minibatch's tokens.
+    The loss reads the keys `values` (predicted when the batch was generated) and `returns`. The
+    metrics `value_loss`, `value_clip_ratio`, `value` and `return` are means over tokens;
+    `explained_variance` is 1 - Var(R - V) / Var(R) over the tokens of the minibatch.
     """
 
     value_eps_clip: float | None = 0.2
@@ -328,7 +334,7 @@ class PPOCriticLoss(Loss):
         return compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Replace the moments by `explained_variance`, omitted if all returns are equal."""
+        """Replace the moments by `explained_variance`, which is omitted if all returns are equal."""
         metrics = dict(stats)
         square = metrics.pop("return_square", None)
         error = metrics.pop("error_square", None)

@@ -1,7 +1,7 @@
-"""Losses of one pair of completions as functions of their scores.
+"""Losses of pairs of completions, as functions of their scores.
 
-`delta` is score(better) - score(worse). A score (`SCORES`) is computed from the policy's and the
-reference's log-probs of the L trained tokens of a completion:
+`delta` is score(better) - score(worse). A score of one of the kinds in `SCORES` is computed from
+the policy's and the reference's log-probs of the L trained tokens of a completion:
 
     sum     f of the sum of log pi(y_t) - log ref(y_t), where f belongs to a divergence
     mean    the score `sum`, divided by L                         IPO, sigmoid_norm
@@ -29,10 +29,10 @@ EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all
 def compute_divergence_score(
     log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5
 ) -> Float[Array, "S"]:
-    """Return f'(t) of t = pi / ref from log t, for the f of a divergence, [S].
+    """Return f'(t) for t = pi / ref and the f of a divergence, computed from log t, [S].
 
-    Correct up to a constant, which cancels in a difference of scores (Wang et al. 2023, "Beyond
-    Reverse KL", arXiv 2309.16240, table 1):
+    The result is correct up to a constant, which cancels in a difference of scores (Wang et al.
+    2023, "Beyond Reverse KL", arXiv 2309.16240, table 1):
 
         reverse_kl   log t                     DPO
         forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
@@ -40,8 +40,8 @@ def compute_divergence_score(
         alpha        (t^(a - 1) - 1) / (a - 1), log t at a = 1
                      TRL's form; the paper's (1 - t^-a) / a is the same at 1 - a
 
-    Exponents are clipped to `EXPONENT_BOUND` (TRL: not at all, or to 80). Raises `ConfigError` for
-    an unknown divergence.
+    Exponents are clipped to `EXPONENT_BOUND` (in TRL: not at all, or to 80). Raises `ConfigError`
+    for an unknown divergence.
     """
     xp = array_api_compat.array_namespace(log_ratio)
     if divergence == "reverse_kl" or (divergence == "alpha" and abs(alpha - 1.0) < 1e-6):
@@ -62,9 +62,10 @@ def compute_sigmoid_loss(
 ) -> Float[Array, "P"]:
     """Return -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta), e = `smoothing`.
 
-    DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) for labels that are wrong with
-    probability e < 1/2. TRL 1.16 has no label smoothing in its `sigmoid`; its CPO trainer still
-    has this form. With scores of kind `mean` this is TRL's `sigmoid_norm`.
+    With e = 0, this is DPO (Rafailov et al. 2023, eq. 7); with e < 1/2, it is cDPO (Mitchell 2023)
+    for labels that are wrong with probability e. TRL 1.16 has no label smoothing in its `sigmoid`,
+    but its CPO trainer still has this form. With scores of the kind `mean`, this is TRL's
+    `sigmoid_norm`.
     """
     return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)
 
@@ -72,10 +73,12 @@ def compute_sigmoid_loss(
 def compute_robust_loss(
     delta: Float[Array, "P"], beta: float, smoothing: float
 ) -> Float[Array, "P"]:
-    """Return the DPO loss corrected for labels flipped with probability e = `smoothing`.
+    """Return the DPO loss corrected for labels that are flipped with probability e = `smoothing`.
 
-    [-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al.
-    2024, eq. 12. An unbiased estimate of the loss on clean labels; can be negative.
+        [-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e)
+
+    This is eq. 12 of Chowdhury et al. 2024, an unbiased estimate of the loss on clean labels. It
+    can be negative.
     """
     unflipped = log_sigmoid(beta * delta)
     flipped = log_sigmoid(-beta * delta)
@@ -83,7 +86,7 @@ def compute_robust_loss(
 
 
 def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """Return max(0, 1 - beta delta): SLiC as in Liu et al. 2023 (RSO), table 1."""
+    """Return max(0, 1 - beta delta), the form of SLiC in Liu et al. 2023 (RSO), table 1."""
     xp = array_api_compat.array_namespace(delta)
     return xp.clip(1.0 - beta * delta, 0.0, None)
 
@@ -92,7 +95,7 @@ def compute_ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]
     """Return (delta - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, where beta is called tau).
 
     Scores are means over tokens, not sums as the equation suggests: the authors confirmed to TRL
-    that their own experiments used means, and with sums the target gap would depend on length.
+    that their own experiments used means. With sums, the target gap would depend on the length.
     """
     xp = array_api_compat.array_namespace(delta)
     return xp.square(delta - 1.0 / (2.0 * beta))
@@ -103,13 +106,13 @@ def compute_simpo_loss(
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(beta delta - gamma) of mean log-probs (Meng et al. 2024, eq. 6).
 
-    Smoothed as in `compute_sigmoid_loss`.
+    Labels are smoothed as in `compute_sigmoid_loss`.
     """
     return compute_sigmoid_loss(delta - gamma / beta, beta, smoothing)
 
 
 def compute_log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
-    """Return log(p / (1 - p)) with p = exp(mean log-prob), where p is at most exp(-1e-6)."""
+    """Return log(p / (1 - p)) for p = exp(mean log-prob), clipped to at most exp(-1e-6)."""
     xp = array_api_compat.array_namespace(mean_logprob)
     x = xp.clip(mean_logprob, None, -1e-6)
     near = x > -math.log(2.0)  # log(1 - e^x): expm1 near 0, log1p elsewhere (Maechler 2012)
@@ -123,9 +126,9 @@ def compute_orpo_loss(
 ) -> Float[Array, "P"]:
     """Return -better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs.
 
-    Hong et al. 2024, eq. 6 and 7; `beta` is the paper's lambda. The first term is the cross-entropy
-    of the better answer, a mean over its tokens as in the paper; TRL takes the mean over all tokens
-    of a micro-batch, prompts included.
+    The source is Hong et al. 2024, eq. 6 and 7; `beta` is the paper's lambda. The first term is the
+    cross-entropy of the better answer, averaged over its tokens as in the paper; TRL averages over
+    all tokens of a micro-batch, prompts included.
     """
     return -better - beta * log_sigmoid(compute_log_odds(better) - compute_log_odds(worse))
 
@@ -133,7 +136,7 @@ def compute_orpo_loss(
 def compute_exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
     """Return KL(q || p), q = (sigmoid(beta delta), sigmoid(-beta delta)), p = (1 - e, e).
 
-    EXO for two answers, with e = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact
+    This is EXO for two answers, with e = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact
     Optimization of Language Model Alignment", arXiv 2402.00856, eq. 16).
     """
     xp = array_api_compat.array_namespace(delta)
@@ -147,10 +150,11 @@ def compute_exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) ->
 def compute_nca_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """Return the NCA loss of two answers.
+    """Return the NCA loss of pairs of answers, [P].
 
-    -log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse), Chen
-    et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11.
+        -log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse)
+
+    The source is Chen et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11.
     """
     return -log_sigmoid(beta * better) - 0.5 * (
         log_sigmoid(-beta * better) + log_sigmoid(-beta * worse)
@@ -162,8 +166,8 @@ def compute_sppo_loss(
 ) -> Float[Array, "P"]:
     """Return (better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2.
 
-    Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7 with win
-    probabilities P = 1 and 0 (the better answer wins for certain); beta is 1 / eta.
+    The source is Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7,
+    with win probabilities P = 1 and 0 (the better answer wins for certain); beta is 1 / eta.
     """
     xp = array_api_compat.array_namespace(better)
     return xp.square(better - 0.5 / beta) + xp.square(worse + 0.5 / beta)
@@ -174,7 +178,7 @@ def compute_bco_pair_loss(
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(beta better) - log sigmoid(-beta worse).
 
-    BCO on pairs without its reward shift, as in TRL (Jung et al. 2024, "Binary Classifier
+    This is BCO on pairs without its reward shift, as in TRL (Jung et al. 2024, "Binary Classifier
     Optimization", arXiv 2404.04656); the loss type `bco` has the shift.
     """
     return -log_sigmoid(beta * better) - log_sigmoid(-beta * worse)
@@ -185,7 +189,7 @@ def compute_apo_zero_loss(
 ) -> Float[Array, "P"]:
     """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
 
-    Raises the likelihood of the better answer and lowers the likelihood of the worse one, for data
+    This raises the likelihood of the better answer and lowers that of the worse one. It suits data
     whose better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored
     Preference Optimization", arXiv 2408.06266, eq. 7).
     """
@@ -198,8 +202,8 @@ def compute_apo_down_loss(
 ) -> Float[Array, "P"]:
     """Return sigmoid(beta better) + 1 - sigmoid(beta (better - worse)).
 
-    Lowers the likelihood of both answers, of the worse one more, for data whose answers are worse
-    than the model's own (D'Oosterlinck et al. 2024, eq. 8).
+    This lowers the likelihood of both answers, and more so of the worse one. It suits data whose
+    answers are worse than the model's own (D'Oosterlinck et al. 2024, eq. 8).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(beta * better)) + xp.exp(log_sigmoid(-beta * (better - worse)))
@@ -208,8 +212,9 @@ def compute_apo_down_loss(
 def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
     """Return (1 - m) * -log sigmoid(beta delta) + m exp(-beta delta).
 
-    m = sigmoid(beta delta / tau); Lu et al. 2024, "Discovering Preference Optimization Algorithms",
-    arXiv 2406.08414, eq. 5. The exponent is clipped to `EXPONENT_BOUND`, where m is close to 0.
+    The weight is m = sigmoid(beta delta / tau). The source is Lu et al. 2024, "Discovering
+    Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The exponent is clipped to
+    `EXPONENT_BOUND`, where m is close to 0.
     """
     xp = array_api_compat.array_namespace(delta)
     mixed = xp.exp(log_sigmoid(beta * delta / tau))
@@ -221,11 +226,11 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
 
 @dataclass(frozen=True)
 class PreferenceLossKind:
-    """A pairwise loss as a function of (better, worse, options), with its requirements.
+    """Loss of a pair as a function of (better, worse, options), with its requirements.
 
-    `score` is the kind of score that the loss compares (one of `SCORES`), `options` the names of
-    the options that it reads, and `defaults` its own defaults where they differ from those of other
-    losses. `divergences` is True if a divergence can be chosen.
+    `score` is the kind of score that the loss compares (one of `SCORES`), and `options` are the
+    names of the options that it reads. `defaults` are default values that differ from those of
+    other losses. `divergences` is True if a divergence can be chosen.
     """
 
     loss: Callable[[Array, Array, Any], Array]
@@ -238,7 +243,7 @@ class PreferenceLossKind:
 def _build_delta_kind(
     loss: Callable[[Array, Any], Array], *options: str, score: str = "sum"
 ) -> PreferenceLossKind:
-    """Return the kind of a loss that depends on delta alone; it supports all divergences."""
+    """Return the kind of a loss that depends only on delta and supports all divergences."""
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True
     )

@@ -33,8 +33,8 @@ def compute_pair_loss(
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(better - worse - margin) of each pair of scores, [P].
 
-    Bradley-Terry (Ouyang et al. 2022, eq. 1), with the margin of Llama 2 (Touvron et al. 2023, eq.
-    2).
+    This is the Bradley-Terry loss (Ouyang et al. 2022, eq. 1), with the margin of Llama 2 (Touvron
+    et al. 2023, eq. 2).
     """
     return -log_sigmoid(better - worse - margin)
 
@@ -42,8 +42,9 @@ def compute_pair_loss(
 def compute_pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
     """Return 1 / (number of pairs of the same group) for each pair, [P], in `dtype`.
 
-    Gives every group the same weight, however many pairs its ranking has: InstructGPT's 1 / C(K, 2)
-    and Open-Assistant's mean over groups of means. TRL supports only pairs, for which it is 1.
+    With these weights, all groups count equally, however many pairs their ranking has. This is
+    InstructGPT's 1 / C(K, 2), and Open-Assistant's mean over the means of groups. TRL supports only
+    single pairs, for which it is 1.
     """
     xp = array_api_compat.array_namespace(group)
     # `unique_counts` has a data-dependent output size, which cannot be compiled
@@ -55,9 +56,9 @@ def compute_pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]
 
 
 def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
-    """Return the number of pairs (better, worse) of each id, int64 [num_ids].
+    """Return the number of (better, worse) pairs of each id, int64 [num_ids].
 
-    Counts the pairs that `RowBatch.pairs` lists, from `rank` and `comparison`.
+    Counts the pairs that `RowBatch.pairs` would list, using only `rank` and `comparison`.
     """
     rank = to_host_array(minibatch.data["rank"])
     if "comparison" in minibatch.data:
@@ -76,20 +77,26 @@ def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
 @register_loss("rw")
 @dataclass(frozen=True)
 class RewardLoss(Loss):
-    """Mean over groups of the mean over a group's pairs (a ranking of k has C(k, 2)) of
+    """Mean over groups of the mean loss of a group's pairs; a ranking of k has C(k, 2) pairs.
 
-        -log sigmoid(s_better - s_worse - margin) + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
+    The loss of a pair is
 
-    `score_l2` is Open-Assistant's `score_l2_reg` (0.001 there), `center` is TRL's
-    `center_rewards_coefficient` (Eisenstein et al. 2023; 0.01 recommended): the first keeps scores
-    small, the second keeps a pair's mean at 0. `margin` is read if the batch has it. Metrics:
-    `accuracy` (share of pairs in the right order; a tie is wrong) and `margin` (mean difference)
-    over pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a
-    over the pairs that the ranking orders (equal to tau-b where nothing is tied).
+        -log sigmoid(s_better - s_worse - margin)
+            + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
 
-    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k has
-    the weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of two completions
-    (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their difference).
+    `score_l2` keeps scores small; it is Open-Assistant's `score_l2_reg`, 0.001 there. `center`
+    keeps the mean of each pair near 0; it is TRL's `center_rewards_coefficient` (Eisenstein et al.
+    2023; 0.01 recommended). `margin` is read if the batch has this key.
+
+    Metrics are means over pairs: `accuracy`, the share of pairs in the right order (a tie is
+    wrong), and `margin`, the difference of the scores. `kendalltau` is (right - wrong) / pairs
+    within a group, averaged over groups: Kendall's tau-a over the pairs that the ranking orders,
+    which equals tau-b if nothing is tied.
+
+    With `loss_type=classification`, the loss is the mean over all pairs of the minibatch, so that a
+    ranking of k has the weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of
+    two completions (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their
+    difference).
     """
 
     score_l2: float = 0.0
@@ -107,7 +114,7 @@ class RewardLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `groups`, the number of ids with any pair, and `pairs`, the number of pairs."""
+        """Return `groups`, the number of ids that have a pair, and `pairs`, the number of pairs."""
         pairs = count_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}
 

@@ -1,4 +1,4 @@
-"""Scores of completions for preference losses, from the log-probs of trained tokens."""
+"""Scores of completions for preference losses, computed from the log-probs of trained tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROUNDING = 8.0
 def compute_completion_scores(
     logprobs: Float[Array, "N"], reference: Float[Array, "N"] | None, batch: RowBatch
 ) -> tuple[Float[Array, "S"], Float[Array, "S"]]:
-    """Return (scores, summed log-probs) of each completion's trained tokens, [S] each.
+    """Return (scores, summed log-probs) of completions over their trained tokens, [S] each.
 
-    A score is the sum of log pi - log ref, or of log pi without a reference. The summed log-probs
-    have no gradient. The difference to the reference is taken per token, where it is small, and
-    then summed.
+    A score is the sum of log pi - log ref or, without a reference, of log pi. The summed log-probs
+    have no gradient. The reference is subtracted from each token's log-prob before the summation,
+    as these differences are small.
     """
     xp = array_api_compat.array_namespace(logprobs)
     each = logprobs if reference is None else logprobs - reference
@@ -35,8 +35,8 @@ def divide_by_tokens(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "
 def is_above(one: Array, other: Array, terms: Array) -> Array:
     """Return whether `one` exceeds `other` by more than rounding error, elementwise.
 
-    Both are sums and differences of numbers whose magnitude is `terms`; the tolerance is 8 units in
-    the last place of `terms`. At the first step the policy equals its reference, so the remaining
+    Both are sums and differences of numbers of magnitude `terms`. The tolerance is 8 units in the
+    last place of `terms`. At the first step, the policy equals its reference, so the remaining
     difference of their log-probs depends on the order of summation, not on which answer is
     preferred.
     """
@@ -47,9 +47,9 @@ def is_above(one: Array, other: Array, terms: Array) -> Array:
 def compute_pair_stats(
     rewards: tuple[Array, Array], logps: tuple[Array, Array], terms: tuple[Array, Array]
 ) -> dict[str, Stat]:
-    """Return the metrics of pairs from their (better, worse) rewards and log-probs, each [P].
+    """Return the metrics of pairs, given their (better, worse) rewards and log-probs, [P] each.
 
-    `terms` are the magnitudes of the operands from which the rewards were computed. A pair whose
+    `terms` are the magnitudes of the numbers from which the rewards were computed. A pair whose
     rewards are equal up to rounding (see `is_above`) counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy of the answer's tokens."""
+"""Supervised fine-tuning: cross-entropy of the tokens of answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOSS_TYPES = ("cross_entropy", "poly")
 
 
 def compute_nll(logprobs: Float[Array, "N"], weights: Float[Array, "N"]) -> Float[Array, ""]:
-    """Return -sum over rows of weight * log p(label), in nats."""
+    """Return the sum over rows of weight * -log p(label), in nats."""
     return -compute_masked_sum(logprobs, weights)
 
 
@@ -37,8 +37,8 @@ def compute_poly_loss(
 ) -> Float[Array, ""]:
     """Return the sum over rows of weight * (-log p(label) + eps (1 - p(label))).
 
-    PolyLoss with its first coefficient (Leng et al. 2022, arXiv:2204.12511, eq. 7); eps = 0 is
-    cross-entropy.
+    This is PolyLoss with only its first coefficient (Leng et al. 2022, arXiv:2204.12511, eq. 7).
+    With eps = 0, it is the cross-entropy.
     """
     xp = array_api_compat.array_namespace(logprobs)
     return compute_masked_sum(eps * (1.0 - xp.exp(logprobs)) - logprobs, weights)
@@ -47,15 +47,15 @@ def compute_poly_loss(
 @register_loss("sft")
 @dataclass(frozen=True)
 class SFTLoss(Loss):
-    """Mean over the minibatch's trained tokens of -log p(token | preceding tokens), in nats.
+    """Mean over trained tokens of -log p(token | preceding tokens), in nats.
 
-    `average`: "token", every trained token of the minibatch has the same weight (the definition of
-    cross-entropy; TRL since 2025); "sequence", every answer has the same weight, regardless of its
-    length. Older trainers average within each micro-batch and then average the results; that is
-    neither of the two and depends on the micro-batch size.
+    With the `average` "token", all trained tokens of the minibatch have the same weight (the
+    definition of cross-entropy; TRL since 2025). With "sequence", all answers have the same weight,
+    regardless of their length. Older trainers average within each micro-batch and then average the
+    results, which is neither of the two and depends on the micro-batch size.
 
-    `loss_type=poly` adds `poly_eps` (1 - p(token)) to every term; the metric `nll` remains the
-    cross-entropy.
+    With `loss_type=poly`, `poly_eps` (1 - p(token)) is added to every term; the metric `nll`
+    remains the cross-entropy.
     """
 
     average: str = "token"
@@ -73,7 +73,7 @@ class SFTLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the numbers of trained `tokens` and of `sequences` with at least one of them."""
+        """Return the numbers of trained `tokens` and of `sequences` that have such tokens."""
         rows = count_trained_rows(minibatch)
         return {"tokens": float(rows.sum()), "sequences": float(np.count_nonzero(rows))}
 
@@ -92,7 +92,7 @@ class SFTLoss(Loss):
         return compute_nll(logprobs, weights), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Add `perplexity` = exp(mean nll over tokens), at most e^20."""
+        """Add `perplexity`, exp(mean nll over tokens), at most e^20."""
         metrics = dict(stats)
         if "nll" in metrics:
             metrics["perplexity"] = math.exp(min(metrics["nll"], 20.0))
@@ -102,10 +102,10 @@ class SFTLoss(Loss):
 def compute_row_weights(
     batch: RowBatch, total: Mapping[str, float], average: str
 ) -> Float[Array, "N"]:
-    """Return the weight of each row such that weighted sums over all micro-batches are means, [N].
+    """Return the weights of rows for which sums over all micro-batches are averages, [N].
 
-    "token": mask / trained tokens. "sequence": mask / (trained rows of the sequence * sequences
-    with trained rows).
+    With `average` "token", a weight is mask / trained tokens. With "sequence", it is mask /
+    (trained rows of the sequence * sequences with trained rows).
     """
     if average == "token":
         return batch.mask / max(total["tokens"], 1.0)

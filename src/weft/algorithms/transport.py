@@ -1,11 +1,11 @@
 """AOT: alignment of the score distributions of better and worse completions.
 
-The distribution of the better completions' scores should lie above the distribution of the worse
-ones, regardless of which pair a completion belongs to (Melnyk et al. 2024, "Distributional
-Preference Alignment of LLMs via Optimal Transport", arXiv 2406.05882). Both sides are sorted and
-compared rank by rank. Sorting needs the whole batch, so the host function `optimal_transport`
-provides each completion's counterpart as the key `partner`, and the batch must be trained in one
-step.
+The scores of the better completions should be distributed above those of the worse ones, regardless
+of which pair a completion belongs to (Melnyk et al. 2024, "Distributional Preference Alignment of
+LLMs via Optimal Transport", arXiv 2406.05882). To this end, the scores on both sides are sorted,
+and scores of the same rank are compared. Sorting needs the whole batch. The host function
+`optimal_transport` therefore provides each completion's counterpart as the key `partner`, and the
+batch must be trained in one step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRANSPORTED = ("aot", "aot_unpaired")
 def find_sorted_partners(
     one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return for each element of `one` the element of `other` with the same rank, [P].
+    """Return, for each element of `one`, the element of `other` with the same rank, [P].
 
     Ties are ranked in their original order.
     """
@@ -40,16 +40,16 @@ def find_sorted_partners(
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), a and b having the same rank.
+    """Mean over pairs of -log sigmoid(beta (a - b)), with a and b of the same rank.
 
-    `aot`: a is the policy's log pi(better) - log pi(worse), b the reference's. `aot_unpaired`: a is
-    the log-ratio to the reference of a better completion, b the log-ratio of a worse one.
-    `label_smoothing` as in cDPO.
+    For `aot`, a is log pi(better) - log pi(worse) of the policy, and b that of the reference. For
+    `aot_unpaired`, a is the log-ratio of a better completion to the reference, and b the log-ratio
+    of a worse one. `label_smoothing` has the same meaning as in cDPO.
 
-    Keys: `rank` (and `comparison`), `ref_logprobs`, and `partner`. For `aot`, `partner` is b,
-    stored at the better completion of a pair. For `aot_unpaired`, it is b at a better completion
-    and a at a worse one; both sides of a comparison then have a gradient, each with the other side
-    as a constant. Metrics as in `PairwiseLoss`.
+    The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`. For
+    `aot`, `partner` is b, stored at the better completion of a pair. For `aot_unpaired`, it is b at
+    a better completion and a at a worse one; then both sides of a comparison have a gradient, each
+    with the other side as a constant. The metrics are those of `PairwiseLoss`.
     """
 
     loss_type: str = "aot"
@@ -60,7 +60,7 @@ class TransportLoss(Loss):
     unit = "group"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `pairs`, the number of pairs of all ids."""
+        """Return `pairs`, the number of pairs in the minibatch."""
         return {"pairs": float(count_pairs(minibatch).sum())}
 
     def __call__(
@@ -96,7 +96,7 @@ class TransportLoss(Loss):
     ) -> Float[Array, "P"]:
         """Return half the sum of both losses, with the gradient of the whole sum.
 
-        Each comparison appears twice, once at each of its completions.
+        Each comparison occurs twice, once at each of its completions.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

@@ -1,9 +1,9 @@
 """Read and check a model's config.json without torch.
 
-Values that no network, tokenizer or library could use are refused.
+Refuses values that no network, tokenizer or library could use.
 
-values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
-with within("critic.path=DIR/config.json"): ...          # errors raised inside begin with the file
+    values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
+    with prefix_errors("critic.path=DIR/config.json"): ...   # errors raised inside start with this
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ MAX_SHOWN = 60  # maximum characters of a value in a message
 
 
 def read_config_file(file: Path, where: str) -> dict[str, Any]:
-    """Return the values of a config.json.
+    """Return the values of a config.json, after checking them.
 
-    Raises `CheckpointError` that begins with `where`: the option and the file as the user typed
-    them.
+    Raises `CheckpointError` if the file is unreadable or a value is invalid. The message starts
+    with `where`, which names the option and the file as the user typed them.
     """
     values = read_object(file, where, CheckpointError)
     for key, value in values.items():
@@ -65,7 +65,7 @@ def read_config_file(file: Path, where: str) -> dict[str, Any]:
 
 @contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix `CheckpointError`s raised inside with `where`."""
+    """Prefix the message of every `CheckpointError` raised in the context with `where`."""
     try:
         yield
     except CheckpointError as error:
@@ -74,7 +74,7 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 @contextmanager
 def set_by(option: str) -> Iterator[None]:
-    """Prefix errors that begin with a file with the option: `critic.path=DIR/config.json: ...`."""
+    """Prefix file errors with the option that names the file: `critic.path=DIR/config.json: ...`."""
     try:
         yield
     except CheckpointError as error:
@@ -82,9 +82,9 @@ def set_by(option: str) -> Iterator[None]:
 
 
 def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
-    """Return the family named by a config.json, or the one called `type`.
+    """Return the model family that a config.json names, or the family `type` if given.
 
-    Raises `CheckpointError` with the nearest names.
+    Raises `CheckpointError` for an unknown family; the message suggests similar names.
     """
     name = type or raw.get("model_type")
     if name is None:
@@ -105,9 +105,9 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 
 
 def find_problem(key: str, value: Any) -> str | None:
-    """Return the rule that a value violates, in words, or None.
+    """Return the rule that `value` violates, in words, or None if it is valid.
 
-    Keys that not every model has are not checked.
+    Only keys that are common to most models are checked.
     """
     if value is None:
         return None

@@ -1,13 +1,14 @@
 """Read and write Hugging Face model directories.
 
-    family, config = read_config(path)                       # config.json; a hub name is fetched first
-    network = load(path, "lm", device=..., dtype=...)        # a Transformer; value and score heads get new weights where absent
-    network = init_random(config, "lm", seed=1)              # the same values for the same seed and parameter name
-    save(directory, values(network), config, "lm")           # weights, config.json, generation_config.json
-    reader = Reader(path); reader.read("blocks.3.attention.q.weight", where)   # only those bytes
+    family, config = read_config(path)                  # config.json; a hub name is downloaded
+    network = load(path, "lm", device=..., dtype=...)   # missing value and score heads are new
+    network = init_random(config, "lm", seed=1)         # depends only on seed and parameter names
+    save(directory, find_canonical_values(network), config, "lm")   # weights and configuration
+    reader = ParameterReader(path)
+    reader.read("blocks.3.attention.q.weight", where)   # reads only these bytes
 
-A value or score head is saved as `transformers` saves
-`AutoModelForSequenceClassification(num_labels=1)`.
+A value or score head is saved as `transformers` saves it for `AutoModelForSequenceClassification`
+with `num_labels=1`.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ MAX_LISTED = 8  # maximum number of names in a message
 
 
 def resolve(path: str | Path) -> Path:
-    """Return the directory of a model: `path` itself, or the snapshot of a hub name.
+    """Return the directory of a model: `path` itself, or the downloaded snapshot of a hub name.
 
-    The snapshot is downloaded if necessary. Raises `CheckpointError` if there is neither.
+    Downloads the snapshot if it is not in the cache. Raises `CheckpointError` if `path` is neither
+    a directory nor a hub name that can be downloaded.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -82,16 +84,16 @@ def resolve(path: str | Path) -> Path:
 
 
 def find_weights(path: str | Path) -> Path:
-    """Return the directory with a model's weights; a prefix has those of its base model."""
+    """Return the directory with a model's weights; for a trained prefix, that of the base model."""
     directory = resolve(path)
     prefix = read_prefix(directory)
     return directory if prefix is None else resolve(prefix.base)
 
 
 def find_config_file(path: str | Path) -> Path:
-    """Return the path of a model's config.json; a prefix has that of its base model.
+    """Return the path of a model's config.json; for a trained prefix, that of the base model.
 
-    For a hub name, only this file is downloaded. Raises as `resolve` does.
+    For a hub name, only this file is downloaded. Raises `CheckpointError` as `resolve` does.
     """
     if (
         Path(path).expanduser().exists()
@@ -123,9 +125,9 @@ def _explain_failed_download(path: str | Path, failed: Exception) -> str:
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the values of a model's config.json.
+    """Return the values of a model's config.json; for a trained prefix, those of the base model.
 
-    A prefix has those of its base model. Raises `CheckpointError` if there is none.
+    Raises `CheckpointError` if there is no config.json.
     """
     shipped = find_shipped_config(str(path))
     if shipped is not None:
@@ -139,13 +141,16 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def _format_config_path(path: str | Path) -> str:
-    """A model's config.json as messages name it: as its path is typed, and of a prefix its model's."""
+    """Return the path of a model's config.json as messages show it.
+
+    It starts with the path that the user typed; for a trained prefix, with that of the base model.
+    """
     prefix = read_prefix(path)
     return str(Path(path if prefix is None else prefix.base) / CONFIG)
 
 
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
-    """(family, configuration) of a model directory or hub name."""
+    """Return (family, configuration) of a model directory or hub name."""
     raw = read_raw(path)
     prefix = read_prefix(path)
     with prefix_errors(_format_config_path(path)):
@@ -157,7 +162,7 @@ def read_config(path: str | Path, type: str | None = None) -> tuple[Family, Tran
 def check_vocabulary(
     config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str
 ) -> None:
-    """Raise `CheckpointError` if the tokenizer has ids without an embedding in the model."""
+    """Raise `CheckpointError` if the model has no embedding for some of the tokenizer's ids."""
     if tokenizer_size > config.vocab_size:
         raise CheckpointError(
             f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of "
@@ -172,8 +177,8 @@ def check_vocabulary(
 class ParameterReader:
     """Reader of a model directory's parameters, by canonical name.
 
-    All names and shapes are checked when it is created. Reading a slice of a parameter reads only
-    its bytes (`bytes_read`).
+    All names and shapes are checked when the reader is created. Reading a slice of a parameter
+    reads only the bytes of that slice; `bytes_read` counts the bytes read so far.
     """
 
     def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
@@ -217,20 +222,20 @@ class ParameterReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Most frequent dtype of the weights."""
+        """Dtype that most elements of the weights have."""
         return self.files.dtype
 
     def to_stored_name(self, hf: str) -> str:
-        """Return the name in the files.
+        """Return the name under which the files store the Hugging Face parameter `hf`.
 
-        Checkpoints of a model without its head lack the family's prefix.
+        Checkpoints of a model without a head omit the family's name prefix.
         """
         return hf.removeprefix(self.family.prefix) if self._lacks_prefix else hf
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """Return `parameter[where]` in the dtype of the files.
+        """Return the slice `where` of a parameter, in the dtype of the files.
 
-        Raises `CheckpointError` for an unknown or missing parameter.
+        Raises `CheckpointError` if the parameter is unknown or missing.
         """
         if self._prefix_reader and name in self._prefix_reader:
             return self._prefix_reader.read(name, where)
@@ -261,9 +266,10 @@ class ParameterReader:
 
 
 def _check_names(reader: ParameterReader) -> None:
-    """Check that the files hold exactly the model's tensors, with the expected shapes.
+    """Check that the files have exactly the model's tensors, with the expected shapes.
 
-    Heads are exempt: one can be missing, to be initialized, or unused. Raises `CheckpointError`.
+    Heads are exempt: a missing score head will be initialized, and a head that is not needed is
+    ignored. Raises `CheckpointError`.
     """
     family = reader.family
     config = reader.config
@@ -318,10 +324,10 @@ def load(
     type: str | None = None,
     seed: int = 0,
 ) -> Transformer:
-    """Load the network of a model directory or hub name, in `dtype`.
+    """Load the network from a model directory or hub name, in `dtype`.
 
     A value or score head that the checkpoint lacks is initialized as by `init_random` with `seed`.
-    `pooling` defaults to the setting in config.json, else the last token.
+    `pooling` defaults to the setting in config.json, or to the last token.
     """
     reader = ParameterReader(path, head, type)
     network = Transformer.build_empty(
@@ -362,12 +368,12 @@ def initialize_parameter(
 ) -> None:
     """Initialize a parameter; random values are drawn in float32 on the CPU for any device.
 
-    Matrices and embeddings are normal with standard deviation `initializer_range`; those that write
-    into the residual stream (o, down) are divided by sqrt(2 layers) (Radford et al. 2019, section
-    2.3). Norms start as the identity, and biases at 0. A score head is normal with standard
-    deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores have about unit
-    variance. A value head starts at 0, so that the first advantages of a new critic are the returns
-    without noise.
+    Matrices and embeddings are normal with standard deviation `initializer_range`. For matrices
+    that write into the residual stream (o, down), it is divided by sqrt(2 layers) (Radford et al.
+    2019, section 2.3). Norms start as the identity, and biases at 0. A score head is normal with
+    standard deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores have
+    about unit variance. A value head starts at 0, so that the first advantages of a new critic are
+    the returns without noise.
     """
     with torch.no_grad():
         parameter.copy_(compute_initial_values(name, tuple(parameter.shape), config, head, seed))
@@ -376,7 +382,7 @@ def initialize_parameter(
 def compute_initial_values(
     name: str, shape: tuple[int, ...], config: TransformerConfig, head: Head, seed: int
 ) -> Tensor:
-    """Return the values of `initialize_parameter`, in float32 on the CPU."""
+    """Return the values that `initialize_parameter` assigns, in float32 on the CPU."""
     if name.endswith(".bias") or (head == "value" and name == "score.weight"):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -420,12 +426,12 @@ def save(
     family: Family | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a directory that `transformers` loads: weights and configuration files.
+    """Write a model directory that `transformers` can load: weights and configuration files.
 
-    `parameters` have canonical names; they are written in `dtype` (default: their own). An existing
-    generation_config.json is updated only in its special tokens. Each file has a temporary name
-    until it is complete, and config.json is written last, so a directory with a config.json is
-    complete. Raises `RunError` if writing fails.
+    `parameters` have canonical names; they are written in `dtype`, or unchanged if it is None. In
+    an existing generation_config.json, only the special tokens are updated. Each file has a
+    temporary name until it is complete, and config.json is written last, so a directory with a
+    config.json is complete. Raises `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -460,7 +466,7 @@ def save_config(
     dtype: torch.dtype,
     pooling: Pooling = "last",
 ) -> None:
-    """Write the configuration files that `save` writes."""
+    """Write config.json and generation_config.json as `save` does, without weights."""
     _write_config(
         Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
     )
@@ -485,9 +491,9 @@ def _write_config(
 
 
 def write_mean_pooled_architecture(directory: Path) -> None:
-    """Write the architecture of reward models with mean pooling into a saved model's config.json.
+    """Set the architecture in a saved model's config.json to that of mean-pooled reward models.
 
-    It replaces the name of the `transformers` class, which would use the last token.
+    It replaces the name of the `transformers` class, which would read the score at the last token.
     """
     values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
     weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -503,7 +509,7 @@ def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
 def assemble(
     wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, tensor), with each tensor put together from its parameters."""
+    """Yield (checkpoint name, tensor) for each name in `wanted`, assembled from its parameters."""
     held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():
         for piece in list_rectangles(key, tuple(parameters[key.name].shape)):
@@ -527,9 +533,9 @@ def assemble(
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """Return the configuration with token ids (`bos_token_id`, `eos_token_id`, `pad_token_id`).
+    """Return the configuration with changed special tokens; an id of None removes the token.
 
-    None removes an id.
+    `ids` can be `bos_token_id`, `eos_token_id` and `pad_token_id`.
     """
     unknown = set(ids) - set(GENERATION_KEYS)
     assert not unknown, f"no token ids: {unknown}"

@@ -68,7 +68,7 @@ NON_DECODER_TYPES = frozenset(
 
 @cache
 def read_shipped_configs() -> dict[str, dict[str, Any]]:
-    """Return the config.json values that are shipped for the models of weft's recipes, by hub name."""
+    """Return the config.json values that weft ships for the models of its recipes, by hub name."""
     models: dict[str, dict[str, Any]] = json.loads(
         (Path(weft.__file__).parent / "recipes" / "models.json").read_text()
     )
@@ -76,10 +76,10 @@ def read_shipped_configs() -> dict[str, dict[str, Any]]:
 
 
 def find_shipped_config(path: str) -> dict[str, Any] | None:
-    """Return the shipped config.json values of a recipe's model, or None.
+    """Return the config.json values that weft ships for a recipe's model, or None.
 
-    They are used for plans. The result is None if the model's own config.json is on this machine,
-    as it is in a run.
+    They are used to plan a run before the model is downloaded. Returns None if the model's own
+    config.json is on this machine, as it is during a run.
     """
     if path not in read_shipped_configs() or Path(path).exists():
         return None
@@ -93,8 +93,9 @@ def find_shipped_config(path: str) -> dict[str, Any] | None:
 def read_config_values(path: str) -> Mapping[str, Any]:
     """Return the values of a model's config.json without downloading it, or an empty mapping.
 
-    It is looked up in the directory, in the hub's cache and among the shipped ones; a prefix has
-    that of its base model. Raises `CheckpointError` that begins with the file if it is invalid.
+    The file is looked up in the directory, in the hub's cache and among the shipped configurations;
+    for a trained prefix, the base model's is used. Raises `CheckpointError` if the file is invalid;
+    the message starts with its path.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
@@ -111,19 +112,19 @@ def read_config_values(path: str) -> Mapping[str, Any]:
 
 
 def is_reward_model(values: Mapping[str, Any]) -> bool:
-    """Return whether a model is a reward model according to its config.json."""
+    """Return whether the `values` of a config.json describe a reward model."""
     kinds = values.get("architectures") or []
     return any(scored in str(kind) for kind in kinds for scored in SCORE_ARCHITECTURES)
 
 
 def choose_backend(values: Mapping[str, Any]) -> str:
-    """Return the backend for a model: `torch`, or `hf` if weft has no family of its type."""
+    """Return the backend for a model: `torch`, or `hf` if its type has no weft family."""
     kind = values.get("model_type")
     return TORCH_BACKEND if kind is None or kind in families.list_names() else HF_BACKEND
 
 
 def describe_disadvantages(values: Mapping[str, Any]) -> str:
-    """Return a line on the disadvantages of a model type without a weft family."""
+    """Return one line on the disadvantages of running a model type that has no weft family."""
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "
         f"it: slower, and on several "

@@ -1,6 +1,6 @@
-"""Hide output of libraries while a `transformers` model is imported, loaded or run.
+"""Hide the output of libraries while a `transformers` model is imported, loaded or run.
 
-It is output that users cannot act on.
+Users cannot act on this output.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 
 @contextmanager
 def hide_library_output() -> Iterator[None]:
-    """Hide progress bars, warnings of future changes, and log records below an error.
+    """Hide progress bars, warnings of future changes, and log records below the level ERROR.
 
-    Models of `transformers` should be imported inside as well, because they import torchao.
+    Model classes of `transformers` should also be imported in this context, because they import
+    torchao.
     """
     from transformers.utils import logging as bars
 

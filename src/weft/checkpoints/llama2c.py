@@ -1,9 +1,10 @@
-"""Checkpoints of llama2.c (Karpathy 2023), float32: the legacy layout and export version 1.
+"""Read checkpoints of llama2.c (Karpathy 2023), float32: the legacy layout and export version 1.
 
-Legacy: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, length; a negative vocabulary
-has a classifier of its own), then the weights, two rotary tables among them. Version 1: "ak42", the
-version, the seven, a byte "shared classifier", zeros up to byte 256, then the weights with all
-norms first.
+Legacy files start with seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, length),
+followed by the weights, which include two rotary tables. A negative vocabulary size means that the
+output matrix is not shared with the embedding. Files of version 1 have a header of 256 bytes:
+"ak42", the version, the same seven int32, one byte that is nonzero if the output matrix is shared,
+and zeros. In the weights that follow, all norms come first.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class Llama2cHeader:
 
 
 def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """Return (configuration, canonical parameters in float32) of a llama2.c file.
+    """Return the configuration and the canonical float32 parameters of a llama2.c file.
 
-    Raises `CheckpointError` for another format or size.
+    Raises `CheckpointError` if the file has another format or an unexpected size.
     """
     raw = path.read_bytes()
     header = _parse_header(path, raw)
@@ -101,7 +102,7 @@ def _parse_header(path: Path, raw: bytes) -> Llama2cHeader:
 
 
 def _list_shapes(header: Llama2cHeader) -> TensorShapes:
-    """Return the shapes of the tensors in file order; a tensor has all layers."""
+    """Return the shapes of the tensors in file order; each tensor stacks the weights of all layers."""
     layers = header.layers
     hidden = header.hidden
     inner = header.intermediate

@@ -1,13 +1,14 @@
 """Find the directory of a model from its name.
 
-runs/E/T                      the newest checkpoint of a run, of the role that serves
-runs/E/T@step40               its checkpoint of step 40; @latest is the newest
-runs/E/T@latest:critic        of another role; runs/E/T:critic is the same
-runs/E/T/checkpoints/actor    the newest one of a role; so is .../actor/latest
-E/T                           the run runs/E/T, where the hub's cache has no model of this name
-latest                        the newest run in runs/ that has a checkpoint of a role that serves
-latest@step40, latest:critic  its checkpoint of step 40; the newest run that has one of another role, and that
-MODEL_DIR, OWNER/NAME         a Hugging Face directory, a hub name
+runs/E/T                    newest checkpoint of the run, of a suitable role (`ModelQuery.roles`)
+runs/E/T@step40             checkpoint of step 40; @latest means the newest
+runs/E/T@latest:critic      newest checkpoint of the role `critic`; equivalent to runs/E/T:critic
+runs/E/T/checkpoints/actor  newest checkpoint of the role `actor`; equivalent to .../actor/latest
+E/T                         the run runs/E/T, unless the hub's cache has a model of this name
+latest                      newest checkpoint of the newest run in runs/ that has a suitable role
+latest@step40               checkpoint of step 40 of that run
+latest:critic               newest checkpoint of the newest run that has the role `critic`
+MODEL_DIR, OWNER/NAME       Hugging Face model directory, hub name
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ CheckpointSteps = Mapping[int, Path]
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """The model that a name refers to.
+    """Model that a name refers to.
 
-    `path` is a directory or a hub name; `note` is a message for the user about it.
+    `path` is a directory or a hub name. `note` is a message that tells the user which model was
+    chosen.
     """
 
     path: str
@@ -60,12 +62,12 @@ class LocatedModel:
 
 @dataclass(frozen=True)
 class ModelQuery:
-    """The kind of model to look for.
+    """Kind of model to look for.
 
-    `roles` are acceptable, the first ones preferred; `option` is the option that the user set;
-    `fileroot` is the folder of all runs. `initial_checkpoint` is the checkpoint that an unfinished
-    run began with: a name without a step keeps referring to it. `own_run` is the directory of that
-    run.
+    `roles` are the acceptable roles, best first; `option` is the command-line option that the name
+    was given for; `fileroot` is the folder of all runs. For an unfinished run that is resumed,
+    `initial_checkpoint` is the checkpoint that it began with, to which a name without a step keeps
+    referring, and `own_run` is its directory.
     """
 
     option: str = ""
@@ -79,9 +81,9 @@ class ModelQuery:
 
 
 def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
-    """Return the model that `given` refers to, without looking up hub names.
+    """Return the model that the name `given` refers to, without looking up hub names.
 
-    Raises `CheckpointError` with the option, the rule and the fix.
+    Raises `CheckpointError` if there is none; the message names the option, the rule and the fix.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -118,9 +120,10 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
 
 
 def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the model that `given` refers to; a hub name must be in the cache or on the hub.
+    """Return the model that `given` refers to, after checking that a hub name exists.
 
-    Raises `CheckpointError`.
+    A hub name must be in the cache or on the hub. Raises `CheckpointError` if there is no such
+    model.
     """
     model = locate_model(given, wanted)
     if not Path(model.path).expanduser().exists():
@@ -131,7 +134,7 @@ def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
 
 
 def find_newest_run(path: str) -> str:
-    """Return the newest run in a folder of runs such as `saved_model`; other paths are unchanged."""
+    """Return the newest run if `path` is a folder of runs such as `saved_model`, else `path`."""
     folder = Path(path).expanduser()
     if is_model(folder) or (folder / CHECKPOINTS).is_dir():
         return path
@@ -147,7 +150,7 @@ def is_model(folder: Path) -> bool:
 
 
 def suggest_path(given: str, fileroot: str = RUNS) -> str:
-    """Return a hint for a mistyped path: the nearest run, model or neighbour."""
+    """Return a hint for a mistyped path: the most similar run, model or neighboring file."""
     place = Path(given).expanduser()
     short = "/".join(place.parts[-2:])
     runs = {"/".join(run.parts[-2:]): run for run in _list_runs(fileroot)}
@@ -182,9 +185,10 @@ def suggest_path(given: str, fileroot: str = RUNS) -> str:
 def _find_in_newest_run(
     given: str, step: str | None, role: str | None, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return the newest checkpoint of a suitable role among all runs.
+    """Return the newest checkpoint of a suitable role in the newest run that has one.
 
-    An unfinished run that is resumed keeps the checkpoint that it began with.
+    A resumed run keeps the checkpoint that it began with. Raises `CheckpointError` if no run has a
+    suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -233,7 +237,7 @@ def _find_in_run(
 def _choose_newest(
     given: str, steps: CheckpointSteps, role: str, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return the newest checkpoint; a resumed run keeps the one that it began with."""
+    """Return the newest checkpoint; for a resumed run, the checkpoint that it began with."""
     newest = steps[max(steps)]
     began = (
         None if wanted.initial_checkpoint is None else Path(wanted.initial_checkpoint).expanduser()
@@ -277,7 +281,8 @@ def _choose_role(
 ) -> str:
     """Return the role whose checkpoint is used.
 
-    Raises `CheckpointError` if the choice is ambiguous, or if the requested role has none.
+    This is `requested_role` if given, else the first of `wanted.roles` that has a checkpoint, else
+    the only role that has one. Raises `CheckpointError` if there is no such role.
     """
     if requested_role is not None:
         if requested_role in checkpoints:
@@ -301,7 +306,7 @@ def _format_roles(checkpoints: Mapping[str, CheckpointSteps]) -> str:
 
 
 def _find_checkpoints(root: Path) -> dict[str, CheckpointSteps]:
-    """Return the checkpoint directories by role and step."""
+    """Return the checkpoint directories below `root` by role and step."""
     if not root.is_dir():
         return {}
     own = _find_steps(root)
@@ -320,7 +325,7 @@ def _find_steps(folder: Path) -> CheckpointSteps:
 
 
 def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> CheckpointError:
-    """Return the error for a directory without a model."""
+    """Return the error for a directory that has neither a model nor checkpoints."""
     run = next((each for each in (place, *place.parents) if (each / RUN_CONFIG).is_file()), None)
     if run is not None:
         return CheckpointError(
@@ -340,9 +345,9 @@ def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> Checkpo
 
 
 def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
-    """Return the run for a name `E/T` that lacks the folder `runs/`, or None.
+    """Return the run that a name `E/T` without the folder `runs/` refers to, or None.
 
-    A run does not find itself in this way.
+    The run that is being resumed is not considered.
     """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None

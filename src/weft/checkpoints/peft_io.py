@@ -1,9 +1,10 @@
 """Read and write adapters in PEFT's format: `adapter_model.safetensors`, `adapter_config.json`.
 
-weft has one adapter per unfused layer. If the checkpoint fuses several layers (phi3's qkv, GPT-2's
-c_attn), their adapters are saved as one, whose rank is the sum of their ranks: A is stacked, B is
-block-diagonal, and `rank_pattern` and `alpha_pattern` preserve the scale. Both directions are
-exact. A stack of experts has one adapter per expert, under the checkpoint's names.
+weft has one adapter, with the matrices A and B, per unfused layer. If the checkpoint fuses several
+layers (phi3's qkv, GPT-2's c_attn), their adapters are saved as one, whose rank is the sum of their
+ranks: A is stacked, B is block-diagonal, and `rank_pattern` and `alpha_pattern` preserve the scale.
+Reading and writing are exact. A stack of experts has one adapter per expert, under the checkpoint's
+names.
 
 PEFT unties the modules in `modules_to_save`: an embedding that is also the output matrix is stored
 under both names.
@@ -57,9 +58,9 @@ def save_adapter(
 ) -> None:
     """Write the adapters among `parameters` in PEFT's format.
 
-    `parameters` have canonical names, including `lora_a` and `lora_b`; `scales` are by layer, and
-    `base` is the base model. A value or score head is saved with them, as PEFT's `modules_to_save`;
-    with `whole`, the embedding and the output matrix are saved, too.
+    `parameters` have canonical names, including `lora_a` and `lora_b`. `scales` maps each adapted
+    layer to its scale, and `base` names the base model. A value or score head is saved as well, in
+    PEFT's `modules_to_save`. With `whole`, so are the embedding and the output matrix.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ def save_adapter(
 def _export(
     keymap: KeyMap, parameters: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Yield (module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
+    """Yield (module name in the checkpoint, A [r, in], B [out, r], scale) for every adapter."""
     for hf, keys in keymap.group_by_hf_name().items():
         held = []
         for key in keys:
@@ -130,9 +131,9 @@ def _find_modules_to_save(
 ) -> dict[str, str]:
     """Map names in the checkpoint to the parameters that are saved in full with the adapters.
 
-    An embedding that is also the output matrix has the names of both. The output matrix is also
-    saved as `lm_head`: PEFT uses the names of modules, and in transformers 5 that is its module's
-    name for every family, regardless of the names in checkpoints.
+    An embedding that is also the output matrix is saved under both names. The output matrix is also
+    saved as `lm_head`: PEFT uses module names, and in transformers 5 the output module of every
+    family has this name, whatever its name in checkpoints.
     """
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
@@ -149,9 +150,9 @@ def _find_modules_to_save(
 
 
 def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
-    """Return the names of the output matrix: in the family's checkpoints, and in transformers 5.
+    """Return the names of the output matrix in the family's checkpoints and in transformers 5.
 
-    They do not depend on whether it is tied to the embedding.
+    The names do not depend on whether the matrix is tied to the embedding.
     """
     family: Family = families.get(config.family)
     names = family.keymap(replace(config, tied=False)).group_by_hf_name()
@@ -159,9 +160,10 @@ def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
-    """Return the B of a fused layer from the B of its parts.
+    """Return the matrix B of a fused adapter, assembled from the B matrices of its layers.
 
-    Each part has its rows where the checkpoint has them, and its own columns.
+    `parts` are the B matrices of the layers `keys`. Each fills the rows that its layer has in the
+    checkpoint's fused weight, and columns that no other layer uses; the rest is 0.
     """
     first = keys[0].fused
     assert first is not None
@@ -178,7 +180,7 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
 
 
 def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Return `r` and `lora_alpha` of most modules, and patterns for the others."""
+    """Return `r` and `lora_alpha` of most modules, and patterns for the exceptions."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {}
     for module, pair in ranks.items():
@@ -256,7 +258,10 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
-    """Check that settings used in computations are numbers, and patterns map module names."""
+    """Check that numeric settings are valid numbers and that alpha patterns are valid patterns.
+
+    Raises `CheckpointError` otherwise.
+    """
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(
@@ -291,11 +296,11 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
 def load_adapted(
     base: str | Path, adapter: str | Path, head: Head, dtype: torch.dtype, *, exact: bool = False
 ) -> Transformer:
-    """Load the model that PEFT computes: `base` with the adapters of a PEFT directory attached.
+    """Load the model that PEFT would compute: `base` with the adapters of the directory `adapter`.
 
-    The vocabulary grows to that of the saved embedding. An output matrix that differs from the
-    embedding, by its own values or because only the embedding was saved, gets its own parameter in
-    a model that ties the two. `exact` as for `load_adapter`.
+    The vocabulary is resized to that of the saved embedding. If the base model ties the embedding
+    and the output matrix, they are untied if their saved values differ or only one of them was
+    saved. `exact` has the same meaning as for `load_adapter`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -309,9 +314,9 @@ def load_adapted(
 def _adjust_config(
     files: weight_files.WeightFiles, config: TransformerConfig, head: Head
 ) -> TransformerConfig:
-    """Return the base's configuration, adapted to the tensors in an adapter's files.
+    """Return the base model's configuration, adjusted to the tensors in an adapter's files.
 
-    The vocabulary size and the tying of the output matrix can differ from the base's.
+    These can have another vocabulary size, and an output matrix that is not tied to the embedding.
     """
     family: Family = families.get(config.family)
     saved = _find_modules_to_save(family, replace(config, tied=False), head, True)
@@ -330,9 +335,9 @@ def _adjust_config(
 
 
 def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
-    """Return the network with another vocabulary size or an untied output matrix.
+    """Return a copy of the network for `config`, with resized vocabulary or untied output matrix.
 
-    The adapter fills the new rows.
+    New rows are left for the adapter's tensors to fill.
     """
     held = find_canonical_values(network)
     embed = held["embed.weight"]
@@ -350,7 +355,7 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
 def find_replaced_parameters(directory: str | Path, network: Transformer) -> dict[str, str]:
     """Map the full tensors in an adapter directory to the parameters that they replace.
 
-    They are, for example, a score head and an embedding.
+    Full tensors are, for example, a score head or an embedding.
     """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
@@ -365,8 +370,9 @@ def find_replaced_parameters(directory: str | Path, network: Transformer) -> dic
 def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = False) -> None:
     """Attach the adapters of a PEFT directory to `network`, and load its full tensors.
 
-    With `exact`, the adapters have the dtype of their file, for merging; otherwise that of the
-    weights, for computing. Raises `CheckpointError` for tensors that the network does not have.
+    With `exact`, the adapters keep the dtype of their file, which is needed for merging. Otherwise
+    they have the dtype of the weights. Raises `CheckpointError` for tensors that the network does
+    not have.
     """
     folder = Path(directory)
     settings = read_adapter_config(folder)
@@ -439,7 +445,10 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
 
 
 def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transformer) -> None:
-    """Raise `CheckpointError` if a tied parameter is stored under one name or with two values."""
+    """Raise `CheckpointError` if an adapter's files would untie a tied embedding.
+
+    This is the case if the embedding or the output matrix is missing, or if their values differ.
+    """
     if not network.config.tied or network.kind != "lm":
         return
     held = find_replaced_parameters(file.parent, network)
@@ -467,7 +476,7 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
 def _compute_scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023).
 
-    A pattern in the settings can set alpha for the module.
+    A matching `alpha_pattern` in the settings determines alpha for the module.
     """
     alpha = settings["lora_alpha"]
     for pattern, value in (settings.get("alpha_pattern") or {}).items():
@@ -486,7 +495,10 @@ def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 
 
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one layer's share of a fused adapter, without the ranks that are 0 in its rows."""
+    """Return the matrices (A, B) of one layer of a fused adapter.
+
+    Ranks whose columns of B are 0 in all of the layer's rows are left out.
+    """
     if key.fused is None:
         return a, b
     size = key.fused.blocks * key.fused.sizes[key.fused.index]

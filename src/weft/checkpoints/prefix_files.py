@@ -18,7 +18,8 @@ TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 class PrefixSettings:
     """Settings of a trained prefix.
 
-    `num_tokens` is its length; `base` is the directory or hub name of its base model.
+    `num_tokens` is the number of prefix tokens. `base` is the directory or hub name of the model
+    that the prefix belongs to.
     """
 
     num_tokens: int
@@ -26,15 +27,15 @@ class PrefixSettings:
 
 
 def has_prefix(path: str | Path | None) -> bool:
-    """Return whether a path is a directory with a prefix in it.
+    """Return whether `path` is a directory that contains a trained prefix.
 
-    Raises `CheckpointError` for settings that cannot be read.
+    Raises `CheckpointError` if the directory's settings cannot be read.
     """
     return path is not None and read_prefix(path) is not None
 
 
 def read_prefix(path: str | Path) -> PrefixSettings | None:
-    """Return the settings of the prefix in a directory, or None if there is none.
+    """Return the settings of the trained prefix in a directory, or None if it contains none.
 
     Raises `CheckpointError` for a prefix that weft does not support.
     """

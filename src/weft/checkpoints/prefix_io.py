@@ -1,8 +1,8 @@
 """Read and write a trained prefix in PEFT's format.
 
 The files are `adapter_config.json` and `adapter_model.safetensors`. The latter contains
-`prompt_embeddings` [tokens, layers x 2 x kv_heads x head_dim]: one row per token with its keys and
-values, layer by layer.
+`prompt_embeddings` [tokens, layers x 2 x kv_heads x head_dim]: each row has the keys and values of
+one prefix token, layer by layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is that in t
 
 
 class PrefixReader:
-    """Reader of a trained prefix and its score head, if there is one, by canonical name."""
+    """Reader of a trained prefix and of its score head, if any, by canonical name."""
 
     def __init__(
         self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str
@@ -51,13 +51,13 @@ class PrefixReader:
             )
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the parameter `name` belongs to the prefix."""
+        """Return whether the parameter `name` is stored with the prefix."""
         return isinstance(name, str) and (
             is_prefix(name) or (name == "score.weight" and self._score in self._files.names)
         )
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """Return `parameter[where]` in the dtype of the file."""
+        """Return the slice `where` of a parameter, in the dtype of the file."""
         if name == "score.weight":
             return self._files.read(self._score, where)
         layer = int(name.split(".")[1])
@@ -75,10 +75,10 @@ def save_prefix(
     base: str,
     score: str,
 ) -> None:
-    """Write the prefix among `parameters` (canonical names), and a value or score head.
+    """Write the prefix among `parameters` (canonical names), and a value or score head if present.
 
-    `score` is the head's name in the checkpoint; `base` is the base model. Raises `RunError` if
-    writing fails.
+    `base` names the base model, and `score` is the name of the head in the checkpoint. Raises
+    `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

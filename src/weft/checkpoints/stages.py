@@ -1,4 +1,4 @@
-"""Split a model directory into one file per pipeline stage, with the same bytes per tensor."""
+"""Split a model directory into one file per pipeline stage, without changing the tensors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WEIGHTS = (
 def partition(
     source: str | Path, target: Path, num_stages: int, type: str | None = None
 ) -> list[int]:
-    """Write a model to `target` with one file per pipeline stage, and return the files' bytes.
+    """Write a model to `target` with one file per pipeline stage; return the size of each in bytes.
 
     `source` is a model directory or hub name; `transformers` and weft load the result like the
-    original. A tensor of several stages (a tied embedding) is in the file of the first. Raises
-    `ConfigError` if there are fewer layers than stages, and `CheckpointError` for an unreadable
-    directory.
+    original. A tensor that several stages need (a tied embedding) is in the file of the first one.
+    Raises `ConfigError` if there are fewer layers than stages, and `CheckpointError` if the
+    directory cannot be read.
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
@@ -82,7 +82,7 @@ def _open_reader(source: str | Path, type: str | None) -> ParameterReader:
 
 
 def _assign_names(reader: ParameterReader, num_stages: int) -> list[list[str]]:
-    """Return the stored names of each stage, in the order of the files."""
+    """Return the names of each stage's tensors, in file order."""
     config = reader.config
     family = reader.family
     known: dict[str, int] = {}
@@ -104,7 +104,8 @@ def _assign_names(reader: ParameterReader, num_stages: int) -> list[list[str]]:
 def _find_stage(name: str, known: dict[str, int]) -> int:
     """Return the stage of a tensor that is not a parameter, such as a buffer.
 
-    It is the stage of the parameter whose name has the longest common beginning.
+    This is the stage of the parameter whose dotted name has the most leading parts in common with
+    `name`.
     """
 
     def count_common_parts(other: str) -> int:
@@ -115,5 +116,5 @@ def _find_stage(name: str, known: dict[str, int]) -> int:
 
 
 def describe(sizes: Sequence[int]) -> str:
-    """Return the size of each stage as text."""
+    """Return a text that lists the size of each stage."""
     return ", ".join(f"stage {stage} {size / 2**20:,.1f} MiB" for stage, size in enumerate(sizes))

@@ -1,9 +1,9 @@
 """Write a model store for NVIDIA Triton.
 
-It consists of `NAME/1/model.pt`, a TorchScript module for any length, and `NAME/config.pbtxt`.
-Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded at the end. A reward model
-returns `rewards` [B, 1]. A policy returns `logits` [B, T, V] and `logprobs` [B, T] of each token
-given the tokens before it (0 for the first token and for padding).
+It consists of `NAME/1/model.pt`, a TorchScript module for any sequence length, and
+`NAME/config.pbtxt`. Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded at the end.
+A reward model returns `rewards` [B, 1]. A policy returns `logits` [B, T, V], and `logprobs` [B, T]
+of each token given the preceding ones (0 for the first token and for padding).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" 
 def write(
     model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None
 ) -> Path:
-    """Write a Triton model store, and return the folder of the model in it.
+    """Write a Triton model store to `output`, and return the model's folder in it.
 
-    With a `padding` token, a score is read at the last other token. Raises `UserError` for a model
-    of the other kind, for attention with a window, and for an architecture whose TorchScript module
-    computes something else than the network.
+    If `padding` is given, a score is read at the last token with another id. Raises `UserError` if
+    the model is not of the kind `mode` ("rm" or "sft"), has layers with windowed attention, or
+    cannot be traced to TorchScript with equal outputs.
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -96,7 +96,7 @@ def write(
 
 
 class TracedRewardModel(nn.Module):
-    """Module that returns the score of the last token before padding, or of the mean over tokens."""
+    """Module that returns the score at the last token before padding, or of the mean over tokens."""
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class TracedRewardModel(nn.Module):
 
 
 class TracedLogProbs(nn.Module):
-    """Module that returns the log-probs of the tokens, and the logits."""
+    """Module that returns each token's log-prob, and the logits."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ class TracedLogProbs(nn.Module):
 
 
 def _build_arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Return arguments for a `transformers` model with the full mask [B, 1, T, T].
+    """Return arguments for a `transformers` model, with an explicit attention mask [B, 1, T, T].
 
-    With the full mask, no length becomes a constant of the exported module.
+    With the explicit mask, tracing does not turn a sequence length into a constant.
     """
     ids = input_ids.to(torch.int64)
     places = torch.ones_like(ids).cumsum(dim=1)
@@ -183,7 +183,7 @@ def _load(source: Path, mode: Mode) -> Any:
 
 
 def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return (token ids, attention mask) with padding at the end of all rows but the first."""
+    """Return random (token ids, attention mask); all rows but the first have padding at the end."""
     draws = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, vocab, (rows, tokens), generator=draws, dtype=torch.int32)
     lengths = torch.tensor([max(1, tokens - 2 * row) for row in range(rows)])
@@ -193,7 +193,7 @@ def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _trace(module: nn.Module, vocab: int, model: str) -> Any:
-    """Return the module in TorchScript, compared with the original at other sizes.
+    """Trace the module to TorchScript and compare it with the original for other input sizes.
 
     Raises `CheckpointError` if it cannot be traced, or if the outputs differ.
     """
@@ -216,7 +216,7 @@ def _trace(module: nn.Module, vocab: int, model: str) -> Any:
 
 
 def _measure_difference(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
-    """Return the largest absolute difference between the outputs of two modules."""
+    """Return the largest absolute difference between two modules' outputs for `inputs`."""
     outputs = one(*inputs)
     again = other(*inputs)
     if isinstance(outputs, Tensor):

@@ -1,7 +1,7 @@
-"""Read and write tensors in safetensors files, single or sharded with an index, by slices.
+"""Read and write tensors in safetensors files, either a single file or shards with an index.
 
-No pickled code is executed: `.bin` checkpoints are read by `torch.load(weights_only=True)`, which
-refuses anything but tensors.
+Slices of tensors can be read on their own. No pickled code is executed: `.bin` checkpoints are read
+by `torch.load(weights_only=True)`, which refuses anything but tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_NAME_LENGTH = 200  # maximum characters of a tensor's name in a message
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location of one tensor in a file."""
+    """Location, dtype and shape of a tensor in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -60,14 +60,15 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """Position of the byte after the tensor."""
+        """Offset of the first byte after the tensor."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightFiles:
-    """Tensors of a model directory; `bytes_read` counts the bytes read, without headers.
+    """Tensors in the weight files of a model directory.
 
-    Raises `CheckpointError` if there are no weights, a shard is missing or a file is truncated.
+    `bytes_read` counts the bytes of tensors read so far, without headers. The constructor raises
+    `CheckpointError` if there are no weights, a shard is missing or a file is truncated.
     """
 
     def __init__(self, directory: Path, single: str = SINGLE) -> None:
@@ -91,7 +92,7 @@ class WeightFiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the largest number of elements."""
+        """Dtype that most elements have."""
         counts: Counter[torch.dtype] = Counter()
         for stored in self.tensors.values():
             counts[stored.dtype] += math.prod(stored.shape)
@@ -105,9 +106,9 @@ class WeightFiles:
         return self.tensors[name].shape
 
     def check_floats(self, names: Iterable[str]) -> None:
-        """Raise `CheckpointError` if one of these tensors has integers.
+        """Raise `CheckpointError` if one of the tensors `names` is not floating-point.
 
-        Packed or damaged weights do.
+        Packed (quantized) and damaged weights can have integers.
         """
         for name in names:
             if name in self._pickle_tensors:
@@ -122,7 +123,7 @@ class WeightFiles:
                 )
 
     def find_not_finite(self) -> str | None:
-        """Return a message on the first tensor with a NaN or an infinity, or None.
+        """Return a message about the first tensor with NaN or infinite values, or None.
 
         Reads all tensors.
         """
@@ -135,7 +136,7 @@ class WeightFiles:
         return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """Return `tensor[where]` in its stored dtype; only these bytes are read."""
+        """Return the slice `where` of a tensor in its stored dtype, reading only these bytes."""
         if name in self._pickle_tensors:
             return (
                 self._pickle_tensors[name] if where is None else self._pickle_tensors[name][where]
@@ -166,7 +167,7 @@ class WeightFiles:
 
 
 def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, number of bytes) of each contiguous range that `where` covers, in order."""
+    """Yield (first byte, number of bytes) of each contiguous range of the slice `where`, in order."""
     shape = stored.shape
     size = stored.dtype.itemsize
     whole_from = len(shape)  # dimensions from here on are read in full
@@ -188,9 +189,9 @@ def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int,
 
 
 def _read_index(index: Path) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file, according to an index.
+    """Return the names of the tensors in each file, according to an index file.
 
-    Raises `CheckpointError` if it names files in another directory.
+    Raises `CheckpointError` if the index names files in another directory.
     """
     places = read_object(index, str(index), CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not places:
@@ -208,9 +209,9 @@ def _read_index(index: Path) -> dict[str, list[str]]:
 def _select_tensors(
     tensors: dict[str, StoredTensor], names: list[str], index: Path
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a file that the index assigns to it.
+    """Return the tensors of a file that the index assigns to it; others are ignored.
 
-    Raises `CheckpointError` if one is missing; further tensors are ignored.
+    `names` are the assigned tensors. Raises `CheckpointError` if the file lacks one of them.
     """
     for name in names:
         if name not in tensors:
@@ -222,11 +223,11 @@ def _select_tensors(
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, from its header.
+    """Return the tensors that the header of a safetensors file describes.
 
-    The file has 8 bytes with the header's length, the header in JSON, and the tensors. Raises
+    The file consists of the header's length (8 bytes), the header in JSON, and the tensors. Raises
     `CheckpointError` if a tensor's size does not match its shape and dtype, if two tensors overlap,
-    or if bytes belong to no tensor: the file is damaged, or another one was appended.
+    or if some bytes belong to no tensor: then the file is damaged, or another file was appended.
     """
     if not file.exists():
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
@@ -285,7 +286,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises `ValueError` if a key occurs twice."""
+    """Return the dictionary of a JSON object. Raises `ValueError` if a key occurs twice."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         twice = next(
@@ -303,7 +304,11 @@ def _end(entry: Any) -> int | None:
 
 
 def _parse_entry(file: Path, name: str, entry: Any, first: int) -> StoredTensor:
-    """Return the tensor of a header entry; `first` is the position of the first tensor byte."""
+    """Return the tensor that the header entry `entry` describes.
+
+    `first` is the offset of the first tensor byte in the file. Raises `CheckpointError` for an
+    invalid entry.
+    """
     if len(name) <= MAX_NAME_LENGTH:
         name_shown = name
     else:
@@ -340,7 +345,7 @@ def _is_shape(values: Any) -> bool:
 
 
 def _load_old(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a `.bin` checkpoint, loaded without executing pickled code."""
+    """Return all tensors of a `.bin` checkpoint, loaded without executing pickled code."""
     if (directory / OLD_INDEX).is_file():
         files = list(_read_index(directory / OLD_INDEX))
     elif (directory / OLD_SINGLE).is_file():
@@ -380,7 +385,7 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether a `.bin` file is an archive; older files are a sequence of pickles."""
+    """Return whether a `.bin` file is a zip archive; files of old torch versions are not."""
     with file.open("rb") as handle:
         return handle.read(4) == b"PK\x03\x04"
 
@@ -397,9 +402,9 @@ def write(
 ) -> None:
     """Write the tensors as `model.safetensors`, or as shards with an index.
 
-    `sizes` are the bytes of each tensor, in the order of `tensors`, so that only one shard is in
-    memory at a time. No file is larger than `shard_bytes`, unless a single tensor is. Each file has
-    a temporary name until it is complete.
+    `sizes` has the number of bytes of each tensor, in the order of `tensors`, so that only one
+    shard is in memory at a time. No file exceeds `shard_bytes`, except for a single tensor that is
+    larger. Each file has a temporary name until it is complete.
     """
     shards = _split_shards(sizes, shard_bytes)
     if len(shards) == 1:

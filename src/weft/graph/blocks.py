@@ -1,4 +1,7 @@
-"""State per id, stored once for all ids that share it, so that cost grows with groups of ids."""
+"""State per id, stored once for each block of ids that share it.
+
+Its cost therefore grows with the number of blocks, not with the number of ids.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class StateBlock(Generic[T]):
-    """Ids that share the state `state`."""
+    """Block of ids that share one `state`."""
 
     ids: dict[str, None]
     state: T
 
 
 class StateBlocks(Generic[T]):
-    """Map from ids to shared states.
+    """Map from ids to states, in which all ids of a block share one state.
 
-    `new` makes the state of new ids, `copy` that of ids split off from their block.
+    `new` creates the state of new ids; `copy` copies a state when ids are split off from a block.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
@@ -30,7 +33,7 @@ class StateBlocks(Generic[T]):
         self._all_blocks: dict[StateBlock[T], None] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the ids in order of arrival."""
+        """Iterate over the ids in the order in which they were added."""
         return iter(self._block_of_id)
 
     def __contains__(self, id: object) -> bool:
@@ -43,16 +46,16 @@ class StateBlocks(Generic[T]):
         return self._block_of_id[id].state
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Iterate over (id, state) in order of arrival."""
+        """Iterate over (id, state) in the order in which the ids were added."""
         return ((id, block.state) for id, block in self._block_of_id.items())
 
     @property
     def blocks(self) -> Collection[StateBlock[T]]:
-        """All blocks."""
+        """All blocks, in the order in which they were created."""
         return self._all_blocks.keys()
 
     def list_ids(self, blocks: Collection[StateBlock[T]]) -> list[str]:
-        """Return the ids in these blocks, in order of arrival."""
+        """Return the ids in these blocks, in the order in which they were added."""
         if len(blocks) == 1:
             result: list[str] = []
             for block in blocks:
@@ -65,7 +68,7 @@ class StateBlocks(Generic[T]):
         return []
 
     def group_by_block(self, ids: Sequence[str]) -> dict[StateBlock[T] | None, list[str]]:
-        """Group these ids by block, keeping their order; unknown ids are under None."""
+        """Group the ids by block, keeping their order; ids without a block are grouped under None."""
         get = self._block_of_id.get
         parts = dict[StateBlock[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
@@ -84,7 +87,11 @@ class StateBlocks(Generic[T]):
         return parts
 
     def separate_states(self, ids: Sequence[str]) -> list[T]:
-        """Return the states of exactly these ids, splitting blocks where needed; may be modified."""
+        """Return one state per block of these ids, which the caller can modify.
+
+        Blocks that also contain other ids are split first, so that the states belong to exactly
+        these ids. New ids get a new block.
+        """
         states = []
         for block, chosen in self.group_by_block(ids).items():
             if block is not None and len(chosen) == len(block.ids):
@@ -102,7 +109,7 @@ class StateBlocks(Generic[T]):
         return states
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
-        """Remove these ids; yield (state, removed ids, whether the block is empty)."""
+        """Remove the ids; yield (state, removed ids, True if the block is now empty) per block."""
         for block, chosen in self.group_by_block(
             [id for id in ids if id in self._block_of_id]
         ).items():

@@ -1,8 +1,9 @@
 """SVG drawing of a dataflow graph, without graphviz.
 
-Calls are colored by role, host functions are hexagons, edges are labeled with keys. Solid lines
-carry keys; pale lines do too, to a node that is also reachable through others (keys shown on
-hover). Dashed lines show which calls wait for new weights, dotted lines parameter syncs.
+Model function calls are colored by role, host functions are hexagons, and edges are labeled with
+keys. Solid lines carry keys. Pale lines also carry keys, but lead to a node that is reachable
+through other nodes as well; their keys are shown on hover. Dashed lines show which calls wait for
+new weights, and dotted lines show parameter syncs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def to_svg(graph: DataflowGraph) -> str:
 
 @dataclass(frozen=True)
 class _SideLine:
-    """Line outside of the layers, from the side of `source` up or down to the side of `target`."""
+    """Line that runs outside the layers, from the side of node `source` to the side of `target`."""
 
     source: str
     target: str
@@ -45,7 +46,7 @@ class _SideLine:
 
 
 class _GraphDrawing:
-    """Layout of one graph, and its elements as SVG."""
+    """Layout of one graph and its rendering as SVG."""
 
     def __init__(self, graph: DataflowGraph) -> None:
         self._graph = graph
@@ -107,9 +108,9 @@ class _GraphDrawing:
         return self._compute_y(self._positions.layer[name])
 
     def _compute_ends(self, pair: Pair) -> tuple[Point, Point]:
-        """Return the points where an edge leaves its source and meets its target.
+        """Return the points where an edge leaves its source and reaches its target.
 
-        Edges at a node are spread out in the order of their directions.
+        The edges of a node are spread out in the order of their directions.
         """
         source, target = pair
         outs = sorted({self._compute_direction(p, 0) for p in self._edges if p[0] == source})
@@ -143,7 +144,10 @@ class _GraphDrawing:
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """Return -1 (left) or 1 (right) per lane: the side nearer to its ends, alternating on ties."""
+        """Return the side of each side line, -1 (left) or 1 (right).
+
+        A line is on the side that is nearer to its ends; ties are resolved alternately.
+        """
         sides: list[int] = []
         for lane in self._side_lines:
             middle = (
@@ -167,7 +171,10 @@ class _GraphDrawing:
         return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(title)}</title></path>'
 
     def _render_label(self, pair: Pair) -> str:
-        """Return the label with the edge's keys, near the end where lines are further apart."""
+        """Return the label with the keys of the edge `pair`.
+
+        It is placed near the end at which fewer edges meet, where lines are further apart.
+        """
         points = self._compute_points(pair)
         fan_out = sum(1 for p in self._edges if p[0] == pair[0] and p not in self._implied_edges)
         fan_in = sum(1 for p in self._edges if p[1] == pair[1] and p not in self._implied_edges)
@@ -248,7 +255,7 @@ class _GraphDrawing:
         return list(self._hues).index(node.role) if isinstance(node, MFCDef) else -1
 
     def _render_legend(self, y: float) -> Iterator[str]:
-        """Yield the legend of the line styles in use."""
+        """Yield the legend entries of the line styles in use, at height `y`."""
         kinds = [("edge", "keys")] if self._edges else []
         kinds += [("edge pale", "keys read later")] if self._implied_edges else []
         kinds += (
@@ -282,7 +289,7 @@ class _GraphDrawing:
 
 
 def describe(node: Node | None) -> str:
-    """Describe a node in words, with the keys that it reads and makes."""
+    """Return a description of a node in words, with the keys that it reads and outputs."""
     if node is None:
         return "dataset: the rows"
     if isinstance(node, HostFunction):
@@ -293,7 +300,7 @@ def describe(node: Node | None) -> str:
 
 
 def shorten_keys(keys: Sequence[str]) -> str:
-    """Return a label of keys that fits on an edge: `prompt, completion +3`."""
+    """Return a label for `keys` that is short enough for an edge, such as `prompt, completion +3`."""
     shown_keys = list(keys)
     while (
         len(shown_keys) > 1
@@ -305,7 +312,7 @@ def shorten_keys(keys: Sequence[str]) -> str:
 
 
 def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
-    """Yield the version edges, each replaced by the parameter sync that causes it, if any."""
+    """Yield a line per version edge; for an edge caused by a parameter sync, a line for the sync."""
     roles = {}
     for node in graph.nodes:
         if isinstance(node, MFCDef):
@@ -332,13 +339,13 @@ def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
 
 
 def _compute_fan_offset(index: int, count: int) -> float:
-    """Return the horizontal offset of one of `count` lines at a node."""
+    """Return the horizontal offset of line `index` among the `count` lines at a node."""
     step = min(16.0, (WIDTH - 60) / max(1, count - 1))
     return (index - (count - 1) / 2) * step
 
 
 def _draw_smooth_path(points: Sequence[Point]) -> str:
-    """Return a smooth path that leaves and arrives vertically."""
+    """Return a smooth SVG path through the points that starts and ends vertically."""
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if abs(x1 - x0) < 0.5:
@@ -373,7 +380,10 @@ def _draw_cylinder(x: float, y: float) -> str:
 
 
 def _fit(text: str, letter: float) -> str:
-    """Return attributes that squeeze a text wider than its node."""
+    """Return SVG attributes that squeeze `text` if it is wider than its node, else nothing.
+
+    `letter` is the assumed width of a letter.
+    """
     room = WIDTH - 20
     if len(text) * letter > room:
         return f' textLength="{room}" lengthAdjust="spacingAndGlyphs"'
@@ -405,7 +415,7 @@ STYLE = (
 
 
 def _build_color_rules(hues: Mapping[str, ColourPair], ground: str) -> str:
-    """Return the color rules for a light or dark background."""
+    """Return the CSS color rules for a `ground` (background) that is "light" or "dark"."""
     dark = ground == "dark"
     paper, ink, quiet, line, pale = (
         ("#191b21", "#eceef2", "#a3a9b6", "#868d9b", "#4a505d")

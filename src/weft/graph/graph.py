@@ -1,4 +1,4 @@
-"""Dataflow graph: key edges between nodes, and version edges from training to calls."""
+"""Dataflow graph: key edges between nodes, and version edges from training nodes to calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class KeyEdge:
-    """Keys of `producer` that `consumer` reads; `producer` is `dataset` for keys of the rows."""
+    """Edge for the keys that `consumer` reads from `producer`, a node or `dataset`."""
 
     producer: str
     consumer: str
@@ -25,8 +25,8 @@ class KeyEdge:
 class VersionEdge:
     """Dependency of the call `consumer` on weights that the node `producer` trains or syncs.
 
-    At most `max_staleness` firings of `producer` may lie between the weights that `consumer` used
-    for an id and those that `producer` starts from when it processes that id.
+    When `producer` processes an id, the weights that `consumer` used for that id may be at most
+    `max_staleness` firings of `producer` older than the weights that `producer` starts from.
     """
 
     producer: str
@@ -36,12 +36,14 @@ class VersionEdge:
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """Nodes connected by the keys that they make and read.
+    """Dataflow graph: nodes connected by the keys that they read and output.
 
-    `dataset_keys` are the keys of the rows; a key made by a node takes precedence.
+    `dataset_keys` are the keys of the dataset's rows. If a node outputs a key of the same name,
+    other nodes read the node's output.
 
-    Raises `GraphError` on construction for duplicate names, a key made twice, a missing key (naming
-    the node that reads it and all keys), a cycle, or a parameter sync from or after a missing node.
+    The constructor raises `GraphError` for duplicate node names, a key that two nodes output, a key
+    that a node requires but nothing provides (the message lists all keys), a cycle, or a parameter
+    sync that refers to a missing node.
     """
 
     nodes: Sequence[Node]
@@ -66,17 +68,19 @@ class DataflowGraph:
         )
 
     def get_node(self, name: str) -> Node:
-        """Return the node called `name`. Raises `ConfigError` with the nearest names."""
+        """Return the node called `name`. Raises `ConfigError`, which suggests similar names."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise build_unknown_name_error("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
-        """Return the graph with `new` after the node `name`, replacing the keys that both make.
+        """Return the graph with `new` inserted after the node `name`.
 
-        `new` reads the replaced keys from the edges `{key}_before_{new.name}`. A `batch_size` of 0
-        is set to that of the node. Raises `GraphError` if `new` reads none of the node's keys.
+        If both nodes output a key, the graph's key comes from `new`. The key of node `name` is then
+        called `{key}_before_{new.name}` on the edges, under which name `new` reads it. If `new` has
+        `batch_size` 0, it gets the batch size of node `name`. Raises `GraphError` if `new` reads
+        none of the keys of node `name`.
         """
         old = self.get_node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
@@ -106,17 +110,21 @@ class DataflowGraph:
         return replace(self, nodes=nodes)
 
     def find_producers(self, consumer: str) -> tuple[str, ...]:
-        """Return the nodes whose keys `consumer` reads, also optionally, in topological order."""
+        """Return the nodes whose keys `consumer` reads, in topological order.
+
+        Includes the producers of optional keys.
+        """
         producers = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
         return tuple(name for name in self.order if name in producers)
 
     def find_version_edges(self, consumer: str) -> tuple[VersionEdge, ...]:
-        """Return the version edges into `consumer`."""
+        """Return the version edges that end at the call `consumer`."""
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def find_refilling_filter(self, edge: VersionEdge) -> HostFunction | None:
-        """Return the filter between the edge's call and training node that refills in whole
-        batches.
+        """Return the first filter on a version edge's path that refills in whole batches, or None.
+
+        The path leads from the edge's call (`consumer`) to its training node (`producer`).
         """
         between = self._find_consumers(edge.consumer) & {
             n for n in self.order if edge.producer in self._find_consumers(n)
@@ -128,7 +136,7 @@ class DataflowGraph:
         return filters[0] if filters else None
 
     def _find_consumers(self, name: str) -> set[str]:
-        """Return every node that reads keys of `name`, directly or through others."""
+        """Return all nodes that depend on keys of node `name`, directly or through other nodes."""
         consumers = set[str]()
         front = [name]
         while front:
@@ -139,11 +147,11 @@ class DataflowGraph:
         return consumers
 
     def list_model_calls(self) -> tuple[MFCDef, ...]:
-        """Return the model function calls, without host functions."""
+        """Return the nodes that are model function calls."""
         return tuple(n for n in self.nodes if isinstance(n, MFCDef))
 
     def find_required_dataset_keys(self) -> dict[str, str]:
-        """Return required key -> first node that reads it, for keys that no node makes."""
+        """Return the required keys that no node outputs, each with the first node that reads it."""
         produced_keys = set(_find_makers(self.nodes))
         required: dict[str, str] = {}
         for node in self.nodes:
@@ -188,7 +196,10 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def _find_makers(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return key on an edge -> node that makes it."""
+    """Return the node that outputs each key, by the key's name on the edges.
+
+    Raises `GraphError` if two nodes output the same key.
+    """
     makers: dict[str, str] = {}
     for node in nodes:
         for key in node.outputs:
@@ -232,7 +243,10 @@ def _build_missing_key_error(
 
 
 def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tuple[str, ...]:
-    """Sort the names topologically; independent nodes keep the given order."""
+    """Return the node names in topological order; independent nodes keep their given order.
+
+    Raises `GraphError` if the graph has a cycle.
+    """
     waiting = {}
     for n in nodes:
         waiting[n.name] = {e.producer for e in edges if e.consumer == n.name} - {DATASET}
@@ -249,9 +263,10 @@ def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tupl
 
 
 def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]) -> GraphError:
-    """Return the error for a cycle, found by walking back from any remaining node.
+    """Return the error for a graph with a cycle, which it describes.
 
-    Every remaining node has a remaining producer.
+    `waiting` maps each remaining node to its remaining producers. Every such node has at least one,
+    so walking backwards from any of them finds a cycle.
     """
     path = [next(iter(waiting))]
     while path.count(path[-1]) < 2:
@@ -265,7 +280,10 @@ def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]
 
 
 def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
-    """Check a sync and set `after` to the node that trains the source, if it is empty."""
+    """Return the sync after checks; an empty `after` becomes the node that trains the source role.
+
+    Raises `GraphError` for an invalid sync.
+    """
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     after = sync.after or next((n.name for n in calls if n.role == sync.source and n.trains), "")
     if after not in {n.name for n in nodes}:
@@ -292,7 +310,7 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
 def _build_version_edges(
     nodes: Sequence[Node], syncs: Sequence[ParamSync]
 ) -> Iterable[VersionEdge]:
-    """Yield an edge from each node that changes a role's weights to each other call of it."""
+    """Yield an edge from each node that changes a role's weights to each call that uses them."""
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     changes = {(n.name, n.role): None for n in calls if n.trains} | {
         (s.after, s.target): None for s in syncs

@@ -1,10 +1,10 @@
-"""Order in which scheduled firings start. Pure; the caller owns clocks and threads.
+"""Order in which scheduled firings start. The caller owns clocks and threads.
 
 `weft.graph.ready` decides in advance which nodes run, on which ids and in which order. A firing
-starts as soon as its inputs exist. Calls start in the order of these decisions, so the order of
-requests to a worker group does not depend on timing. If calls tolerate staleness
-(`max_staleness`), the order holds per role; if such calls have their own copy of the weights, it
-holds separately for them and for the role's other calls.
+starts as soon as its inputs exist. Calls start in the order of these decisions, so that the order
+of requests to a worker group does not depend on timing. If some calls tolerate staleness
+(`max_staleness`), the order is kept separately for each role; calls that have their own copy of the
+weights are ordered separately from the other calls of their role.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from weft.graph.ready import Firing, IdBuffer
 
 @dataclass(frozen=True)
 class FiringLaunch:
-    """Firing that can start.
+    """Firing that can start now.
 
-    `version` is set for calls with their own copy of the weights: the number of firings of the
-    training node after which the weights were copied; an interruptible call may use newer weights.
-    `needs_old_weights`: the firing trains, and waiting calls need the weights from before it.
+    For calls with their own copy of the weights, `version` is the version to use: the number of
+    firings of the training node after which the weights were copied. An interruptible call may use
+    newer weights. `needs_old_weights` is True if the firing trains and waiting calls still need the
+    weights from before it.
     """
 
     firing: Firing
@@ -43,10 +44,12 @@ class _QueuedFiring:
 
 
 class LaunchQueue:
-    """Firings that are decided and have not started.
+    """Queue of firings that are scheduled but have not started.
 
-    `over[node]` counts finished firings including their syncs; the caller updates it. `lanes` are
-    the calls that start independently of others of their role (`weft.runtime.separate_copies`).
+    `over[node]` is the number of the node's firings that have finished, including their syncs; the
+    caller updates it. `lanes` maps calls that have their own copy of the weights
+    (`weft.runtime.separate_copies`) to the lane in which they start in order, independently of
+    other calls of their role.
     """
 
     def __init__(
@@ -62,10 +65,10 @@ class LaunchQueue:
         return bool(self._waiting)
 
     def add(self, firing: Firing, buffer: IdBuffer) -> None:
-        """Add a firing, after `buffer.start`.
+        """Add a firing that has been recorded by `buffer.start`.
 
-        It starts after earlier firings of the same node, after the producers of its keys, and after
-        the training that its role's weights come from.
+        It will start after earlier firings of the same node, after the firings that produce its
+        keys, and after the training steps whose weights it uses.
         """
         # Finished firings that this one has to wait for.
         node = self._graph.get_node(firing.node)
@@ -97,7 +100,7 @@ class LaunchQueue:
         self._waiting.append(_QueuedFiring(firing, after, lane, version, wants))
 
     def take(self) -> list[FiringLaunch]:
-        """Remove and return the firings that can start now, in order."""
+        """Remove the firings that can start now, and return them in order."""
         begin: list[_QueuedFiring] = []
         left: list[_QueuedFiring] = []
         held = set[str]()

@@ -1,4 +1,4 @@
-"""Layered layout of a drawn graph: top to bottom, with few crossings and edges around nodes."""
+"""Layered layout of a graph for drawing: top to bottom, with few crossings, edges around nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Pair = tuple[str, str]
 class GraphPositions:
     """Positions of nodes and edges in a drawing.
 
-    `x` is the center of each node, `layer` its row, counted from 0 at the top, and `bends` the
-    (x, layer) points that each edge passes between its ends.
+    `x` maps each node to the position of its center, and `layer` to its row, counted from 0 at the
+    top. `bends` lists the (x, layer) points that each edge passes between its ends.
     """
 
     x: Mapping[str, float]
@@ -33,8 +33,9 @@ def lay_out_graph(
 ) -> GraphPositions:
     """Lay out an acyclic graph.
 
-    `names` are in topological order; the widths are those of a node and of a passing edge. Edges in
-    `bundled` with the same source share a trunk and branch above their targets.
+    `names` are in topological order. `node_width` is the width reserved for a node, and
+    `bend_width` the width reserved for an edge that passes through a layer. Edges in `bundled` with
+    the same source share a trunk and branch above their targets.
     """
     layer = compute_layers(names, edges)
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
@@ -65,7 +66,7 @@ def lay_out_graph(
 
 
 def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Return the layer of each node, one below the lowest of its sources; 0 without sources."""
+    """Return the layer of each node: one below its lowest source, or 0 without sources."""
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(
@@ -75,7 +76,10 @@ def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int
 
 
 def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
-    """Return the edges whose target is also reachable from their source through another node."""
+    """Return the edges whose target can also be reached from their source through other nodes.
+
+    `names` are in topological order.
+    """
     pairs = set(edges)
     below: dict[str, set[str]] = {}
     for name in reversed(names):
@@ -89,7 +93,11 @@ def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]
 
 
 def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
-    """Sort each row by the mean position of its neighbors, in sweeps; keep the best order found."""
+    """Reorder each row in place so that edges cross as little as possible.
+
+    In alternating sweeps down and up, each row is sorted by the mean position of the linked nodes
+    in the previous row. The best order found is kept.
+    """
     best = [list(row) for row in rows]
     fewest = _count_crossings(rows, links)
     for sweep in range(SWEEPS):
@@ -133,9 +141,9 @@ def _compute_coordinates(
     widths: Mapping[str, float],
     bend_width: float,
 ) -> dict[str, float]:
-    """Return the x of every node and bend, from 0.
+    """Return the x coordinate of every node and bend; the drawing starts at x = 0.
 
-    Each is near the mean of its neighbors, in the row's order, without overlap.
+    Each is near the mean of its neighbors, keeps its order in the row, and does not overlap others.
     """
     room = {}
     for row in rows:
@@ -174,9 +182,10 @@ def _compute_mean(values: Sequence[float], default: float) -> float:
 def _place_row(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
-    """Set positions nearest to the wished ones (least squares) that keep order and width.
+    """Set the positions `x` of a row as close to the `wished` ones as order and width allow.
 
-    Nodes that would overlap are merged into blocks that move together.
+    The distance is measured by least squares; `room` has the width of each node. Nodes that would
+    overlap are merged into blocks that move together.
     """
     blocks: list[tuple[list[str], float]] = []  # (names, x of the first name)
     for name in row:

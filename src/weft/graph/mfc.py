@@ -11,14 +11,17 @@ Method = Literal["generate", "inference", "train_step", "evaluate"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Hook that offloads weights or optimizer state to host memory, or loads them before the call."""
+    """Hook that offloads weights or optimizer state (`what`) to host memory after a call.
+
+    As a hook before a call, it loads them back to the device.
+    """
 
     what: Literal["weights", "optimizer"] = "weights"
 
 
 @dataclass(frozen=True)
 class Call:
-    """Hook that calls a registered function (`register_function`) as `fn(model, **args)`."""
+    """Hook that calls `fn(model, **args)`, where `fn` was registered by `register_function`."""
 
     function: str
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ParamSync:
-    """Update of a role's parameters after each firing of the node `after`.
+    """Update of the parameters of role `target` after each firing of the node `after`.
 
     target = eta * source + (1 - eta) * target.
     """
@@ -54,7 +57,10 @@ def _rename_keys(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ..
 
 
 class EdgeKeyNames:
-    """Key names of a node on the graph's edges; the node's fields have its own key names."""
+    """Names that a node's keys have on the edges of the graph, after the node's remaps.
+
+    The node's fields, such as `input_keys`, have the names before remapping.
+    """
 
     input_keys: Sequence[str]
     output_keys: Sequence[str]
@@ -69,7 +75,7 @@ class EdgeKeyNames:
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Optional input keys, as named on the graph's edges; read if they exist."""
+        """Optional input keys, as named on the graph's edges; they are read if they exist."""
         return _rename_keys(self.optional_keys, self.input_key_remap)
 
     @property
@@ -80,16 +86,18 @@ class EdgeKeyNames:
 
 @dataclass(frozen=True)
 class MFCDef(EdgeKeyNames):
-    """Model function call: one method of a role, its keys, and its number of ids per firing.
+    """Node that calls one method of a role's interface: a model function call.
 
-    `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's
-    edge (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read if a node or the dataset makes
-    them. `batch_size` 0 takes the loader's batches as they are (batches laid out by a token
-    budget). `cache` stores the outputs of a frozen role's inference on disk, so that an id is
-    computed once per run (or once for all runs that share `dataset.cache_dir`). `layout` and
-    `device_mesh` override the role's for this call; a call that trains uses the role's
-    (`Experiment.get_mesh`). `max_staleness` is the number of train steps by which its weights may
-    be outdated; an `interruptible` call may get newer weights while it runs.
+    `input_keys` and `output_keys` are the names that the interface uses; a remap maps them to names
+    on the graph's edges (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read if the dataset
+    or another node provides them. `batch_size` is the number of ids per firing; with 0, a firing
+    takes one batch of the loader as it is (used for batches laid out by a token budget).
+
+    `cache` stores the outputs of a frozen role's inference on disk, so that each id is computed
+    once per run, or once for all runs that share `dataset.cache_dir`. `layout` and `device_mesh`
+    override the role's own for this call; a call that trains uses the role's
+    (`Experiment.get_mesh`). `max_staleness` is the number of train steps by which the weights in
+    use may be outdated. An `interruptible` call may get newer weights while it runs.
     """
 
     name: str
@@ -120,16 +128,16 @@ class MFCDef(EdgeKeyNames):
 
 @dataclass(frozen=True)
 class HostFunction(EdgeKeyNames):
-    """Node without a role: CPU code on a whole batch.
+    """Node that runs a CPU function on a whole batch, without a role.
 
-    `function` is a registered name (see `docs/host-functions.md`).
+    `function` is a registered name (see `docs/host-functions.md`). A function that returns fewer
+    ids than it received is a filter; the loader then provides more rows.
 
-    It may return fewer ids than it received (a filter); the loader then provides more.
-    `refill_rounds` applies to calls before a filter that wait for new weights. Above 0, they take
-    whole batches until the training node has a full one, in at most `refill_rounds` rounds per
-    step. With 0, they take only as many ids as are missing, in ever smaller rounds.
-    `tokenizer_role` names the role whose tokenizer is `context.tokenizer`, for functions that read
-    text.
+    `refill_rounds` applies to calls before a filter that wait for new weights. If it is above 0,
+    these calls take whole batches until the training node has a full one, in at most
+    `refill_rounds` rounds per step. If it is 0, they take only as many ids as are missing, in ever
+    smaller rounds. `tokenizer_role` names the role whose tokenizer is `context.tokenizer`, for
+    functions that read text.
     """
 
     name: str

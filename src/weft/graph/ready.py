@@ -1,4 +1,7 @@
-"""Scheduling: which nodes can run next, and on which ids. Pure, without tensors or clocks."""
+"""Scheduling: find the nodes that can run next, and the ids to run them on.
+
+All functions work without tensors and clocks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from weft.graph.mfc import HostFunction
 
 @dataclass(frozen=True)
 class Firing:
-    """One run of a node on these ids, in loader order. `step` counts the node's firings from 0."""
+    """One run of the node `node` on `ids`, which are in loader order.
+
+    `step` counts the node's firings from 0.
+    """
 
     node: str
     ids: tuple[str, ...]
@@ -24,10 +30,11 @@ class Firing:
 
 @dataclass
 class IdState:
-    """State of an id in the graph.
+    """Progress of an id through the graph.
 
-    `keys` exist for the id, `started` maps each node that took it to the number of that firing, and
-    `finished` holds the nodes that have finished with it.
+    `keys` are the keys that exist for the id. `started` maps each node that has taken the id to the
+    index of the firing that took it (`Firing.step`), and `finished` lists the nodes that have
+    finished processing it.
     """
 
     batch: int = 0  # number of the loader's batch
@@ -41,11 +48,11 @@ class IdState:
 
 @dataclass
 class IdBuffer:
-    """State of all ids of the current epoch, in loader order; no tensors.
+    """State of all ids of the current epoch in loader order, without tensors.
 
-    `closed`: the loader has returned all ids of the epoch. `num_started` and `num_finished` count
-    the started and finished firings per node; `started_at_last_firing[node]` is a copy of
-    `num_started` at the last firing of `node`.
+    `closed` is True if the loader has returned all ids of the epoch. `num_started` and
+    `num_finished` count the started and finished firings of each node.
+    `started_at_last_firing[node]` is a copy of `num_started` at the last firing of `node`.
     """
 
     entries: StateBlocks[IdState] = field(
@@ -61,7 +68,10 @@ class IdBuffer:
     num_ids_finished: Counter[str] = field(default_factory=Counter)
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
-        """Add a batch of the loader, whose ids must be unique in the epoch."""
+        """Add a batch from the data loader, with `keys` for each id.
+
+        Ids must be unique within the epoch.
+        """
         new = self.entries.group_by_block(ids).get(None, [])
         assert len(set(new)) == len(ids), (
             f"the loader gave id {next(id for id in ids if id in self.entries or ids.count(id) > 1)!r} twice in one epoch"
@@ -77,7 +87,7 @@ class IdBuffer:
             own.finished = entry.finished
 
     def start(self, firing: Firing) -> None:
-        """Record that a node took its ids."""
+        """Record that a node has taken the ids of `firing`."""
         for entry in self.entries.separate_states(firing.ids):
             entry.started[firing.node] = firing.step
         self.num_ids_started[firing.node] += len(firing.ids)
@@ -85,13 +95,13 @@ class IdBuffer:
         self.started_at_last_firing[firing.node] = dict(self.num_started)
 
     def count_rounds(self, node: str, since: str) -> int:
-        """Return the number of firings of `node` since the last firing of `since`."""
+        """Return the number of firings of `node` since the last firing of the node `since`."""
         return self.num_started.get(node, 0) - self.started_at_last_firing.get(since, {}).get(
             node, 0
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Remove ids that no node needs; none may be in a running firing."""
+        """Remove ids that no node needs any more; none may be in a running firing."""
         for entry, chosen in self._discard(ids):
             assert entry.started.keys() == entry.finished, f"id {chosen[0]!r} is still in a firing"
 
@@ -108,7 +118,9 @@ class IdBuffer:
     ) -> list[str]:
         """Record that a firing has finished; return the ids that no node needs any more.
 
-        Ids outside `kept_ids` were filtered out.
+        `keys` are the output keys of the firing, which now exist for its ids. Ids that are not in
+        `kept_ids` were filtered out. `num_nodes` is the number of nodes in the graph: an id is no
+        longer needed when all of them have finished processing it.
         """
         output_keys = set(keys)
         keep = set(kept_ids)
@@ -136,7 +148,7 @@ class IdBuffer:
         return leave
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values; no firing may be running."""
+        """Return the state as plain values. No firing may be running."""
         rows = [[id, e.batch, sorted(e.keys), sorted(e.finished)] for id, e in self.entries.items()]
         counts = {
             "fired": dict(self.num_started),
@@ -165,17 +177,16 @@ class IdBuffer:
 def find_ready_firings(
     graph: DataflowGraph, buffer: IdBuffer, versions: Mapping[str, int], running: Collection[Firing]
 ) -> list[Firing]:
-    """Return every firing that can start now, oldest ids first, then in the graph's order.
+    """Return all firings that can start now, sorted by their oldest ids, then by the graph's order.
 
-    Changes nothing.
+    A node can fire when `batch_size` ids have its inputs and its version edges allow them; it takes
+    the oldest such ids. If nothing is running, no batch is full and more rows from the loader would
+    not help (`needs_rows`), then the first node in the graph's order that can take any ids fires
+    with a smaller batch. This happens at the end of an epoch, and when ids dropped by a filter are
+    replaced.
 
-    A node fires when `batch_size` ids have its inputs and its version edges allow them; it takes
-    the oldest ids. If nothing is running, no batch is full and the loader cannot help
-    (`needs_rows`), the first node in the graph's order that has any ids fires with these: the short
-    last batch of an epoch, or the refill behind a filter.
-
-    `versions[node]` counts the firings of `node` whose weights are available; a node in `running`
-    does not fire again before it has finished.
+    `versions[node]` counts the firings of `node` whose weights are available. A node in `running`
+    does not fire again before it has finished. The arguments are not modified.
     """
     busy = {firing.node for firing in running}
     reaches = {name: _find_available_ids(graph, buffer, versions, name) for name in graph.order}
@@ -199,9 +210,9 @@ def needs_rows(
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
-    """Return whether another batch of rows could help a node that reads only rows to fire.
+    """Return whether another batch of rows could let a node fire that reads only rows.
 
-    `among` restricts the nodes considered.
+    `among` restricts the nodes that are considered.
     """
     names = graph.order if among is None else among
     return any(_find_available_ids(graph, buffer, versions, name).needs_rows for name in names)
@@ -211,7 +222,8 @@ def needs_rows(
 class _AvailableIds:
     """Oldest ids that a node can take now.
 
-    `is_full`: they are a complete batch. `needs_rows`: more rows of the loader would complete it.
+    `is_full` is True if they are a complete batch. `needs_rows` is True if more rows from the
+    loader could complete it.
     """
 
     ids: tuple[str, ...]
@@ -262,7 +274,7 @@ def _find_available_ids(
 
 
 def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
-    """Return the most ids that a version edge allows before new weights.
+    """Return the maximum number of ids that a version edge allows before new weights.
 
     Returns 0 if the loader's batches determine the batch size.
     """
@@ -277,11 +289,13 @@ def _count_allowed(
     able: Sequence[str],
     another: int = 0,
 ) -> int:
-    """Return how many of `able` the node may take before its weights would be too old.
+    """Return the number of ids of `able` that a node may take before its weights would be too old.
 
-    `another` adds an id of the loader's next batch at the end. Firings before the next weights are
-    filled by ids that the node took and the training node has not; running firings of the training
-    node (started, weights not available) count too.
+    `able` are the ids whose inputs exist, and `edges` the node's version edges. If `another` is 1,
+    an id of the loader's next batch is added to `able` at the end. The limit is the number of ids
+    that the training node can still process before the weights are too old. Ids that the node has
+    taken and the training node has not yet taken count towards it, and so do firings of the
+    training node whose weights are not yet available.
     """
     count = len(able) + another
     for edge in edges:
@@ -305,7 +319,7 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that the call took and the training node has not yet taken."""
+    """Return the blocks of ids that the edge's call has taken and its training node has not."""
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
     for b in blocks:
@@ -325,10 +339,11 @@ def _count_refill(
     missing: int,
     pending: Sequence[StateBlock[IdState]],
 ) -> int:
-    """Return how many ids a call may take for a training node that lacks `missing` ids.
+    """Return the number of ids that a call may take for a training node that lacks `missing` ids.
 
-    Behind a filter that refills, this is a whole batch once the filter has processed all pending
-    ids, and 0 after its last round.
+    This is usually `missing`. After the first round, if a filter between call and training node
+    refills in whole batches, it is 0 until the filter has processed all pending ids, then a whole
+    batch, and 0 after the last round.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:
@@ -344,9 +359,9 @@ def _count_refill(
 
 
 def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
-    """Return ids of a refill beyond the batch of `producer`, which has just fired.
+    """Return the ids that refill rounds processed in excess, after `producer` has fired.
 
-    Their weights would be too old for its next firing.
+    The weights used for these ids would be too old for the next firing of `producer`.
     """
     surplus: dict[str, None] = {}
     for edge in graph.version_edges:
@@ -359,7 +374,7 @@ def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[
 
 
 def find_exhausted_filter(graph: DataflowGraph, buffer: IdBuffer) -> HostFunction | None:
-    """Return a filter that has used all its rounds without keeping any id, or None."""
+    """Return a filter that has used all its refill rounds and left no id to train on, or None."""
     for edge in graph.version_edges:
         filter = graph.find_refilling_filter(edge)
         spent = (

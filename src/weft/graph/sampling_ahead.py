@@ -1,4 +1,4 @@
-"""Sampling ahead of training, for calls that tolerate stale weights. Pure.
+"""Sampling ahead of training, for calls that tolerate stale weights.
 
 With `max_staleness=k`, batches 0 to k are sampled, batch 0 trains, batch k + 1 is sampled, batch 1
 trains, and so on. Samples thus come from weights that are k steps old, independent of timing.
@@ -13,7 +13,7 @@ from weft.graph.ready import Firing, IdBuffer, needs_rows
 
 
 def can_run_ahead(graph: DataflowGraph) -> bool:
-    """Return whether any call tolerates stale weights."""
+    """Return whether any call in the graph tolerates stale weights."""
     return any(edge.max_staleness for edge in graph.version_edges)
 
 
@@ -21,8 +21,9 @@ def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing
     """Return the firings to schedule first.
 
     These are the calls that tolerate staleness, since other calls of their role would delay them.
-    Without any, returns all firings that do not train, since calls scheduled after a training step
-    wait for its weights; without those, the firings that train.
+    If there are none, they are all firings that do not train, since calls that are scheduled after
+    a training step wait for its weights. If there are none of these either, they are the firings
+    that train.
     """
     lagging = _find_stale_calls(graph)
     sampling = [firing for firing in firings if firing.node in lagging]
@@ -36,9 +37,10 @@ def may_load(
     follow: str,
     steps_left: int | None,
 ) -> bool:
-    """Return whether another batch of rows would let a call run further ahead.
+    """Return whether another batch of rows would let a call run further ahead of training.
 
-    Returns False if enough rows for the remaining steps of the node `follow` are loaded.
+    Returns False if the loaded rows suffice for the `steps_left` remaining firings of node
+    `follow`.
     """
     size = graph.get_node(follow).batch_size
     waiting = []
@@ -56,9 +58,9 @@ def may_load(
 
 
 def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
-    """Return the firing with the oldest ids, so that sampling ahead does not delay training.
+    """Return the firing with the oldest ids; the first one in `firings` if several have the same.
 
-    Of several, returns the first in `firings`.
+    Scheduling it first prevents sampling ahead from delaying training.
     """
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

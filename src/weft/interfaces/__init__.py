@@ -1,1 +1,1 @@
-"""Model interfaces: the implementations of model function calls on one role."""
+"""Model interfaces: implementations of the model function calls on a role."""

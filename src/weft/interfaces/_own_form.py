@@ -1,7 +1,7 @@
-"""Conversion of a batch to the tokenizer and the prompt form of one role.
+"""Convert a batch to the tokenizer and the prompt form of a role.
 
-A reward model or judge with another tokenizer or chat template than the data reads prompts and
-completions as the text that it was trained on, in its own tokens.
+A reward model or judge whose tokenizer or chat template differs from the data's reads prompts and
+completions in the text form that it was trained on, and in its own tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ids = list[int]
 def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers map the same ids to the same tokens.
 
-    Chat templates and other settings may differ.
+    They may differ in chat templates and other settings.
     """
     return (
         one is other
@@ -56,14 +56,14 @@ def convert_to_own_tokens(
     """Return the batch in the role's own tokens, with the same ids and numbers of completions.
 
     Each id has one prompt. Prompts that are messages are rendered with the role's chat template,
-    and completions as the assistant's turn. Other prompts are plain text between `prefix` and
-    `suffix`; if either of these is set, prompts that are messages are also treated as plain text. A
-    completion that was truncated gets no end token; the key `finished` marks the completions that
-    ended, or, without that key, a stop token at the end.
+    and their completions as the assistant's turn. Other prompts are treated as plain text between
+    `prefix` and `suffix`; if either of these is set, so are prompts that are messages. Only
+    completions that ended get an end token. The key `finished` marks these; without it, they are
+    the completions whose last token is a stop token.
 
     The metadata `left_out` lists, for each id, the parts of its messages that the role's template
-    does not render. Raises `ConfigError` with the role and the id if the template rejects the
-    messages or omits a part that a reply depends on, or if the role has no template.
+    does not render. Raises `ConfigError`, which names the role and the id, if the role has no
+    template, or if its template rejects the messages or omits a part on which a reply depends.
     """
     # Collect the completions of each id, and whether they ended.
     owner = batch.group_of("completion")
@@ -113,7 +113,11 @@ def convert_to_own_tokens(
 def _encode_as_text(
     tokenizer: Tokenizer, prompt: str, completions: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
-    """Encode a prompt and its completions as plain text; add the role's EOS if a completion ended."""
+    """Return the ids of a prompt and of its completions, encoded as plain text.
+
+    `completions` has the text of each completion and whether it ended. Completions that ended get
+    the role's EOS token.
+    """
     completion_ids = []
     for text, ended in completions:
         own = tokenizer.encode(text, bos=False)
@@ -124,9 +128,9 @@ def _encode_as_text(
 def _render_prompt(
     model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any
 ) -> tuple[Ids, frozenset[str]]:
-    """Return (prompt rendered with the role's template, message parts that it omits).
+    """Return (prompt rendered with the role's template, message parts that the template omits).
 
-    Raises `ConfigError` if the role has no template or the template rejects the messages.
+    Raises `ConfigError` if the role has no template or if the template rejects the messages.
     """
     if model.tokenizer.chat_template is None:
         raise ConfigError(
@@ -154,10 +158,11 @@ def _render_as_turns(
     tools: Any,
     completions: Sequence[tuple[str, bool]],
 ) -> tuple[Ids, list[Ids]]:
-    """Render a prompt and its completions with the role's template, to the end of the last turn.
+    """Return the ids of a prompt and of its completions, rendered with the role's template.
 
-    White space that the template of the data's tokenizer writes around a reply belongs to that
-    template and is removed from the completions.
+    `completions` has the text of each completion and whether it ended. White space that the data's
+    own template adds around a reply is not part of the reply and is removed from the text. Text
+    that the role's template adds after the end token of the last turn is cut off.
     """
     tokenizer = model.tokenizer
     before, after = _find_template_blanks(model.data_tokenizer)
@@ -174,14 +179,17 @@ def _render_as_turns(
 
 
 def _find_template_blanks(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return the white space that a chat template writes (before a reply, before its end token)."""
+    """Return the white space that a chat template adds (before a reply, before its end token)."""
     before, after = tokenizer.text_around_reply
     after = after.partition(tokenizer.turn_end)[0] if tokenizer.turn_end else ""
     return (before if before.isspace() else ""), (after if after.isspace() else "")
 
 
 def _cut_at_end_token(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
-    """Cut a conversation at the end token of its last turn; keep that token if the turn `ended`."""
+    """Return the ids of a conversation up to the end token of its last turn.
+
+    The end token is kept if the turn `ended`. `start` is the index from which it is searched.
+    """
     if tokenizer.turn_end is None:
         stop = None
     else:

@@ -1,4 +1,4 @@
-"""The protocol of model interfaces, their arguments and their results.
+"""Protocol of model interfaces, and the types of their arguments and results.
 
 An interface implements only the methods that it supports.
 """
@@ -20,28 +20,29 @@ T = TypeVar("T")
 
 
 class PendingUpdates(Protocol):
-    """Requests to a role's devices that arrive during one of its calls, mostly new weights.
+    """Requests to a role's devices, mostly for new weights, that arrive during a call on the role.
 
-    An interruptible call polls for requests between its steps; requests that it does not handle are
+    An interruptible call polls for requests between its steps. Requests that it does not handle are
     handled after the call. Ranks that step together poll together and get the same answer.
     """
 
     def are_waiting(self) -> bool: ...
     def take(self, *, left: bool) -> bool:
-        """Run the waiting requests if work remains, and return whether the call continues.
+        """Run the waiting requests if any rank has work left; return whether the call continues.
 
-        All ranks call it together, with no generator or other engine resource open. If work is
-        `left` on any rank, all ranks run the requests and return True; otherwise all return False.
+        All ranks call this together, while no generator or other engine resource is open. `left` is
+        True if this rank has work left. If any rank passes True, all ranks run the requests and
+        return True; otherwise all return False.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Model:
-    """Handle of a role, passed to the methods of its interfaces.
+    """Handle of a role that is passed to the methods of its interfaces.
 
-    `tokenizer` is the role's own; `data_tokenizer` made the token ids of the batch. They are the
-    same object unless the role has another tokenizer.
+    `tokenizer` is the role's own tokenizer, and `data_tokenizer` is the one that produced the token
+    ids of the batch. Both are the same object unless the role has another tokenizer.
     """
 
     role: str
@@ -62,14 +63,14 @@ class Model:
 
     @property
     def version(self) -> int:
-        """Number of completed train steps of the role."""
+        """Number of train steps that the role has completed."""
         return self.engine.version
 
     def gather(self, own: T) -> list[T]:
         """Return the values of all ranks that have a part of the batch, in the order of the parts.
 
-        Used for metrics over the whole batch. A collective operation: every rank calls it with
-        plain values. On one device it returns [own].
+        `own` is the value of this rank. Used for metrics over the whole batch. This is a collective
+        operation: every rank calls it, with plain values. On one device it returns [own].
         """
         gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
         return [own] if gather is None else gather(own)
@@ -79,9 +80,9 @@ class Model:
 class Minibatches:
     """Division of a training call's batch into minibatches.
 
-    The batch is split into `count` minibatches, or into minibatches of `size` completions, and
-    trained on for `epochs` epochs. With `unit` "group" all completions of an id stay in one
-    minibatch.
+    The batch is split into `count` minibatches or, if `size` is set, into minibatches of `size`
+    completions. It is trained on for `epochs` epochs. With `unit` "group", all completions of an id
+    are in the same minibatch.
     """
 
     count: int = 1
@@ -90,14 +91,14 @@ class Minibatches:
     unit: Unit = "group"
 
     def count_requested(self, completions: int) -> int:
-        """Return the number of minibatches per epoch for `completions`, if there are enough ids."""
+        """Return the number of minibatches per epoch for `completions` completions and enough ids."""
         return self.count if self.size is None else -(-completions // self.size)
 
     def count_for_batch(self, batch: SequenceSample) -> int:
-        """Return the number of minibatches per epoch that this batch is split into.
+        """Return the number of minibatches per epoch into which this batch is split.
 
-        It is smaller than the configured number if the batch has fewer ids (or completions,
-        depending on `unit`).
+        It is smaller than the requested number if the batch has too few ids or, depending on
+        `unit`, completions.
         """
         if self.count == 1 and self.size is None:
             return 1
@@ -112,9 +113,9 @@ class Minibatches:
 class MFCResult:
     """Result of a model function call.
 
-    `outputs` are the new keys by id (None if the call has no outputs), `metrics` are logged as
-    `{node}/{metric}`, and `seen` is the network's output for a few ids (`StepStats.seen`), shown
-    with the samples of a step.
+    `outputs` has the new keys of each id, or is None if the call has no outputs. `metrics` are
+    logged as `{node}/{metric}`. `seen` has the network's outputs for a few ids (`StepStats.seen`),
+    which are shown with the samples of a step.
     """
 
     outputs: SequenceSample | None = None
@@ -123,14 +124,14 @@ class MFCResult:
 
 
 class ModelInterface(Protocol):
-    """Protocol of model interfaces, constructed as `cls(**args)` with the node's args.
+    """Protocol of model interfaces, which are constructed as `cls(**args)` with the args of a node.
 
-    A graph is rejected if it calls a method that its interface does not implement.
+    A graph is rejected if it calls a method that the node's interface does not implement.
 
-    `check_tokens` is called before the start with the role's tokenizer and the data's, and raises
-    `UserError` if the call does not support them. `train_step` gets the minibatches in the order of
-    the optimizer steps, split as `minibatches` specifies, or the whole batch if the interface does
-    not define `minibatches`.
+    `check_tokens` is called before the run starts, with the tokenizers of the role and of the data;
+    it raises `UserError` if the call does not support them. `train_step` gets the minibatches in
+    the order of the optimizer steps, split as `minibatches` specifies. If the interface does not
+    define `minibatches`, it gets the whole batch.
     """
 
     def minibatches(self) -> Minibatches: ...

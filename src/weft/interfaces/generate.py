@@ -1,6 +1,6 @@
-"""The interface `generate`: sample completions of prompts, with log-probs and weight versions.
+"""Interface `generate`: sample completions of prompts, with log-probs and weight versions.
 
-Several nodes can generate with one role: ReMax's greedy baseline is a second node with
+Several nodes can generate with one role. For example, ReMax's greedy baseline is a second node with
 `greedy=true`, `samples_per_prompt=1` and its outputs mapped to other key names.
 """
 
@@ -29,15 +29,15 @@ from weft.registry import register_interface
 
 @register_interface("generate")
 class GenerateInterface:
-    """Sample `samples_per_prompt` completions of every prompt.
+    """Interface that samples `samples_per_prompt` completions of every prompt.
 
     The other arguments are the fields of `GenerationSpec` (`gen.*`).
 
-    With a `share` below 1 only that share of the ids, chosen at random, is sampled; the others keep
-    the completions of their rows. If the call is interruptible, new weights are loaded between two
-    tokens: completions continue at the same position, and `versions` records the weights that
-    sampled each token. Random draws depend only on the run's seed, the index of the firing, the id
-    and the index of the completion.
+    With a `share` below 1, only this share of the ids, chosen at random, is sampled; the other ids
+    keep the completions of their dataset rows. If the call is interruptible, new weights can be
+    loaded between two tokens: completions continue at the same position, and `versions` records the
+    weights that sampled each token. Random draws depend only on the run's seed, the index of the
+    firing, the id and the index of the completion.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GenerateInterface:
         self.spec = replace(spec, record_support=record_support)
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if the token ids of the role differ from the data's."""
+        """Raise `ConfigError` if the role's tokenizer has other token ids than the data's."""
         if not have_same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} generates with another tokenizer than the one that made the "
@@ -75,20 +75,21 @@ class GenerateInterface:
             )
 
     def generate(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Sample K completions of each id's `prompt`.
+        """Sample `samples_per_prompt` completions of each id's `prompt`.
 
-        Keys with one value per token, including the end token: `completion` int64, `logprobs`
-        float32, `versions` int64, `loss_mask` float32 (1). Key with one value per completion:
-        `finished` float32 (1 ended by itself, 0 truncated at the length limit). With
-        `record_support` also `support` int64 (the ids within the sampling limits, concatenated over
-        the tokens of a completion) and `support_counts` int64 (their number at each token; 0 if no
-        id was excluded). Announces ids as soon as all their completions have ended.
+        The result has these keys with one value per token, including the end token: `completion`
+        int64, `logprobs` float32, `versions` int64 and `loss_mask` float32 (1). `finished` float32
+        has one value per completion: 1 if it ended by itself, 0 if it was truncated at the length
+        limit. With `record_support` there are also `support` int64, the ids within the sampling
+        limits, concatenated over the tokens of a completion, and `support_counts` int64, their
+        number at each token (0 if no id was excluded). Ids are announced as soon as all their
+        completions have ended.
 
-        With a `share` below 1 it also reads `completion`, and `loss_mask` if present, and returns
-        only these two keys and `sampled` float32 per completion: 1 if sampled, 0 if taken from the
-        row. Nothing is announced.
+        With a `share` below 1, the call also reads `completion`, and `loss_mask` if present. It
+        then returns only these two keys and `sampled` float32 with one value per completion: 1 if
+        it was sampled, 0 if it was taken from the dataset row. Nothing is announced.
 
-        Raises `ConfigError` if the token ids of the role differ from the batch's.
+        Raises `ConfigError` if the token ids of the role differ from those of the batch.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
@@ -97,7 +98,7 @@ class GenerateInterface:
         return MFCResult(sample, _compute_metrics(model.gather(own)))
 
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Sample completions of a share of the ids and keep the rows' own for the others."""
+        """Sample completions for a random share of the ids; the others keep those of their rows."""
         purpose = f"share/{model.role}"
         draws = []
         for id in batch.ids:
@@ -131,10 +132,7 @@ class GenerateInterface:
     def _sample(
         self, model: Model, batch: SequenceSample
     ) -> tuple[SequenceSample, GenerationCounts]:
-        """Return (completions of every prompt, counts for the metrics).
-
-        The counts are of this rank alone.
-        """
+        """Return the completions of every prompt, and this rank's counts for the metrics."""
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.list_stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         # One request per completion.
@@ -176,7 +174,10 @@ class GenerateInterface:
     def _run(
         self, model: Model, generator: Generator, progress: _GenerationProgress
     ) -> list[Partial]:
-        """Sample until all completions have ended or updates wait; return the unfinished ones."""
+        """Sample until all completions have ended or updates are waiting.
+
+        Returns the unfinished completions.
+        """
         partials: list[Partial] = []
         while not generator.idle:
             complete = []
@@ -201,7 +202,10 @@ class GenerateInterface:
     def _build_outputs(
         self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]
     ) -> SequenceSample:
-        """Return the completions as keys of a sample, K per id in the order of `ids`."""
+        """Return the completions as keys of a sample, with the same number of completions per id.
+
+        `rows` has the tokens of each completion, in the order of `ids`.
+        """
         events = []
         for row in rows:
             for event in row:
@@ -234,7 +238,10 @@ class GenerateInterface:
 
 
 def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
-    """Return the rows' own completions; every token is trained unless they have a `loss_mask`."""
+    """Return the completions in the dataset rows of a batch, marked as not sampled.
+
+    Without the key `loss_mask`, all their tokens are trained.
+    """
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     completions = batch.select(keys=keys)
     if len(keys) > 1:
@@ -246,7 +253,7 @@ def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample:
-    """Return `completion` and `loss_mask`, and `sampled` with the given value per completion."""
+    """Return the keys `completion` and `loss_mask`, and `sampled` with the same value throughout."""
     marks = np.full(completions.num_sequences(), sampled, dtype=np.float32)
     return completions.select(keys=["completion", "loss_mask"]).update(
         completions.one_per("completion", sampled=marks)
@@ -255,7 +262,11 @@ def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample
 
 @dataclass(frozen=True)
 class _GenerationProgress:
-    """Tokens of each completion so far, and the number of ended completions of each id."""
+    """Progress of a generation.
+
+    `rows` has the tokens so far of each completion, by id and index, and `ended` the number of
+    completions of each id that have ended.
+    """
 
     rows: dict[tuple[str, int], list[TokenEvent]]
     ended: dict[str, int]
@@ -265,8 +276,9 @@ class _GenerationProgress:
 class GenerationCounts:
     """Counts of one rank's generation, for the metrics.
 
-    Tokens of each completion, number of truncated completions, duration, and number of
-    interruptions (None if the call is not interruptible).
+    `lengths` are the tokens of each completion, `num_truncated` is the number of truncated
+    completions, `seconds` is the duration, and `interruptions` the number of interruptions (None if
+    the call is not interruptible).
     """
 
     lengths: list[int]
@@ -276,11 +288,11 @@ class GenerationCounts:
 
 
 def _compute_metrics(ranks: Sequence[GenerationCounts]) -> dict[str, float]:
-    """Return the metrics of a generation over all ranks, or none if nothing was sampled.
+    """Return the metrics of a generation over all ranks; none if nothing was sampled.
 
-    `response_length` and `response_length_max` in tokens, `truncated_fraction` (truncated at the
-    length limit), `tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
-    ranks.
+    `response_length` and `response_length_max` are in tokens. `truncated_fraction` is the share of
+    completions that were truncated at the length limit. The others are `tokens_per_second` and, for
+    interruptible calls, `interruptions_max`, the maximum over the ranks.
     """
     lengths = []
     for rank in ranks:

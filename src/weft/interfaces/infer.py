@@ -1,8 +1,8 @@
-"""The interface `infer`: log-probs, entropy, values or scores of given completions.
+"""Interface `infer`: log-probs, entropy, values or scores of given completions.
 
-A role with another tokenizer than the one that made the batch, or with its own prompt form, reads
-the *text*, converted to that form and tokenized again (`_own_form.py`). Such a role returns one
-score per completion and no values per token.
+A role whose tokenizer or prompt form differs from the data's reads the text of prompts and
+completions, converted to its form and tokenized again (`_own_form.py`). Such a role can return one
+score per completion, but no values per token.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 
 @register_interface("infer")
 class InferInterface:
-    """Compute `outputs` of the role's network; each becomes a key of that name.
+    """Interface that computes the `outputs` of a role's network, each as a key of the same name.
 
     `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in
     `top_ids` and `top_logprobs`.
 
-    `prompt_prefix` and `prompt_suffix` surround the prompt's text, to give the form that the role's
-    model was trained on. Without them, prompts that are messages are rendered with the role's own
-    chat template. The key `finished` marks completions that ended; without that key, their last
-    tokens decide.
+    `prompt_prefix` and `prompt_suffix` are put around the prompt's text, to produce the form that
+    the role's model was trained on. Without them, prompts that are messages are rendered with the
+    role's own chat template. The key `finished` marks completions that ended; without it, these are
+    the completions whose last token is a stop token.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class InferInterface:
         self.prompt_suffix = prompt_suffix
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if an output per token needs the data's tokenizer and prompt form.
+        """Raise `ConfigError` if the role cannot compute an output for the data's tokens.
 
-        That is, if a role with another tokenizer or prompt form has an output with values per
-        token.
+        This is the case if an output has values per token and the role's tokenizer or prompt form
+        differs from the data's.
         """
         tokenwise = sorted(self.outputs.intersection(TOKENWISE))
         if tokenwise and (self._has_form or not have_same_tokens(own, data)):
@@ -76,11 +76,11 @@ class InferInterface:
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Return the outputs as keys by id.
+        """Return the requested outputs, each as a key with values for every completion.
 
-        `[L]` log-probs, entropy and top1, `[L + 1]` values, one score per completion, `[L, K]`
-        top_ids and `[L, K + 1]` top_logprobs over the ids of the data's tokenizer. Raises
-        `ConfigError` like `check_tokens`.
+        The shapes are [L] for log-probs, entropy and top1, [L + 1] for values, one score per
+        completion, [L, K] for top_ids and [L, K + 1] for top_logprobs, over the ids of the data's
+        tokenizer. Raises `ConfigError` as `check_tokens` does.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
@@ -100,10 +100,11 @@ class InferInterface:
         )
 
     def _choose_top_ids(self, model: Model) -> TopIds | None:
-        """Return the number of top ids and the bound of the ids to choose from, or None.
+        """Return the number K of top ids, and the bound below which they are chosen, or None.
 
-        Networks of one tokenizer can have different numbers of outputs, more than the tokenizer has
-        tokens. K is at most the number of tokens minus 1, so that every network has a remainder.
+        Networks that share a tokenizer can have more outputs than the tokenizer has tokens, and not
+        all equally many. K is at most the number of tokens minus 1, so that at least one id always
+        remains for "any other id".
         """
         known = model.data_tokenizer.vocab_size
         if self.top_k is None:
@@ -117,11 +118,11 @@ class InferInterface:
 
 @dataclass(frozen=True)
 class OutputSums:
-    """Sums of one rank's part of the batch, for the metrics.
+    """Sums over one rank's part of the batch, for the metrics.
 
-    `sums` has (sum, count) of each tokenwise output, `owners` the id of each score, `ids` the
-    number of ids, and `cut` the number of ids for which the role's template omits a part of the
-    prompt, or None if there are none.
+    `sums` has (sum, count) of the values of each tokenwise output, `owners` has the id of each of
+    the `scores`, and `ids` is the number of ids. `cut` is the number of ids for which the role's
+    template omits a part of the prompt, or None if there are none.
     """
 
     sums: Mapping[str, tuple[float, int]]
@@ -132,7 +133,10 @@ class OutputSums:
 
     @classmethod
     def from_outputs(cls, outputs: SequenceSample, left_out: Sequence[Sequence[str]]) -> OutputSums:
-        """Return the sums of the outputs of one rank."""
+        """Return the sums over the outputs of one rank.
+
+        `left_out` lists, for each id, the message parts that the role's template omits.
+        """
         values = {}
         for key in ("entropy", "values"):
             if key in outputs.data:
@@ -156,10 +160,11 @@ class OutputSums:
 
 
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
-    """Return the means of the outputs over all ranks.
+    """Return the mean of each output over all ranks.
 
-    For scores, also their spread, under the metric names of reward nodes. `prompts_in_part` is the
-    share of prompts with a part that the role's template omits; absent if there are none.
+    For scores, measures of their spread are included, under the metric names of reward nodes.
+    `prompts_in_part` is the share of prompts of which the role's template omits a part; it is
+    absent if there are none.
     """
     context = HostContext()
     for key in parts[0].sums:

@@ -1,4 +1,4 @@
-"""The interface `process_reward`: a reward for every step of a completion.
+"""Interface `process_reward`: a reward for every step of a completion.
 
 The reward of a step is the output of a process reward model's head at the step's last token.
 """
@@ -22,11 +22,10 @@ from weft.registry import register_interface
 
 @register_interface("process_reward")
 class ProcessRewardInterface:
-    """Compute the rewards of steps with a role whose head has one output per token.
+    """Interface that computes the rewards of steps with a role whose head has one output per token.
 
-    `step` is the text that ends a step; the last step ends with the completion.
-
-    Lightman et al. 2023, "Let's Verify Step by Step", arXiv 2305.20050.
+    `step` is the text that ends a step; the last step ends with the completion (Lightman et al.
+    2023, "Let's Verify Step by Step", arXiv 2305.20050).
     """
 
     def __init__(self, step: str) -> None:
@@ -38,7 +37,7 @@ class ProcessRewardInterface:
         self.step = step
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if the role's tokenizer is not the data's."""
+        """Raise `ConfigError` if the role's tokenizer has other token ids than the data's."""
         if not have_same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} has another tokenizer than the data, so it cannot give rewards at "
@@ -47,10 +46,11 @@ class ProcessRewardInterface:
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Return the keys `token_rewards` and `scores` by id.
+        """Return the keys `token_rewards` and `scores`.
 
-        `token_rewards` [L] is NaN except at the last token of each step. `scores` [1] is their sum
-        (0 for a completion without steps). Raises `ConfigError` like `check_tokens`.
+        `token_rewards` [L] is NaN except at the last token of each step. `scores` has the sum of
+        each completion's rewards, which is 0 without steps. Raises `ConfigError` as `check_tokens`
+        does.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.
@@ -76,7 +76,7 @@ class ProcessRewardInterface:
         return MFCResult(_build_sample(batch, rewards, scores), context.metrics)
 
     def _find_last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
-        """Return the indices of the tokens that end a step, over all completions concatenated."""
+        """Return the indices of the last tokens of steps, in the concatenation of all completions."""
         indices = []
         start = 0
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]

@@ -1,4 +1,4 @@
-"""The interface `train`: one optimizer step on a loss for every minibatch of a batch."""
+"""Interface `train`: one optimizer step on a loss for every minibatch of a batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ ADDED = ("num_tokens", "seconds")
 
 @register_interface("train")
 class TrainInterface:
-    """Train a role on a registered loss, constructed with `loss_args`.
+    """Interface that trains a role on the registered loss `loss`, constructed with `loss_args`.
 
-    A batch is split into `num_minibatches`, or into minibatches of `mini_batch_size` completions,
-    for `epochs` epochs. `temperature` divides the logits, as in the sampler.
+    A batch is split into `num_minibatches` minibatches, or into minibatches of `mini_batch_size`
+    completions, and trained on for `epochs` epochs. `temperature` divides the logits, as in the
+    sampler.
 
-    A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L]
-    (versions of the weights that sampled its tokens), the metrics `staleness` (mean over trained
-    tokens) and `staleness_max` are the number of train steps by which the trained weights are
-    newer.
+    A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L], the
+    versions of the weights that sampled its tokens, the metrics `staleness` and `staleness_max` are
+    logged: the mean and the maximum, over trained tokens, of the number of train steps by which the
+    trained weights are newer.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class TrainInterface:
         self.temperature = temperature
 
     def minibatches(self) -> Minibatches:
-        """Return the division of a batch into minibatches."""
+        """Return the division of a batch into minibatches for this call."""
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
-        """Take an optimizer step on each minibatch; return metrics over all, and no outputs."""
+        """Take one optimizer step per minibatch; return the metrics over all of them, no outputs."""
         frozen = model.schedule.frozen_steps if model.schedule else 0
         # The schedule counts whole batches, so a short batch counts as many steps as a whole one;
         # frozen steps that have ended do not resume.
@@ -78,14 +79,14 @@ class TrainInterface:
         )
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Return the loss and its statistics on a batch, without an optimizer step."""
+        """Compute the loss and its statistics on a batch, without an optimizer step."""
         metrics = model.engine.evaluate(
             batch, self.loss, temperature=self.temperature, max_tokens=model.max_tokens
         )
         return MFCResult(metrics=metrics)
 
     def _count_requested_steps(self, minibatches: Sequence[SequenceSample]) -> int:
-        """Return the number of optimizer steps on a whole batch."""
+        """Return the number of optimizer steps that a whole batch gets, over all epochs."""
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
         else:
@@ -94,7 +95,7 @@ class TrainInterface:
 
 
 def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
-    """Return the mean and largest staleness of the trained tokens, or {} without `versions`.
+    """Return the mean and the maximum staleness of the trained tokens; {} if `versions` is missing.
 
     Staleness is the number of train steps by which the role's weights are newer than the weights
     that sampled a token.
@@ -118,7 +119,7 @@ def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> di
 
 
 def _find_trained_tokens(part: SequenceSample) -> npt.NDArray[np.bool_]:
-    """Boolean mask of the trained tokens."""
+    """Return the boolean mask of the trained tokens."""
     if "loss_mask" not in part.data:
         return np.ones(len(part.data["versions"]), bool)
     return to_host_array(part.data["loss_mask"]) != 0
@@ -127,8 +128,9 @@ def _find_trained_tokens(part: SequenceSample) -> npt.NDArray[np.bool_]:
 def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
     """Combine the metrics of several optimizer steps into one value each.
 
-    Sums of `ADDED`, the first value of `FIRST`, the last of `LAST`, the largest of `*_max`, means
-    of the rest.
+    Metrics in `ADDED` are summed. The first value is used for metrics in `FIRST`, the last value
+    for those in `LAST`, the maximum for names that end in `_max`, and the mean for all others.
+    Tokens per second and the number of skipped updates are added.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):

@@ -1,1 +1,1 @@
-"""The open inference protocol (KServe v2, also spoken by Triton), for server and client."""
+"""The open inference protocol (KServe v2, also used by Triton), for server and client."""

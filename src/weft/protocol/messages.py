@@ -1,7 +1,7 @@
-"""Messages and calls of the inference protocol over gRPC, built from the tables below.
+"""Messages and calls of the inference protocol over gRPC, built from the tables in this module.
 
-They are in a separate descriptor pool, so that other stubs of the same protocol (`tritonclient`)
-can be loaded in the same process.
+They are in a separate descriptor pool, so that other implementations of the protocol
+(`tritonclient`) can be loaded in the same process.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _build_pool() -> descriptor_pool.DescriptorPool:
 
 
 def _add(owner: Any, name: str, field: Field) -> None:
-    """Add a field to the message descriptor `owner`; `name` is the message's full name."""
+    """Add a field to the message descriptor `owner`, whose full message name is `name`."""
     called, number, kind = field
     if kind == "{}":
         entry = owner.nested_type.add(name="ParametersEntry")
@@ -160,10 +160,10 @@ def _add(owner: Any, name: str, field: Field) -> None:
 
 
 def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
-    """Return the tensors of a message by name.
+    """Return the tensors of a message, by name.
 
-    They are read from the raw bytes if the message has any, else from the typed contents. Raises
-    `DataError` for tensors that do not match their declared datatype or shape.
+    They are read from the raw bytes if the message has any, and otherwise from the typed contents.
+    Raises `DataError` for tensors that do not match their declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):
         raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")
@@ -194,7 +194,7 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> None:
-    """Append tensors to a message as raw bytes."""
+    """Append tensors to the `entries` of a message, and their values to `raws` as bytes."""
     for name, tensor in tensors.items():
         datatype = get_datatype(tensor)
         entries.add(name=name, datatype=datatype, shape=list(tensor.shape))
@@ -202,7 +202,7 @@ def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> Non
 
 
 def read_parameters(parameters: Any) -> dict[str, Any]:
-    """Return a map of protocol parameters as plain Python values."""
+    """Return the protocol parameters of a message as plain Python values."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     result: dict[str, Any] = {}
     for name, choice in chosen.items():
@@ -212,7 +212,7 @@ def read_parameters(parameters: Any) -> dict[str, Any]:
 
 
 def write_parameters(values: Mapping[str, Any], parameters: Any) -> None:
-    """Write plain Python values into a map of protocol parameters."""
+    """Write plain Python values into the protocol `parameters` of a message."""
     kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     for name, value in values.items():
         setattr(parameters[name], kinds[type(value)], value)

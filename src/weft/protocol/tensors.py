@@ -1,9 +1,9 @@
 """Encode and decode named tensors for HTTP: JSON, optionally followed by raw tensor bytes.
 
-The second form is the protocol's binary tensor data extension.
+Raw bytes follow the protocol's binary tensor data extension.
 
-body, header_length = pack({"id": "1"}, "inputs", {"input_ids": ids}, binary={"input_ids"})
-header, tensors = unpack(body, header_length, "inputs")
+    body, header_length = pack({"id": "1"}, "inputs", {"input_ids": ids}, binary={"input_ids"})
+    header, tensors = unpack(body, header_length, "inputs")
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def get_datatype(tensor: Tensor) -> str:
 def pack(
     header: Mapping[str, Any], key: str, tensors: Mapping[str, Tensor], binary: Collection[str] = ()
 ) -> tuple[bytes, int | None]:
-    """Return (body, number of JSON bytes in it), with the tensors listed under `key` of `header`.
+    """Return a message body with the tensors listed under `key` of `header`, and its JSON length.
 
-    Tensors named in `binary` follow the JSON as raw bytes; the number is None if no tensor does.
+    Tensors named in `binary` follow the JSON as raw bytes. The JSON length, in bytes, is None if no
+    tensor does.
     """
     entries = list[str]()
     raws = list[bytes]()
@@ -74,9 +75,9 @@ def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
 
 
 def _format_numbers(tensor: Tensor) -> str:
-    """Return the numbers as JSON without brackets.
+    """Return the numbers of a flat array as JSON, without brackets.
 
-    They are encoded in chunks, so that other threads can run in between.
+    They are encoded in chunks, so that other threads can run between chunks.
     """
     parts = (tensor[at : at + PART] for at in range(0, len(tensor), PART))
     return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)
@@ -96,7 +97,7 @@ def compute_header_size(body: bytes, header_length: int | None) -> int:
 def unpack(
     body: bytes, header_length: int | None, key: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (the JSON header, the tensors listed under `key`).
+    """Return the JSON header of a message body, and the tensors listed under `key`, by name.
 
     Raises `DataError` for a malformed body.
     """
@@ -159,7 +160,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
 
 
 def check_datatype(name: str, datatype: Any) -> str:
-    """Return `datatype`. Raises `DataError` unless it is one of the numeric `DATATYPES`."""
+    """Return `datatype` if it is one of the numeric `DATATYPES`; raise `DataError` otherwise."""
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise DataError(
             f"tensor {name!r}: datatype={datatype!r} must be one of {', '.join(DATATYPES)}"
@@ -168,7 +169,10 @@ def check_datatype(name: str, datatype: Any) -> str:
 
 
 def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return the Boolean parameter `name` of an entry. Raises `DataError` for other types."""
+    """Return the Boolean parameter `name` among the parameters of `entry`, or `default` if absent.
+
+    Raises `DataError` if the parameter has another type.
+    """
     parameters = entry.get("parameters") or {}
     if isinstance(parameters, Mapping):
         value = parameters.get(name, default)
@@ -180,7 +184,7 @@ def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _read_description(entry: Any, key: str) -> tuple[str, str, list[int]]:
-    """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if one is invalid."""
+    """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if any is invalid."""
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise DataError(f"each of {key} must be an object with a name")
     name = entry["name"]
@@ -191,7 +195,10 @@ def _read_description(entry: Any, key: str) -> tuple[str, str, list[int]]:
 
 
 def _read_integer_parameter(entry: Mapping[str, Any], name: str) -> int | None:
-    """Return the integer parameter `name` of a tensor entry, or None if it is absent."""
+    """Return the integer parameter `name` of a tensor entry, or None if it is absent.
+
+    Raises `DataError` if the parameter has another type.
+    """
     parameters = entry.get("parameters") or {}
     value = parameters.get(name) if isinstance(parameters, Mapping) else None
     if value is not None and type(value) is not int:
@@ -200,7 +207,7 @@ def _read_integer_parameter(entry: Mapping[str, Any], name: str) -> int | None:
 
 
 def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
-    """Return a tensor from a nested or flat list of numbers.
+    """Return the tensor whose values are a nested or flat list of numbers.
 
     Raises `DataError` for values that do not fit the datatype or the shape.
     """

@@ -1,7 +1,8 @@
 """Checks that users can run on their own datasets, model families and interfaces.
 
-`from weft.testing import check_dataset`. Each check is imported on first access, because the check
-of families loads torch and transformers.
+    from weft.testing import check_dataset
+
+Each check is imported on first access, because the check of families loads torch and transformers.
 """
 
 from __future__ import annotations

@@ -31,14 +31,15 @@ BATCHES = 12  # number of loader positions from which resuming is checked
 
 
 def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
-    """Check every required property of a dataset class, given itself or by its registered name.
+    """Check all required properties of a dataset class, given as a class or a registered name.
 
     The dataset is built as `cls(util=DatasetUtility(...), **args)`.
 
-    Map-style classes: one id per sample, unique ids, and the same sample for the same index on
-    every access and in every object built with the same arguments. Iterable classes: the same
-    batches in every pass. Both: consistent keys and lengths, token ids within the vocabulary,
-    samples that survive serialization, and exact resumption at every batch.
+    A map-style class must return samples with one unique id each, and the same sample for the same
+    index on every access and in every object built with the same arguments. An iterable class must
+    yield the same batches in every pass. Both must have consistent keys and lengths, token ids
+    within the vocabulary and samples that survive serialization, and must resume exactly at every
+    batch.
 
     `tokenizer` defaults to `build_small_tokenizer()`. Prints one line that lists the checks.
     """
@@ -64,14 +65,14 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
 
 
 def build_small_tokenizer() -> Tokenizer:
-    """Return a byte-level tokenizer with `<s>`, `</s>` and a chat template; reads no file."""
+    """Return a byte-level tokenizer with `<s>`, `</s>` and a chat template, without reading files."""
     hf = build_byte_level()
     hf.chat_template = TEMPLATE
     return Tokenizer(hf)
 
 
 def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> str:
-    """Check a map-style dataset. Returns a description of the checks."""
+    """Check a map-style dataset and return a description of the checks."""
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
@@ -111,7 +112,7 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
 
 
 def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> str:
-    """Check an iterable dataset. Returns a description of the checks."""
+    """Check an iterable dataset and return a description of the checks."""
     first = list(islice(iter(dataset), SAMPLES))
     assert first, "the dataset is empty: iter() yields no batch"
     for number, batch in enumerate(first):
@@ -193,9 +194,9 @@ def _check_same_sample(one: SequenceSample, other: SequenceSample, where: str) -
 
 
 def _check_resume(make: Callable[[], BatchLoader]) -> str:
-    """Check that a new loader continues with the same batches from each of the first positions.
+    """Check that resuming continues with the same batches; return a description of the check.
 
-    Returns a description of the check.
+    A new loader is resumed at each of the first positions.
     """
     loader = make()
     states = [loader.state_dict()]

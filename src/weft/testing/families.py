@@ -1,8 +1,8 @@
 """Check a model family: `check_family(MY_FAMILY)` raises `AssertionError`.
 
-The built-in families pass the same check. The reference is a tiny random `transformers` model of
-the family (float32, CPU). Compared are logits, log-probs, the gradient of every parameter,
-classifier scores, and the model that `transformers` loads from a directory saved by weft.
+The built-in families pass the same check. The family is compared with a tiny random `transformers`
+model (float32, CPU): its logits, log-probs, gradients of all parameters, classifier scores, and the
+model that `transformers` loads from a directory saved by weft.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SCORES = frozenset({"scores"})
 
 
 def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
-    """Check every required property of a model family.
+    """Check all required properties of a model family.
 
-    `overrides` replace values of the family's `tiny` config.json. The family must be registered,
-    and `transformers` must know its `model_type`. Needs no network. Prints one line that lists the
-    checks.
+    The family must be registered, and `transformers` must know its `model_type`. `overrides`
+    replace values of the family's `tiny` config.json. No network access is needed. Prints one line
+    that lists the checks.
     """
     assert families.get(family.name) is family, (
         f"{family.name} is not registered; call register_hf_family"
@@ -66,7 +66,7 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
 
 @contextmanager
 def _disable_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of `transformers` within the context."""
+    """Disable the progress bars of `transformers` while the context is open."""
     was_enabled = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -79,7 +79,7 @@ def _disable_progress_bars() -> Iterator[None]:
 def build_reference_model(
     family: Family, head: str, seed: int, overrides: Mapping[str, Any]
 ) -> Any:
-    """Return a `transformers` model with random values in every parameter, biases and norms too."""
+    """Return a `transformers` model with random values in all parameters, even biases and norms."""
     values = {**family.tiny, "pad_token_id": 0, **overrides}
     config = transformers.AutoConfig.for_model(family.name, **values)
     config._attn_implementation = "eager"
@@ -96,9 +96,9 @@ def build_reference_model(
 
 
 def check_config(family: Family, reference: Any) -> None:
-    """Check that config.json survives reading and writing.
+    """Check that the family's configuration survives writing and reading config.json.
 
-    `transformers` must also read the written file with the same meaning.
+    `transformers` must also read the written values with the same meaning.
     """
     config = family.config(reference.config.to_dict())
     written = family.to_hf(config)
@@ -154,7 +154,10 @@ def _check_values(network: Transformer, reference: Any, sequences: list[Tensor])
 def check_gradients(
     family: Family, network: Transformer, reference: Any, sequences: list[Tensor]
 ) -> None:
-    """Compare the gradients of a weighted mean of log-probs, per parameter by checkpoint name."""
+    """Compare each parameter's gradient with the reference, for a weighted mean of log-probs.
+
+    Parameters are matched by their names in the checkpoint.
+    """
     reference = copy.deepcopy(reference)
     weights = torch.cos(torch.arange(sum(len(s) - 1 for s in sequences)))
     network.zero_grad()
@@ -178,7 +181,10 @@ def check_gradients(
 
 @torch.no_grad()
 def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
-    """Check that a prefill in two chunks, then single tokens, gives the uncached hidden states."""
+    """Check that decoding with a KV cache gives the same hidden states as without a cache.
+
+    Decodes a prefill in two chunks, followed by single tokens.
+    """
     long = [s[:12] for s in sequences if len(s) >= 12]
     whole = [network.compute_hidden(pack([s])) for s in long]
     cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=4)
@@ -193,9 +199,9 @@ def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
 
 
 def check_parts(directory: Path) -> None:
-    """Check that reading one block, or half a tensor, reads only its bytes.
+    """Check that reading one layer, or half a tensor, reads only its own bytes.
 
-    The parts together must be the whole checkpoint.
+    The embedding, the layers and the head together must have all parameters of the checkpoint.
     """
     reader = hf_io.ParameterReader(directory)
     names = reader.keymap.list_names("block", layer=1)
@@ -223,7 +229,7 @@ def check_parts(directory: Path) -> None:
 def check_classifier(
     family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]
 ) -> None:
-    """Compare scores of reward models saved by `transformers` and by weft."""
+    """Compare the scores of reward models saved by `transformers` and by weft."""
     reference = build_reference_model(family, "score", seed, overrides)
     reference.save_pretrained(directory / "reward")
     network = hf_io.load(directory / "reward", "score")
@@ -249,7 +255,7 @@ def check_classifier(
 
 
 def _make_sequences(vocab_size: int, seed: int) -> list[Tensor]:
-    """Return random sequences of ids from 1 on.
+    """Return random sequences of token ids, without the id 0.
 
     Id 0 is the reference's padding, whose embedding gets no gradient in `transformers`.
     """

@@ -49,19 +49,18 @@ TEXTS = {
 def check_interface(
     cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any
 ) -> None:
-    """Check every required property of an interface class.
+    """Check all required properties of an interface class.
 
     The interface is built as `cls(**args)` and called on a small random Llama.
 
     Each implemented method must return an `MFCResult` with finite metrics and with outputs for
-    exactly the ids of the batch and a matching number of sequences. It must leave the batch
-    unchanged and return the same result when called again with the same weights. `generate` and
-    `inference` must return the same outputs for an id alone as within a batch. A train step
-    increases the version by one. `state_dict` must survive writing to disk and `load_state_dict`.
+    exactly the ids of the batch and a matching number of sequences. It must not modify the batch,
+    and must return the same result when it is called again with the same weights. `generate` and
+    `inference` must return the same outputs for an id alone as within a batch. A train step must
+    increase the version by one. `state_dict` must survive writing to disk and `load_state_dict`.
     `save` must write at least one file.
 
-    `batch` defaults to `build_small_batch()`, which has every key of the shipped datasets and nodes
-    except `support`; `head` is the network's head: lm, value or score.
+    `batch` defaults to `build_small_batch()`. `head` is the network's head: lm, value or score.
     """
     assert isinstance(cls, type), f"{cls!r} is not a class; an interface is built as cls(**args)"
     methods = [name for name in CALLS if _has_method(cls, name)]
@@ -80,7 +79,7 @@ def check_interface(
 
 @dataclass(frozen=True)
 class InterfaceBench:
-    """The interface under test and its inputs. `build_model` always returns the same fresh weights."""
+    """Interface class under test, with the inputs of its methods."""
 
     cls: type[Any]
     args: Mapping[str, Any]
@@ -92,7 +91,10 @@ class InterfaceBench:
         return self.cls(**self.args)
 
     def build_model(self) -> Model:
-        """Return a random Llama with an optimizer and a byte-level tokenizer."""
+        """Return a random Llama with an optimizer and a byte-level tokenizer.
+
+        Every call returns the same initial weights.
+        """
         tokenizer = build_small_tokenizer()
         directory = self.folder / "model"
         if not directory.exists():
@@ -124,14 +126,14 @@ class InterfaceBench:
         )
 
     def call(self, name: str, batch: SequenceSample | None = None) -> MFCResult:
-        """Call the method `name` of a newly built interface once, on fresh weights."""
+        """Call the method `name` once, on a new instance of the interface and a new model."""
         return _call(self.build(), name, self.build_model(), self.batch if batch is None else batch)
 
 
 def build_small_batch() -> SequenceSample:
     """Return a batch of three ids with two completions each.
 
-    It has every key that the shipped datasets and nodes produce, except `support`.
+    It has all keys that the shipped datasets and nodes produce, except `support`.
     """
     tokenizer = build_small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
