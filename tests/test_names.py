@@ -79,7 +79,7 @@ torch_backend translation trees updates veto weights_changed wide_product window
 """
 
 # Words that name nothing when they stand alone.
-PARTICIPLES = """told heard gone kept stayed made found shown said asked wanted taken"""
+PARTICIPLES = """told heard gone kept stayed made found shown said asked"""
 
 
 # Words that begin a relative clause or a phrase whose noun stands elsewhere.
@@ -116,6 +116,18 @@ def is_function_name(name: str) -> bool:
     """Return whether a function may have this name."""
     first = name.lstrip("_").split("_")[0]
     return name in OTHER_FUNCTIONS.split() or first in f"{VERBS} {PREFIXES}".split()
+
+
+def find_participles(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each variable, parameter or attribute that is a participle."""
+    for node in ast.walk(ast.parse(source)):
+        name = ""
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if name.lstrip("_") in PARTICIPLES.split():
+            yield node.lineno, name
 
 
 def find_bad_names(sources: dict[Path, str]) -> list[str]:
@@ -172,6 +184,21 @@ def test_bad_names_are_found(source, problem):
     sources = {Path("a.py"): "class SampleReader: ...", Path("b.py"): source}
     (line,) = find_bad_names(sources)
     assert problem in line
+
+
+@pytest.mark.parametrize(
+    "source", ["found = 1", "self._kept = 1", "def read(told): ...", "for made in x: ..."]
+)
+def test_participles_are_found(source):
+    assert len(list(find_participles(source))) == 1
+
+
+def test_variables_say_what_they_hold():
+    assert [
+        f"{path}:{line}: {name}"
+        for path, source in read_sources().items()
+        for line, name in find_participles(source)
+    ] == []
 
 
 def test_good_names_are_let_through():

@@ -163,7 +163,11 @@ def test_a_cache_that_is_kept_counts_while_others_work_and_has_a_limit() -> None
         estimate(SHAPE, replace(TRAINED, keeps_cache=keeps), works) for keeps in (False, True)
     )
     assert freed.cache == kept.cache == 1000
-    assert freed.kept == 0 and kept.kept == 1000 and kept.permanent == freed.permanent + 1000
+    assert (
+        freed.resident_cache == 0
+        and kept.resident_cache == 1000
+        and kept.permanent == freed.permanent + 1000
+    )
     assert freed.call == kept.call + 1000, "counted once"
 
 

@@ -182,7 +182,9 @@ def test_targets_hold_what_they_should(case: Case, shelves: bool, ranks: Ranks) 
     assert [each.sent for each in moved] == [cost.sent[rank] for rank in ALL]
     assert [each.received for each in moved] == [cost.received[rank] for rank in ALL]
     assert sum(each.sent for each in moved) == count_least_bytes(source, target, itemsize=itemsize)
-    assert [each.copied for each in moved] == [cost.kept[rank] + cost.copied[rank] for rank in ALL]
+    assert [each.copied for each in moved] == [
+        cost.in_place[rank] + cost.copied[rank] for rank in ALL
+    ]
 
 
 @pytest.mark.parametrize("eta", [0.25, 0.0])

@@ -299,7 +299,7 @@ def _describe_traffic(rank: int, cost: ReallocationTraffic, node: int) -> dict[s
         "node": node,
         "sent": cost.sent[rank],
         "received": cost.received[rank],
-        "kept": cost.kept[rank],
+        "kept": cost.in_place[rank],
         "copied": cost.copied[rank],
     }
 

@@ -190,12 +190,12 @@ class RoleMemory:
     activations: int
     cache: int
     call: int
-    kept: int = 0  # bytes of the cache between calls
+    resident_cache: int = 0  # bytes of the cache between calls
     away: int = 0
 
     @property
     def permanent(self) -> int:
-        return self.parameters + self.masters + self.optimizer + self.kept
+        return self.parameters + self.masters + self.optimizer + self.resident_cache
 
 
 def estimate(
@@ -228,7 +228,7 @@ def estimate(
         call=max((most for _, _, most in calls), default=0)
         + (_count_gathered_bytes(shape, settings, adds_up=adds_up) if calls else 0)
         + (shape.largest_matrix * width if shape.rounded else 0),
-        kept=resident_cache,
+        resident_cache=resident_cache,
         away=(parameters + masters + resident_cache) * settings.weights_leave
         + state * settings.optimizer_leaves,
     )

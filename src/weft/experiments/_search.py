@@ -294,7 +294,7 @@ class PlacementProblem:
             loads = [self.loads[call] for call in calls]
             layout = self._meshes[number].layout
             held = estimate_role_memory(self.networks[role], loads, layout, self.rates, own=own)
-            stays = held.kept if shared else held.permanent - held.away
+            stays = held.resident_cache if shared else held.permanent - held.away
             self._held[key] = stays, held.call + (0 if shared else held.away)
         return self._held[key]
 

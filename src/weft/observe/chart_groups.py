@@ -143,12 +143,12 @@ class SeriesIndex(Generic[Scope]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
+        self._series: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
         """Add a series under `scope`, such as its node. `find_equal` returns `number` for it."""
         key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
-        self._found.setdefault(key, []).append((values, number))
+        self._series.setdefault(key, []).append((values, number))
 
     def find_equal(self, scope: Scope, values: Values) -> list[int]:
         """Return the `number` of each series in `scope` that equals `values`, as passed to `add`."""
@@ -159,7 +159,7 @@ class SeriesIndex(Generic[Scope]):
         keys = ((*_build_key(scope, values), *bins) for bins in itertools.product(*near))
         equal: list[int] = []
         for key in keys:
-            for other, number in self._found.get(key, ()):
+            for other, number in self._series.get(key, ()):
                 if is_same_series(values, other):
                     equal.append(number)
         return equal

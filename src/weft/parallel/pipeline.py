@@ -198,7 +198,7 @@ class _StagePass:
     """Results of a stage's forward pass that its backward pass needs."""
 
     states: Tensor | None  # [T, hidden]: the stage's input, a leaf
-    made: Tensor | None  # [T, hidden]: the stage's result; None for the last stage
+    output: Tensor | None  # [T, hidden]: the stage's result; None for the last stage
     losses: list[Tensor]
     groups: list[Group] = field(default_factory=list)  # groups of weights, set by the "I" half
 
@@ -221,7 +221,9 @@ class _PipelineRun:
         self._loss = loss
         self._stage_loss = stage_loss
         self._passes: dict[tuple[int, int], _StagePass] = {}
-        self._made: dict[TransferKey, Tensor] = {}  # to send, or input of another local stage
+        self._local_tensors: dict[
+            TransferKey, Tensor
+        ] = {}  # to send, or input of another local stage
         self._receives: dict[TransferKey, tuple[Tensor, dist.Work]] = {}
         self._sends: dict[TransferKey, tuple[Tensor, dist.Work]] = {}
         # Number of backward passes left, by stage.
@@ -273,7 +275,7 @@ class _PipelineRun:
         losses = []
         if isinstance(result, Tensor):
             next_states = result
-            self._made[stage, stage + 1, microbatch] = next_states.detach().contiguous()
+            self._local_tensors[stage, stage + 1, microbatch] = next_states.detach().contiguous()
         else:
             loss = self._loss(microbatch, result)
             if training and is_sharded(network) and not loss.requires_grad:
@@ -319,7 +321,7 @@ class _PipelineRun:
         roots, gradients = self._find_roots(stage, microbatch, passed)
         assert passed.states is not None, "stages after the first are given states"
         passed.groups = compute_input_half(roots, gradients, passed.states)
-        passed.made = None
+        passed.output = None
         passed.losses = []
         self._pass_back(stage, microbatch, passed)
         passed.states = None
@@ -353,12 +355,12 @@ class _PipelineRun:
             if loss.requires_grad:
                 roots.append(loss)
         gradients: list[Tensor | None] = [None] * len(roots)
-        if passed.made is not None:
+        if passed.output is not None:
             gradient = self._take((stage + 1, stage, microbatch))
             # Its gradient is back, so the states were received.
             self._wait_for_send((stage, stage + 1, microbatch))
-            if passed.made.requires_grad:
-                roots.append(passed.made)
+            if passed.output.requires_grad:
+                roots.append(passed.output)
                 gradients.append(gradient)
         return roots, gradients
 
@@ -367,7 +369,7 @@ class _PipelineRun:
             gradient = passed.states.grad
             if gradient is None:  # no token of this micro-batch is trained
                 gradient = torch.zeros_like(passed.states)
-            self._made[stage, stage - 1, microbatch] = gradient.contiguous()
+            self._local_tensors[stage, stage - 1, microbatch] = gradient.contiguous()
 
     # -- sending
 
@@ -381,7 +383,7 @@ class _PipelineRun:
             if message.direction == "SEND":
                 if len(self._sends) == MOST_SENDS:
                     self._wait_for_send(next(iter(self._sends)))
-                tensor = self._made.pop(ends)
+                tensor = self._local_tensors.pop(ends)
                 peer = pipeline.placement.get_rank(message.target)
                 work = dist.isend(tensor, group=pipeline.group, group_dst=peer, tag=tag)
             else:
@@ -397,7 +399,7 @@ class _PipelineRun:
     def _take(self, ends: TransferKey) -> Tensor:
         """Return a neighbouring stage's result, and wait for it if it comes from another rank."""
         if ends not in self._receives:
-            return self._made.pop(ends)
+            return self._local_tensors.pop(ends)
         tensor, work = self._receives.pop(ends)
         try:
             work.wait()

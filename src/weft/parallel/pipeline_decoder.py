@@ -50,12 +50,12 @@ DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[
 class _DecoderPass:
     """Forward pass over `x`, of which this rank still has to compute the stages `left`.
 
-    `made` is the result, which the last stage fills in.
+    `output` is the result, which the last stage fills in.
     """
 
     x: Packed
     left: deque[int]
-    made: Tensor
+    output: Tensor
     states: Tensor | None = None  # input of the next stage, if this rank made it
     then: Callable[[], None] | None = None
 
@@ -169,7 +169,7 @@ class StagedDecoder:
         self._last_deferred = step if step.left else None
         if step.left:
             self._deferred_passes.append(step)
-        return step.made
+        return step.output
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -193,7 +193,7 @@ class StagedDecoder:
             states = torch.empty(shape, dtype=self._dtype, device=self._device)
             self._receive(states, self._placement.get_rank(stage - 1), "states", self._group)
         if network.is_last_stage:
-            step.made.copy_(network.compute_hidden(step.x, rows, states))
+            step.output.copy_(network.compute_hidden(step.x, rows, states))
             return
         next_states = network.compute_hidden(step.x, states=states)
         peer = self._placement.get_rank(stage + 1)

@@ -15,14 +15,14 @@ from weft.topology import Slice
 class ReallocationTraffic:
     """Bytes that a plan sends or leaves in place. Counters are by rank unless noted.
 
-    A piece that stays on its rank counts as `kept` if it is all that the rank holds of the
+    A piece that stays on its rank counts as `in_place` if it is all that the rank holds of the
     parameter before and after the reallocation. It counts as `copied` if it becomes part of another
     rectangle.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
-    kept: Counter[int] = field(default_factory=Counter)
+    in_place: Counter[int] = field(default_factory=Counter)
     copied: Counter[int] = field(default_factory=Counter)
     names: Counter[str] = field(default_factory=Counter)  # sent, by parameter
     inside: int = 0  # sent between ranks of one machine
@@ -36,7 +36,7 @@ class ReallocationTraffic:
     @property
     def local_bytes(self) -> int:
         """Number of bytes that stay on their rank."""
-        return self.kept.total() + self.copied.total()
+        return self.in_place.total() + self.copied.total()
 
 
 def count_traffic(
@@ -58,7 +58,7 @@ def count_traffic(
         size = each.num_elements * itemsize[each.name]
         if each.is_local:
             same = source[each.source][each.name] == target[each.target][each.name]
-            (traffic.kept if same else traffic.copied)[each.target] += size
+            (traffic.in_place if same else traffic.copied)[each.target] += size
             continue
         traffic.sent[each.source] += size
         traffic.received[each.target] += size
@@ -67,7 +67,7 @@ def count_traffic(
     return ReallocationTraffic(
         traffic.sent,
         traffic.received,
-        traffic.kept,
+        traffic.in_place,
         traffic.copied,
         traffic.names,
         ways[True],

@@ -25,7 +25,7 @@ def fill_template(template: str, row: Row, random: Random) -> str:
     """
     if not PLACE.search(template):
         return _to_text(pick_value(template, row, random))
-    return PLACE.sub(lambda found: _to_text(pick_value(found[1], row, random)), template)
+    return PLACE.sub(lambda match: _to_text(pick_value(match[1], row, random)), template)
 
 
 def pick_value(path: str, row: Row, random: Random) -> Any:

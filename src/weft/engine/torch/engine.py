@@ -163,7 +163,7 @@ class TorchEngine:
         self._built = built
         self._spec = spec
         self._device = device
-        self._kept = ReusablePageCaches()
+        self._reusable_caches = ReusablePageCaches()
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._network = built.network.eval()
         keep_sums_wide(device)
@@ -329,10 +329,10 @@ class TorchEngine:
         self._masters.wait_for_copies()
         part = self._built.part
         if part is not None:
-            opened = part.generating(spec, self.version, self._kept)
+            opened = part.generating(spec, self.version, self._reusable_caches)
         else:
             network = cast(Decoder, self._network)
-            reusable_caches = self._kept
+            reusable_caches = self._reusable_caches
             opened = open_generator(
                 network,
                 spec,
@@ -383,7 +383,7 @@ class TorchEngine:
         kept from one generator to the next.
         """
         if what == "weights":
-            self._kept.drop()
+            self._reusable_caches.drop()
             self._masters.leave()
         elif self._optimizer is not None:
             self._optimizer.leave()

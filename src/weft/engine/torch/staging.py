@@ -24,14 +24,14 @@ SLOT_BYTES = 2**25  # bytes of a pinned buffer: SLOTS buffers are 128 MiB in eac
 class _PendingGradient:
     """A piece of a gradient that is being copied to the host.
 
-    `kept` is the source of the copy, referenced so that its device memory isn't freed meanwhile.
+    `source` is the tensor that is copied, referenced so that its device memory isn't freed meanwhile.
     """
 
     mark: CopyMark
     arrived: Tensor
     into: Tensor
     fresh: bool
-    kept: Tensor
+    source: Tensor
 
 
 class HostGradientAccumulator:

@@ -282,7 +282,7 @@ def _isolate_files(wanted: IsolationSettings) -> None:
     os.mkdir(f"{root}/tmp")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         places = [
-            re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split(" ")[4])
+            re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), line.split(" ")[4])
             for line in file
         ]
     for place in places:

@@ -170,7 +170,7 @@ class JudgeTemplate:
         Returns the system message, if any, and the prompt as chat messages.
         """
         content = PLACEHOLDER.sub(
-            lambda found: texts[found[2]] if found[2] else "{" + found[1] + "}", self.text
+            lambda match: texts[match[2]] if match[2] else "{" + match[1] + "}", self.text
         )
         begin = [{"role": "system", "content": self.system}] if self.system else []
         return [*begin, {"role": "user", "content": content}]

@@ -176,7 +176,7 @@ class CachedForward:
         """
         if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
             return self.run(at).index_select(0, wanted)
-        states, _kept = self._begin(at, None if wanted is None else wanted.contiguous())
+        states, _referenced = self._begin(at, None if wanted is None else wanted.contiguous())
         if outcome := library.call("weft_forward", self._blocks, self._step):
             raise self._build_error(outcome, at, wanted)
         return states
@@ -194,7 +194,7 @@ class CachedForward:
         ids = torch.empty(steps, rows, dtype=torch.int64)
         logprobs = torch.empty(steps, rows)
         given = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
-        _, _kept = self._begin(at, None)
+        _, _referenced = self._begin(at, None)
         how = structures.DrawsStruct(*map(get_pointer, given), draws.temperature, steps)
         count = library.call("weft_decode_ahead", self._blocks, how, self._step)
         if count < 0:

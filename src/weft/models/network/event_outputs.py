@@ -356,7 +356,7 @@ class _GivenLogprobs(torch.autograd.Function):
             del chunk  # free it before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
-        ctx.made = None if total is None else (total, output_grads)
+        ctx.precomputed = None if total is None else (total, output_grads)
         ctx.set_materialize_grads(False)
         return given, logprobs
 
@@ -367,8 +367,8 @@ class _GivenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, ids = ctx.saved_tensors
         settings: _EventSettings = ctx.settings
-        precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
-        ctx.made = None  # free the gradients, except those of the parameters
+        precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.precomputed
+        ctx.precomputed = None  # free the gradients, except those of the parameters
         if precomputed is not None and all(
             token_outputs.is_same_gradient(value, precomputed[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)

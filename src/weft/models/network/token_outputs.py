@@ -371,7 +371,7 @@ class _TokenOutputs(torch.autograd.Function):
             del capped, known  # free them before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
         ctx.settings = settings
-        ctx.made = None if total is None else (total, given)
+        ctx.precomputed = None if total is None else (total, given)
         ctx.mark_non_differentiable(top1)
         ctx.set_materialize_grads(False)  # no backward cost for an entropy that is only reported
         return logprobs, entropies, top1
@@ -383,8 +383,8 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _TokenOutputSettings = ctx.settings
-        precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.made
-        ctx.made = None  # free the gradients, except those of the parameters
+        precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.precomputed
+        ctx.precomputed = None  # free the gradients, except those of the parameters
         # Use the gradients of the forward pass if they are for these gradients of the outputs.
         if (
             precomputed is not None
