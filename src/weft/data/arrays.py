@@ -1,6 +1,6 @@
 """Join, select and split numpy and torch arrays along the first dimension.
 
-A result belongs to the same array library as the input.
+The results are arrays of the same library as the input.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def take_segments(
 ) -> Array:
     """Concatenate the segments of `array` that `index` lists.
 
-    Segment i consists of the rows `starts[i]` to `starts[i + 1]` (exclusive). Consecutive segments
-    are returned as a view.
+    Segment i consists of the rows `starts[i]` to `starts[i + 1]` (exclusive). If the segments are
+    consecutive, the result is a view.
     """
     if len(index) == 0:
         return array[:0]

@@ -8,7 +8,7 @@ every row has a sample unless it is left out because of its length. Before train
   values);
 - encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
   rows of a shape if the first one is bad;
-- encodes the rows that may be too long, if such rows are left out or are errors.
+- encodes the rows that may be too long, unless such rows are truncated.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ class SingleSampleEncoder(Protocol):
     """Row encoder that makes one sample with at most one completion from each row.
 
     Message trees are an exception, since they can make several samples. The first token of a
-    completion is trained. A truncated sample therefore keeps a trained token and is never left out.
+    completion is always trained, so a truncated sample still has a trained token and is never left
+    out.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        """Return the text of a row, without BOS and EOS, that is tokenized.
+        """Return the text of a row as it is tokenized, without BOS and EOS.
 
         Raises the same errors as `encode`.
         """
@@ -96,9 +97,9 @@ def tokenize_in_background(
 ) -> TokenTable | BackgroundTokenTable:
     """Return a table of the samples of `source`, tokenized during training if possible.
 
-    The result is a `BackgroundTokenTable` that is not started yet, or a complete `TokenTable` if
-    one is in the cache, if the files are small, if a row can make several samples, or if
-    `num_workers` is 0.
+    If so, the result is a `BackgroundTokenTable`, which the caller has to start. The result is a
+    complete `TokenTable` instead if one is in the cache, if the files are small, if a row can make
+    several samples, or if `num_workers` is 0.
 
     Raises `DataError` with a report on the bad rows that were found.
     """
@@ -120,7 +121,7 @@ def tokenize_in_background(
 
 
 def pack_outcome(outcome: Outcome) -> Packed:
-    """Convert the samples of an outcome to a table, which takes a tenth of the memory."""
+    """Convert the encoded samples of a chunk to a table, which needs a tenth of the memory."""
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.from_rows(
@@ -193,7 +194,7 @@ def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
 
 
 def _compute_shape(row: Row | UnreadableRow, id_key: str, *, deep: bool) -> Any:
-    """Return the names of a row's columns, except the id, with the kinds of their values.
+    """Return the shape of a row: its column names, except the id, with the kinds of their values.
 
     With `deep`, the kinds of nested values are included. Returns None for an unreadable row.
     """
@@ -222,7 +223,7 @@ def _compute_top_level_kind(value: Any) -> Any:
 
 
 def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether the sample of a row may have more than `most` tokens. True for bad rows."""
+    """Return whether a row is bad or its sample may have more than `most` tokens."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)
@@ -238,8 +239,8 @@ def _build_background_table(
 ) -> BackgroundTokenTable:
     """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
 
-    The ids of the table are known then. `cache_file` is the cache file that the complete table is
-    written to. Raises `DataError` with reports on all bad rows that were found.
+    The ids of all samples are then known. The complete table will be written to `cache_file`.
+    Raises `DataError` with reports on all bad rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -299,7 +300,7 @@ def _build_background_table(
 def _encode_eagerly(
     job: EncodingJob, rows: _SourceRows, numbers: Sequence[int], source: RowSource
 ) -> list[tuple[list[int], Outcome]]:
-    """Encode the rows with these numbers before training.
+    """Encode the rows with the row numbers `numbers` before training.
 
     Returns (row numbers, outcome) for each chunk of rows.
     """
@@ -319,13 +320,13 @@ def _encode_eagerly(
 
 
 class BackgroundTokenTable:
-    """Table of samples like a `TokenTable`, most of which are tokenized during training.
+    """Table like a `TokenTable`, except that most samples are tokenized during training.
 
     `ids` and the row numbers `rows` are known from the beginning. Between `start` and `close`,
     worker processes tokenize the samples, beginning with those that training needs next
-    (`prioritize`). `take` tokenizes missing samples itself. The complete table is written to the
-    cache, as `tokenize` does. If a worker process fails, the next call of `take` raises its error:
-    `DataError` for a bad row, `RunError` if the process died.
+    (`prioritize`). `take` does not wait for missing samples but tokenizes them itself. The complete
+    table is written to the cache that `tokenize` uses. If a worker process fails, the next call of
+    `take` raises its error: `DataError` for a bad row, `RunError` if the process died.
     """
 
     def __init__(
@@ -400,7 +401,8 @@ class BackgroundTokenTable:
     ) -> SequenceSample:
         """Return the samples at `indices` as one `SequenceSample`.
 
-        The samples of `others` are read from `extra`, all other samples from the chunks.
+        The samples at the indices `others` are read from `extra`, and the rest from the finished
+        chunks.
         """
         apart = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
@@ -480,7 +482,7 @@ class BackgroundTokenTable:
             thread.start()
 
     def prioritize(self, order: Index) -> None:
-        """Make the worker processes tokenize the samples `order` next, before all others."""
+        """Make the worker processes tokenize the samples at indices `order` before all others."""
         others = np.ones(len(self), dtype=np.bool_)
         others[order] = False
         with self._changed:
@@ -566,7 +568,7 @@ class BackgroundTokenTable:
         )
 
     def add_samples(self, rows: Sequence[int], packed: Packed) -> None:
-        """Add the samples of a chunk of rows. If some rows are bad, records the error instead."""
+        """Add the samples of a chunk of rows, or record an error if some of the rows are bad."""
         table, problems = packed
         if problems:
             row_problems = [(rows[index], wrong, long) for index, wrong, long in problems]

@@ -59,7 +59,7 @@ class PromptReplies:
 
     @property
     def prompt_columns(self) -> dict[str, Any]:
-        """Prompt as columns of a row."""
+        """Columns of a row that contain the prompt: `messages` or `prompt`."""
         if self.text is None and self.messages:
             return {"messages": list(self.messages)}
         return {"prompt": self.text}
@@ -164,9 +164,9 @@ def _read_conversation(name: str, messages: Sequence[Message]) -> PromptReplies:
 
 
 def _find_reply(talk: Sequence[Message], before: Sequence[Message]) -> str:
-    """Return the content of the reply that `talk` has in addition to the messages `before`.
+    """Return the content of the reply that follows the messages `before` in `talk`.
 
-    Raises `BadRow` if `talk` is not `before` with one reply added.
+    Raises `BadRow` if `talk` is not `before` followed by one reply.
     """
     added = talk[len(before) :]
     if list(talk[: len(before)]) != list(before) or len(added) != 1:
@@ -230,8 +230,8 @@ def make_worse_reply(
 ) -> str | None:
     """Return a reply that is worse than all replies of `row`, or None if none can be made.
 
-    `kind` is one of `KINDS`. `others` are the other prompts, whose replies the kind "other" uses.
-    The result depends only on the arguments.
+    `kind` is one of `KINDS`. `others` are other prompts with their replies; the kind "other" takes
+    a reply from them. The result depends only on the arguments.
     """
     low, high = randomness.derive_key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])

@@ -71,7 +71,7 @@ class BatchingOptions:
 
 @dataclass(frozen=True)
 class SourceSubset:
-    """The samples of the dataset of source `name` that `indices` lists.
+    """Subset of the samples of source `name`: those at `indices` in its dataset.
 
     With `prefix`, sample ids begin with the name of the source, so that ids of different sources do
     not collide.
@@ -88,7 +88,7 @@ class SourceSubset:
     def __getitem__(self, index: int) -> SequenceSample:
         """Return one sample. Its metadata contains the name of the source as `source`.
 
-        Raises `DataError` if the dataset does not return a `SequenceSample` of one id.
+        Raises `DataError` if the dataset does not return a `SequenceSample` with exactly one id.
         """
         if not 0 <= index < len(self.indices):
             raise IndexError(index)
@@ -132,7 +132,7 @@ class SourceSubset:
         return table if isinstance(table, BackgroundTokenTable) else None
 
     def estimate_tokens(self) -> npt.NDArray[Any]:
-        """Return the token count of each sample, estimated where the row is not tokenized yet."""
+        """Return the token count of each sample, or an estimate if its row is not tokenized yet."""
         if self.background_table is None:
             return self.count_tokens()
         return self.background_table.estimate_tokens()[self.indices]
@@ -147,19 +147,19 @@ class SourceSubset:
 
 
 class BatchLoader(Protocol):
-    """Loader that returns batches without end. A batch never spans two epochs.
+    """Loader that never runs out of batches. A batch never spans two epochs.
 
     `state_dict` returns the exact position as JSON values.
     """
 
     @property
     def epoch(self) -> int:
-        """Index of the epoch of the next batch, from 0."""
+        """Index of the epoch that the next batch belongs to, counted from 0."""
         ...
 
     @property
     def epoch_done(self) -> bool:
-        """Return whether the last returned batch was the last batch of its epoch."""
+        """Return whether the most recently returned batch was the last one of its epoch."""
         ...
 
     @property
@@ -185,8 +185,8 @@ class BatchLoader(Protocol):
     def build_large_batches(self) -> list[SequenceSample]:
         """Return batches of the first epoch for the memory forecast, the largest one first.
 
-        They include batches with fewer tokens that can still need as much memory. While rows are
-        not tokenized yet, the largest batch is an estimate. Must be called before `next_batch`, and
+        Some of them have fewer tokens but can still need as much memory. While rows are not
+        tokenized yet, the largest batch is an estimate. Must be called before `next_batch`, and
         does not change the position.
         """
         ...
@@ -248,7 +248,7 @@ class MapLoader:
         return sum(len(self._plan_epoch(epoch)[1]) - 1 for epoch in range(epochs))
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the batches with the most tokens, and as many spread evenly over the epoch.
+        """Return the batches with the most tokens, and equally many spread evenly over the epoch.
 
         Evenly spread batches are included because their rows may share shorter prefixes and so need
         more memory. While rows are not tokenized yet, there are fewer batches, and their tokens are

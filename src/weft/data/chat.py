@@ -53,8 +53,8 @@ def find_generation_spans(
 class MaskedConversation:
     """Token ids of a conversation with a mask that is True on trained tokens.
 
-    `unused` names the parts of the row that no token represents. `cut` lists the parts of trained
-    turns that the chat template omits.
+    `unused` has the names of those parts of the row that no token represents, such as
+    `messages[].name`. `cut` lists the parts of trained turns that the chat template omits.
     """
 
     ids: list[int]
@@ -68,8 +68,8 @@ def mask_conversation(
 ) -> MaskedConversation:
     """Tokenize a conversation and mask the assistant's trained turns, including their end tokens.
 
-    A token that contains characters of both the template and the assistant is trained, since the
-    generation prompt does not contain it. Raises `DataError` if a turn cannot be located, or if the
+    If a token contains characters of both the template and the assistant, it is trained, since it
+    is not part of the generation prompt. Raises `DataError` if a turn cannot be located, or if the
     template omits essential parts of the conversation.
     """
     # Render the conversation and check that the template writes all of it.
@@ -133,9 +133,9 @@ def mask_spans(
 ) -> tuple[list[int], list[bool]]:
     """Return (ids, mask) of a text. The mask is True on tokens with a character in a span.
 
-    If `offsets` returns None, the token index of a span's boundary is computed by tokenizing the
-    text before the boundary. It is the number of leading tokens that this text has in common with
-    the whole text.
+    If `offsets` returns None, a span's boundary is converted to a token index by tokenizing the
+    text before the boundary. The index is the number of leading tokens that this text has in common
+    with the whole text.
     """
     encoding = offsets(text)
     if encoding is None:

@@ -41,10 +41,10 @@ Read = tuple[RowLocation, Row | UnreadableRow]
 
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
-    """Check that rows of the dataset type have the columns that `columns` renames to.
+    """Check that the new column names in `columns` are columns of the dataset type `type`.
 
-    Raises `ConfigError`, with similar names, for a column that they do not have. `args` are the
-    dataset arguments. The values of arguments such as `prompt_key` are additional column names.
+    Raises `ConfigError`, suggesting similar names, for a name that is not. `args` are the dataset
+    arguments. The values of arguments such as `prompt_key` are additional column names.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":

@@ -1,4 +1,4 @@
-"""Table of the rows of each source: for training, for evaluation, truncated and dropped."""
+"""Table with the number of training, evaluation, truncated and dropped rows of each source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 class SourceCount:
     """Number of samples of one source: for training, for evaluation and per epoch.
 
-    `report` is None for a dataset class of the user, and while the rows are tokenized during
-    training into the table `ahead`.
+    `report` describes the tokenization. It is None for a user's own dataset class, and while the
+    rows are tokenized during training. In the second case, `ahead` is the table that the rows are
+    tokenized into.
     """
 
     name: str
@@ -54,7 +55,8 @@ class SourceCount:
     def build_notes(self, limits: str) -> list[str]:
         """Return notes on truncated and dropped rows, omitted parts of turns, and unused columns.
 
-        `limits` is a text with the options that limit the length of rows.
+        `limits` lists the options that limit the length of rows, in the form in which the notes
+        show them.
         """
         if self.ahead is not None:
             return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]

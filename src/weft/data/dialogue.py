@@ -9,9 +9,9 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def find_shared_prompt(one: str, other: str) -> str:
-    """Return the common beginning of two dialogues, up to the last `\\n\\nAssistant:` in it.
+    """Return the common beginning of two dialogues, which ends with `\\n\\nAssistant:`.
 
-    Returns "" if the common beginning does not contain `\\n\\nAssistant:`.
+    Returns "" if the dialogues have no such beginning.
     """
     at = one.rfind(ASSISTANT, 0, count_common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
@@ -20,7 +20,7 @@ def find_shared_prompt(one: str, other: str) -> str:
 def find_assistant_spans(text: str) -> list[tuple[int, int]]:
     """Return the character spans [start, stop) of the assistant's turns in a dialogue.
 
-    A text without any turns, of the user or the assistant, is one span.
+    A text without turns of either speaker is one span.
     """
     spans = []
     at = text.find(ASSISTANT)
@@ -75,7 +75,7 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the length in characters of the common beginning of two texts, in whole words.
+    """Return the number of characters that two texts have in common at the start, in whole words.
 
     At least one character of each text remains after the common beginning.
     """

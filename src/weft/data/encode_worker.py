@@ -2,8 +2,8 @@
 
 It is started by `weft.data.tokenizing`. A message consists of its length (8 bytes) and a pickle.
 The first message is the job, and the following ones are chunks of rows. The answer to a chunk is
-its outcome (packed if `job.packed`), or an error that does not concern a single row. Both processes
-belong to weft and run on one machine.
+the outcome of encoding it (packed if `job.packed`), or an error that no single row caused. Both
+processes belong to weft and run on the same machine.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class PartEncoder(Protocol):
 class EpochSamples:
     """Samples that are encoded again in each epoch, with random draws that depend on the epoch.
 
-    `table` has the samples without random draws: with all tags, and truncated at the end. In no
-    epoch does a sample have more tokens than in `table`.
+    `table` has the samples encoded without random draws: with all lines of the system tags, and
+    truncated at the end. A sample never has more tokens in an epoch than in `table`.
     """
 
     job: EncodingJob
@@ -47,7 +47,7 @@ class EpochSamples:
     def take(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
         """Return the samples at `indices`, encoded for `epoch`, as one `SequenceSample`.
 
-        `name` is the name of the source. The random draws depend on it.
+        `name` is the name of the source, which the random draws depend on.
         """
         encoded = [self._encode(index, epoch, name) for index in indices]
         ids = [self.table.sample.ids[index] for index in indices]

@@ -16,7 +16,7 @@ MARK = "weft-looks-for-this-system-text"  # probe text that a template either wr
 def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the `ConversationAdditions` that the options in `spec` describe.
 
-    Raises `ConfigError` if options conflict, or if the chat template does not write the added
+    Raises `ConfigError` if options conflict, or if the chat template does not render the added
     system messages.
     """
     if spec.sample_mixing and spec.train_tokens_per_batch is not None:

@@ -54,7 +54,7 @@ def read_fixed_prompts(
     most: int | None,
     option: str = "eval_prompts",
 ) -> SequenceSample:
-    """Return the tokenized prompts of a file as the key `prompt`, with the ids 0, 1, ...
+    """Return the tokenized prompts of a file as a sample with the key `prompt` and ids 0, 1, ...
 
     With `as_chat`, a text prompt is rendered as a user message; prompts of messages are always
     rendered. `most` is the maximum number of tokens of a prompt. Raises `DataError` naming each row

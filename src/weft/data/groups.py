@@ -22,9 +22,9 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 class GroupRearrangement:
     """Assignment of the sequences of a sample to new ids.
 
-    `index[key]` lists the indices of the old sequences in their new order. `counts[key]` is the
-    number of sequences of each new id. `rows` has, for each new id, the index of the old id whose
-    metadata it inherits.
+    `index[key]` lists the indices of the sequences before the rearrangement, in their new order.
+    `counts[key]` is the number of sequences of each new id. `rows` has, for each new id, the index
+    of the old id whose metadata it inherits.
     """
 
     ids: tuple[str, ...]
@@ -36,7 +36,7 @@ class GroupRearrangement:
 
 
 def format_part_name(part: Mapping[str, Any]) -> str:
-    """Return the id of a part of a group, `id[first:stop]`. Ids of different parts differ."""
+    """Return a unique id for a part of a group, in the form `id[first:stop]`."""
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
 
@@ -47,9 +47,9 @@ def split_groups(
     max_tokens: int,
     option: str,
 ) -> GroupRearrangement:
-    """Split groups into runs of completions that cost at most `max_tokens` each.
+    """Split groups into runs of completions with at most `max_tokens` tokens per run.
 
-    The cost of a completion includes the prompt. The metadata record which group each run belongs
+    The prompt is counted once for each completion. The metadata record which group each run belongs
     to. Raises `DataError` for a key that has neither one sequence per id nor one per completion,
     and `ConfigError` naming `option` if a single completion with its prompt exceeds `max_tokens`.
     """

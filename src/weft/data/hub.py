@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
-    """Return whether the local cache has one of these files of a hub model."""
+    """Return whether the local cache has at least one of `files` of a hub model."""
     try:
         return any(
             isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files

@@ -17,9 +17,9 @@ class EncodedSample:
     """Token ids of one sample: a prompt and K completions, with masks, values and metadata.
 
     `values` has one number per completion for each key. A sample that is only a prompt has no
-    completions. `part` distinguishes the samples of one row. `unused` names the parts of the row's
-    messages that no token represents. `cut` lists the parts of trained turns that the chat template
-    omits.
+    completions. `part` distinguishes the samples of one row. `unused` has the names of those parts
+    of the row's messages that no token represents. `cut` lists the parts of trained turns that the
+    chat template omits.
     """
 
     prompt: list[int]
@@ -36,8 +36,8 @@ class EncodedSample:
 class LengthLimits:
     """Limits on the length of a row. None means no limit.
 
-    `overlong` is the treatment of rows that exceed a limit. `truncate_side` is the end at which
-    prompts are cut.
+    `overlong` determines how rows that exceed a limit are treated: "truncate", "drop" or "error".
+    `truncate_side` is the end at which prompts are cut.
     """
 
     max_seqlen: int | None = None
@@ -64,16 +64,16 @@ class LengthLimits:
 def fit_to_limits(
     encoded: EncodedSample, lengths: LengthLimits, bos_id: int | None
 ) -> tuple[EncodedSample | None, frozenset[str]]:
-    """Truncate or drop a sample that exceeds its length limits, as `overlong` determines.
+    """Truncate or drop a sample that exceeds its length limits, depending on `overlong`.
 
     Returns (sample, actions). The sample is None if it is dropped. The actions are a subset of
     {"prompt", "answer"} for the truncated parts, or {"dropped"}. Raises `RowTooLong` if `overlong`
     is "error".
 
     When truncating, the prompt is cut to `max_prompt_len`. If the prompt and the longest completion
-    together exceed `max_seqlen`, completions lose their ends. If the prompt leaves no room for
-    them, it is cut too, but not below half of `max_seqlen`. A prompt cut on the left keeps its BOS.
-    The sample is dropped if a completion has no trained token left.
+    together exceed `max_seqlen`, the ends of the completions are cut. If the prompt leaves no room
+    for completions, the prompt is cut too, but not below half of `max_seqlen`. A prompt cut on the
+    left keeps its BOS. The sample is dropped if a completion has no trained token left.
     """
     # Compute the number of prompt tokens (`limit`) and of completion tokens (`room`) to keep.
     num_prompt = len(encoded.prompt)

@@ -41,7 +41,7 @@ OMITTED_IF_UNSET = (
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Data of a run: training batches, validation sets by source, counts, and notes to print first.
+    """Data of a run: training batches, validation sets by source, counts, and notes for the user.
 
     `max_seqlen` is the number of tokens of the longest prompt with one of its completions, or 0 if
     no source is tokenized by weft. `parts` are the training samples by source. `background_tables`
@@ -371,7 +371,7 @@ class SourceReader:
     def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
         """Return all rows of a validation file, and their count.
 
-        The argument `path` of the dataset is ignored.
+        The dataset argument `path` is ignored.
         """
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.validation_reader._build(replace(source, args=args))
@@ -385,8 +385,8 @@ class SourceReader:
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """Build the dataset of a source and return (dataset type, dataset).
 
-        The constructor receives the user's arguments, and those of weft's options that it has
-        parameters for. Raises `ConfigError` if arguments or options do not fit the dataset type.
+        The constructor receives the user's arguments, and every weft option that it has a parameter
+        for. Raises `ConfigError` if arguments or options do not fit the dataset type.
         """
         type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)
@@ -458,7 +458,10 @@ def _find_table(
 
 
 def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return the type `usual`, or its type for trees if the first row is an Open-Assistant tree."""
+    """Return the type `usual`, or the matching type for trees if the file has Open-Assistant trees.
+
+    Only the first row of the file is read.
+    """
     if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))

@@ -26,8 +26,8 @@ class TreeFilter:
     message passed its review. `deleted` and `synthetic` allow deleted and synthetic messages.
 
     `top_k` keeps only assistant replies with a rank below k; a reply without a rank is kept if it
-    is the only one. `least` and `most` are bounds of labels such as quality; a message without the
-    label is accepted.
+    is the only one. `least` and `most` map labels such as quality to the smallest and largest
+    allowed values. A message without the label is accepted.
     """
 
     langs: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class TreeFilter:
         return True
 
     def accepts_rank(self, node: Node, siblings: int) -> bool:
-        """Return whether `top_k` keeps a reply to a message that has `siblings` replies."""
+        """Return whether `top_k` keeps the reply `node`, which is one of `siblings` replies."""
         if self.top_k is None or node.get("role") != "assistant":
             return True
         rank = node.get("rank")
@@ -85,8 +85,8 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
     """Iterate over the trees that the rows contain.
 
     A row is a whole tree, a single message (in any order), or a thread. Messages and threads are
-    joined into trees, which follow in the order of their roots. Raises `BadRow` for other rows, and
-    for a message whose parent is missing.
+    joined into trees, which are yielded last, in the order of their roots. Raises `BadRow` for
+    other rows, and for a message whose parent is missing.
     """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -196,9 +196,9 @@ def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
 def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the threads of a tree: paths from the root that end with an assistant message.
 
-    A thread ends where a message has no accepted replies. If this message is from the user, it is
-    removed from the path, and the rest is returned only for the first accepted reply to its last
-    message, so that each path is returned at most once.
+    A thread ends at a message that has no accepted replies. A user message at the end is removed.
+    Since several paths can become equal in this way, a shortened path is returned only if the
+    removed message is the first accepted reply to its parent.
     """
     for path in _iterate_paths(tree, wanted):
         replies = _filter_replies(path[-1], wanted)

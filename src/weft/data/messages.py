@@ -77,11 +77,11 @@ def normalize_messages(messages: Any) -> list[Message]:
     """Convert messages to the form `[{role, content, ...}]` with the usual role names.
 
     Reads messages with the keys `role/content` or `from/value`. The roles `prompter` and `human`
-    become the user, `gpt` and `bot` the assistant, `observation` a tool. Content given in parts is
-    joined. A `function_call`, as a role or as OpenAI's older key, becomes `tool_calls`. `reasoning`
-    or `thinking` becomes `reasoning_content`. A turn with `train: false` (or `weight: 0`,
-    `loss_weight: 0`) is not trained. Normalized messages are returned unchanged. Raises `DataError`
-    naming the invalid message and the problem.
+    become `user`, `gpt` and `bot` become `assistant`, and `observation` becomes `tool`. Content
+    given in parts is joined. A `function_call`, as a role or as OpenAI's older key, becomes
+    `tool_calls`. `reasoning` or `thinking` becomes `reasoning_content`. A turn with `train: false`
+    (or `weight: 0`, `loss_weight: 0`) is not trained. Normalized messages are returned unchanged.
+    Raises `DataError` naming the invalid message and the problem.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(
@@ -198,10 +198,10 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
-    """Return whether a message is trained according to its weights. True if it has no weight.
+    """Return whether a message is trained, according to its weights if it has any.
 
-    Raises `DataError` if a weight of an assistant message is neither 0 nor 1, since a turn is
-    trained either as a whole or not at all.
+    A message without weights is trained. Raises `DataError` if a weight of an assistant message is
+    neither 0 nor 1, since a turn is trained either as a whole or not at all.
     """
     given = {}
     for key in WEIGHTS:

@@ -25,9 +25,9 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
 def check_growth(file: Path, what: str) -> None:
-    """Check that a tokenizer.json does not make texts very much longer.
+    """Raise `UserError` if a tokenizer.json makes some texts more than `MAX_GROWTH` times longer.
 
-    Raises `UserError` if its normalizer or decoder does; the message begins with `what`.
+    The error message begins with `what`.
     """
     for part, values in _parse_components(read_text(file, what)):
         grown = compute_growth(values)

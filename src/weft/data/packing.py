@@ -29,9 +29,9 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
 def split_evenly(costs: Costs, parts: int) -> list[int]:
     """Split items into contiguous non-empty parts, minimizing the largest total cost of a part.
 
-    Returns the `parts` + 1 bounds of the parts. Among the optimal splits, each bound is chosen as
-    near as possible to its share of the total. Raises `ConfigError` if there are fewer items than
-    parts.
+    Returns the `parts` + 1 bounds of the parts. Among the optimal splits, the bounds are as close
+    as possible to those of parts with equal costs. Raises `ConfigError` if there are fewer items
+    than parts.
     """
     count = len(costs)
     if not 1 <= parts <= count:

@@ -59,9 +59,9 @@ def read_conversation(row: Row, key: str) -> list[Message]:
     """Return the prompt of a row as messages, without trailing assistant messages.
 
     A text becomes a user message. The turns in a `history` column (pairs of a message and its
-    reply) precede it. A text in the `\\n\\nHuman:` format is split into its turns. A `system`
-    column becomes the first message unless there is a system message already. Raises `BadRow` if no
-    message is left to reply to.
+    reply) are put in front of it. A text in the `\\n\\nHuman:` format is split into its turns. A
+    `system` column becomes the first message unless there is a system message already. Raises
+    `BadRow` if no message is left to reply to.
     """
     value = row[key]
     if isinstance(value, str):
@@ -84,7 +84,8 @@ def read_conversation(row: Row, key: str) -> list[Message]:
 def read_messages(row: Row, key: str, role: str) -> list[Message]:
     """Return the messages in a column, which contains a text, one message or a list.
 
-    A text becomes a message with the role `role`. Raises `BadRow` naming the column.
+    A text becomes a message with the role `role`. Raises `BadRow` naming the column if its value is
+    neither text nor messages.
     """
     value = row[key]
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Checks for the parts of a conversation that a chat template leaves out."""
+"""Checks for the parts of a conversation that a chat template does not render."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -
 
 
 def find_text_around_reply(render: Render) -> tuple[str, str]:
-    """Return the texts that a template writes before and after a plain reply.
+    """Return the texts that a template renders before and after a plain reply.
 
     The first text is between the generation prompt and the reply. Both are empty if the template
     refuses a plain conversation.
@@ -61,10 +61,10 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 
 
 def find_template_fault(render: Render) -> str | None:
-    """Return the reason why a template cannot write text conversations, or None if there is none.
+    """Return the reason why a template cannot render text conversations, or None if it can.
 
-    Renders a plain conversation to find out. If the template refuses this conversation in every
-    form, the result is None, since the user's conversations may still suit the template.
+    The check renders a plain conversation. If the template rejects every variant of it, the result
+    is None, since the template may still accept the user's conversations.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -88,7 +88,7 @@ def find_template_fault(render: Render) -> str | None:
 def find_lost_fields(
     render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool
 ) -> Lost:
-    """Return (message index, field) for each message field that the template does not write.
+    """Return (message index, field) for each message field that the template does not render.
 
     Replaces each content, reasoning, argument and function name by a unique mark and searches the
     rendered text for these marks. Arguments of tool calls are named by their path. The entry (-1,
@@ -179,9 +179,9 @@ def check_lost_fields(
 ) -> frozenset[str]:
     """Return the names of the parts of a conversation that no token represents.
 
-    Names have the form of columns, such as `messages[].content`. Parts of the `trained` messages
-    are left out, since they are reported as omissions. The reasoning of other turns is left out
-    too, since templates omit it on purpose. `name` is the name of the tokenizer.
+    The names are written like columns: `messages[].content`. Parts of the `trained` messages are
+    left out, since they are reported as omissions. The reasoning of other turns is left out too,
+    since templates omit it on purpose. `name` is the name of the tokenizer.
 
     Raises `DataError` if the model would not see an essential part: a text of the user or of a
     tool, a tool call of the assistant, or a whole turn of the assistant.
@@ -207,7 +207,7 @@ def check_lost_fields(
 def build_not_rendered_error(
     message: Message, index: int, fields: Sequence[str], name: str, part: str = ""
 ) -> DataError:
-    """Return the error for a message whose `fields` the template does not write.
+    """Return the error for a message whose `fields` the template does not render.
 
     `name` is the name of the tokenizer. If only a part of a field is missing, `part` is the missing
     text.

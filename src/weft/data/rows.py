@@ -45,11 +45,14 @@ SINGLE_MESSAGE_HINT = (
 
 
 class BadRow(Exception):
-    """Error in one row. It is reported as `FILE:LINE: message` in a `DataError`."""
+    """Raised if a row is invalid.
+
+    The message is reported with the row's file and line as part of a `DataError`.
+    """
 
 
 class RowTooLong(BadRow):
-    """Error for a row that exceeds a length limit.
+    """Raised if a row exceeds a length limit.
 
     `what` (the prompt or the whole row) has `tokens` tokens, more than `limit`. If `uncounted` is
     set, the row was not tokenized and `tokens` is a lower bound.
@@ -103,8 +106,8 @@ def find_first_key(row: Row, keys: Sequence[str]) -> str | None:
 def require_key(row: Row, keys: Sequence[str], form: str) -> str:
     """Return the first of `keys` whose column is not null in the row.
 
-    `form` is the dataset type of the row. If there is no such column, raises `BadRow` that names
-    the missing key and a dataset type that fits the row better.
+    `form` is the dataset type of the row. If there is no such column, raises `BadRow` with the
+    missing key and, if possible, a dataset type that fits the row better.
     """
     first_key = find_first_key(row, keys)
     if first_key is not None:
@@ -178,7 +181,8 @@ def read_text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
 def read_texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
     """Return the list of non-empty texts in column `key`.
 
-    Raises `BadRow` naming the wrong entry, or if there are fewer than `at_least` texts.
+    Raises `BadRow` if an entry is empty or is not text, or if there are fewer than `at_least`
+    texts.
     """
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):

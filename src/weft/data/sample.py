@@ -211,8 +211,8 @@ class SequenceSample:
     ) -> list[SequenceSample]:
         """Split into the fewest samples of consecutive ids with at most `budget` tokens each.
 
-        Their token counts are as even as possible. Raises `ConfigError` naming the option `field`
-        if a single id has more than `budget` tokens (`ungroup` splits groups first).
+        The token counts of the samples are as even as possible. Raises `ConfigError` naming the
+        option `field` if a single id has more than `budget` tokens (`ungroup` splits groups first).
         """
         return _split_at(self, packing.split_by_budget(self.token_costs(), budget, field))
 
@@ -263,11 +263,12 @@ class SequenceSample:
         )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
-        """Split every group into runs of completions that cost at most `max_tokens` each.
+        """Split every group into runs of completions with at most `max_tokens` tokens per run.
 
-        Each run becomes an id `id[first:stop]` with the whole prompt. `metadata["part"]` records
-        which group it belongs to. `regroup` is the inverse. Raises `ConfigError` naming the option
-        `field` if the prompt with a single completion costs more.
+        Each run becomes an id `id[first:stop]` with the whole prompt, which is counted once for
+        each completion. `metadata["part"]` records which group the run belongs to. `regroup` is the
+        inverse. Raises `ConfigError` naming the option `field` if the prompt with a single
+        completion exceeds `max_tokens`.
         """
         return _rearrange(
             self, groups.split_groups(self.ids, self.lengths, self.offsets, max_tokens, field)

@@ -13,9 +13,10 @@ def pair_short(
 ) -> tuple[Index, Index]:
     """Pair short samples at random, and return (order of the samples, bounds of the units).
 
-    A unit is a single sample or a pair; the bounds include the end. Each sample of fewer than
-    `below` tokens is drawn with `probability`, and drawn samples are paired in order. A pair takes
-    the position of its second sample. A drawn sample without a partner is put at the end.
+    A unit is a single sample or a pair. Unit i consists of the samples from bound i up to bound i +
+    1 in the new order. Each sample of fewer than `below` tokens is drawn with `probability`, and
+    consecutive drawn samples form pairs. A pair takes the position of its second sample. A drawn
+    sample without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

@@ -55,8 +55,8 @@ class ScanFindings:
     """Problems that a scan found.
 
     `phrases[p]` lists (place, surrounding text) of each occurrence of the phrase p. `duplicates`
-    lists groups of places with equal rows, and `empty` the places of rows with an empty answer.
-    `unreadable` lists places with the reason.
+    lists groups of places with equal rows. `empty` lists the places of rows with an empty answer.
+    `unreadable` lists the rows that cannot be read, as `PLACE: REASON`.
     """
 
     rows: int = 0

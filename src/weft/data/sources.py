@@ -109,9 +109,9 @@ def read_rows(
     """Iterate over (place, row) of a file. A line that is not a row yields an `UnreadableRow`.
 
     If a row was converted from another file and contains the original place (under `ORIGIN`), that
-    place is returned. With `texts_as`, a JSON string counts as a row with this column.
+    place is returned. With `texts_as`, a JSON string counts as a row with only this column.
 
-    Raises `DataError` if the file is empty, or if its format differs from that of its suffix.
+    Raises `DataError` if the file is empty, or if its format does not match its suffix.
     """
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:

@@ -1,4 +1,4 @@
-"""Ends of the steps of a completion, in characters and in tokens."""
+"""Positions at which the steps of a completion end, as character offsets and token indices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.data.tokenizer import Tokenizer
 
 
 def find_step_ends(text: str, mark: str) -> list[int]:
-    """Return the end of each step of a text, as a number of characters.
+    """Return the character offset at which each step of a text ends.
 
     A step ends after each `mark`, and at the end of the text if more than white space follows the
     last mark. A step that is only white space is joined to the next one.
@@ -29,8 +29,7 @@ def find_step_tokens(
 ) -> list[int]:
     """Return, for each step, the index of the token with the last character of the step.
 
-    `ids` are the tokens of the completion. `ends` are the ends of the steps in characters, as
-    `find_step_ends` returns them.
+    `ids` are the tokens of the completion. `ends` are the character offsets from `find_step_ends`.
     """
 
     def build_predicate(end: int) -> Callable[[int], bool]:
@@ -40,7 +39,7 @@ def find_step_tokens(
 
 
 def _find_first(holds: Callable[[int], bool], count: int) -> int:
-    """Return the first index below `count` at which a monotone predicate is true.
+    """Return the first index below `count` at which the monotone predicate `holds` is true.
 
     Returns the last index if the predicate is true nowhere.
     """

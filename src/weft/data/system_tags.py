@@ -1,6 +1,6 @@
 """Additions to a conversation before rendering: a fixed system text, and a tag before each reply.
 
-A tag is a system message with what is known about the reply (Open-Assistant's system tags).
+A tag is a system message that describes the reply, like Open-Assistant's system tags.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ConversationAdditions:
 
     `prefix` is a system text that precedes the conversation's own system message. `tags` adds a
     system message before each reply, with the reply's language, labels and context, and with its
-    length if `length` is set. If random numbers are drawn, each line of this message is dropped
-    with probability `dropout`. Without `label_masking`, every token is trained.
+    length if `length` is set. If `apply` is called with a random generator, each line of this
+    message is dropped with probability `dropout`. Without `label_masking`, all tokens are trained.
     """
 
     prefix: str | None = None

@@ -33,8 +33,8 @@ class TokenizationReport:
     """Report on the tokenized rows of a source: rows, truncated and dropped samples, and columns.
 
     `both_cut` is the number of samples in which both the prompt and the answer were truncated.
-    `read` are the columns that were read, and `held` those that have a value in any row. `cut`
-    lists the parts of trained turns that the chat template omits.
+    `read` has the columns that were read, and `held` the columns that have a value in any row.
+    `cut` lists the parts of trained turns that the chat template omits.
     """
 
     rows: int = 0

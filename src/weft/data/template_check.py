@@ -1,6 +1,6 @@
 """Limits on chat templates, which come with a model and are executed.
 
-A template must neither loop forever nor write texts of unbounded length.
+A template must neither loop forever nor produce texts of unbounded length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transforme
 
 
 class TimeLimitExceeded(Exception):
-    """Error that `limit_time` raises if the code does not end in time."""
+    """Raised by `limit_time` if the code does not end in time."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"
@@ -120,7 +120,7 @@ class TimeLimitThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Start a time limit for the calling thread, and return a token for it.
+        """Start a time limit for the calling thread, and return a token that identifies the limit.
 
         After `seconds`, the thread is interrupted unless `end` has been called with the token.
         """

@@ -23,7 +23,7 @@ VERBATIM_TEMPLATE = "chatml"  # weft's template that writes content unchanged
 class TemplateOmission:
     """Part of trained turns that a chat template omits.
 
-    `turns` is the number of turns in which the part is missing. The first of these is message
+    `turns` is the number of turns in which the part is missing. The first such turn is message
     `message` (counted from 1) of row `row` (counted from 0), which is at `place` in the file.
     `example` is the text that is omitted in this turn. `template` is the name of the tokenizer, and
     `keep` advises the user how to keep the part.
@@ -50,7 +50,7 @@ class TemplateOmission:
 def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission, ...]:
     """Merge omissions with the same part, advice and template, and add up their turns.
 
-    The place of the first turn is kept.
+    The merged omission has the place of the first turn.
     """
     omissions: dict[tuple[str, str, str], TemplateOmission] = {}
     for cut in cuts:
@@ -62,7 +62,7 @@ def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission,
 
 @dataclass(frozen=True)
 class TrainedTurn:
-    """Trained turn of a conversation: message `index`, which is rendered as the text `written`."""
+    """Turn that the model is trained on: message `index`, rendered as the text `written`."""
 
     template: TemplateFunctions
     messages: Sequence[Message]
@@ -77,7 +77,7 @@ class TrainedTurn:
     def find_omissions(self, lost: Set[str]) -> Iterator[TemplateOmission]:
         """Iterate over the parts of the turn that are missing from `written`.
 
-        `lost` are the fields of the message that the template does not write.
+        `lost` are the fields of the message that the template does not render.
         """
         message = self.message
         # Reasoning in a separate field.
@@ -148,9 +148,9 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template writes `MARK` in the turn if no messages follow the turn.
+        """Return whether the template renders `MARK` in this turn if later messages are removed.
 
-        Returns False if no messages follow anyway.
+        Returns False if there are no later messages.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]
@@ -181,7 +181,7 @@ def find_missing_words(text: str, content: str) -> str:
 
 
 def _find_largest(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number up to `count` for which a monotone predicate is true."""
+    """Return the largest number up to `count` for which the monotone predicate `holds` is true."""
     low = 0
     high = count
     while low < high:

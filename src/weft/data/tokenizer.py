@@ -65,10 +65,10 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read a tokenizer and apply the options in `spec`.
 
-        The tokenizer is read from `spec.path`, or from `model_path` if that is not set: a
-        directory, a `tokenizer.json`, a sentencepiece file or a hub name. `option` is the prefix of
-        the options in error messages. Raises `UserError` if nothing can be read, if a named token
-        is not in the vocabulary, or if the chat template does not compile.
+        The tokenizer is read from `spec.path` or, if it is not set, from `model_path`: a directory,
+        a `tokenizer.json`, a sentencepiece file or a hub name. `option` is the prefix of the
+        options in error messages. Raises `UserError` if nothing can be read, if a named token is
+        not in the vocabulary, or if the chat template does not compile.
         """
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
@@ -166,7 +166,7 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Jinja chat template, or None if the tokenizer has none.
 
-        If there are several templates, it is the one called "default".
+        If the tokenizer has several templates, the one called "default" is used.
         """
         template = self.hf.chat_template
         return template.get("default") if isinstance(template, dict) else template
@@ -236,7 +236,8 @@ class Tokenizer:
     ) -> list[int]:
         """Render a conversation and return its token ids.
 
-        Normally the template writes BOS. With `add_bos_token=true`, BOS is added if it is missing.
+        Normally the template adds BOS. With `add_bos_token=true`, BOS is added if the template has
+        not done so.
         """
         self.check_template()
         text = self.render(
@@ -324,7 +325,7 @@ class Tokenizer:
 
     @cached_property
     def text_around_reply(self) -> tuple[str, str]:
-        """Texts that the chat template writes before and after a plain reply.
+        """Texts that the chat template renders before and after a plain reply.
 
         The first text is between the generation prompt and the reply. Both are "" without a
         template.
@@ -335,7 +336,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """Token that the chat template writes directly after a reply, or None if it writes none."""
+        """Token that the chat template renders directly after a reply, or None if there is none."""
         return find_leading_token(self.text_around_reply[1].lstrip(), self._added_tokens)
 
     @cached_property
@@ -372,7 +373,7 @@ class Tokenizer:
         return tokenizer
 
     def with_padding(self, token: str | None) -> Tokenizer:
-        """Return a copy of the tokenizer with another padding token of its vocabulary, or none."""
+        """Return a copy of the tokenizer whose padding token is `token`. None removes the token."""
         hf = deepcopy(self.hf)
         hf.pad_token = token
         return replace(self, hf=hf)
@@ -427,7 +428,7 @@ class Tokenizer:
         return self.chat_template
 
     def check_template(self) -> None:
-        """Raise `UserError` if there is no chat template that can write text conversations."""
+        """Raise `UserError` if there is no chat template that can render text conversations."""
         self.require_chat_template()
         if fault := self._template_fault:
             raise tokenizer_files.build_bad_template_error(

@@ -1,4 +1,4 @@
-"""Reading of tokenizers from files, and the options that change them.
+"""Reading of tokenizers from files, and application of the options that change them.
 
 The files are those of a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
 `tokenizer.model`.
@@ -71,7 +71,8 @@ MAX_UNCHECKED_CHARACTERS = (
 def read_stop_ids(path: str) -> tuple[int, ...]:
     """Return the ids that end a completion according to a model's configuration.
 
-    They are listed as `eos_token_id` (one id or several) in config.json and generation_config.json.
+    The ids are listed as `eos_token_id` (one id or several) in config.json and
+    generation_config.json.
     """
     stop_ids: list[int] = []
     for name in STOP_ID_FILES:
@@ -110,7 +111,7 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Read the tokenizer at `path`, a file, a directory or a hub name.
 
-    With `own`, the path is that of the model, not that of a tokenizer option. Raises `UserError`
+    With `own`, `path` is the path of the model rather than a tokenizer option. Raises `UserError`
     naming the option that the path was set with.
     """
     # A file: tokenizer.json or a sentencepiece model.
@@ -338,7 +339,7 @@ def apply_spec(
 
 
 def build_no_template_error(option: str) -> NoTemplate:
-    """Return the error for messages that need a chat template if the tokenizer has none.
+    """Return the error for messages that need a chat template which the tokenizer lacks.
 
     `option` is the prefix of the tokenizer's options as the user writes them.
     """
@@ -481,7 +482,7 @@ def list_added_tokens(
 
 
 def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None:
-    """Add those special tokens that the vocabulary lacks.
+    """Add the special tokens in `tokens` that the vocabulary lacks.
 
     Returns the first new id, or None if the vocabulary already had all tokens.
     """

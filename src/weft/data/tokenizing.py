@@ -64,7 +64,7 @@ class RowEncoder(Protocol):
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         """Return the samples of one row.
 
-        Raises `BadRow`, or `DataError` from the chat template, with the problem of the row.
+        Raises `BadRow`, or `DataError` from the chat template, if the row cannot be encoded.
         """
         ...
 
@@ -136,7 +136,7 @@ def tokenize(
 
 
 def build_no_rows_error(source: RowSource, rows: int) -> DataError:
-    """Return the error for a source of which no row is left, since all `rows` are too long."""
+    """Return the error for a source with `rows` rows that are all too long."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -343,7 +343,7 @@ def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[s
     """Return a line `FILE:LINE: message` for each row with a problem, in file order.
 
     All rows that are too long share one line. If every row lacks the same key, the options are
-    wrong rather than the rows, and a single line says so.
+    probably wrong, so a single line reports the problem for all rows.
     """
     problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
@@ -443,8 +443,8 @@ def start_process() -> subprocess.Popen[bytes]:
 def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
     """Send a chunk of rows to a worker process and return its outcome.
 
-    Raises `UserError` if an error outside any row occurred in the process, and `RunError` if the
-    process died.
+    Raises `UserError` if an error occurred in the process that no single row caused, and `RunError`
+    if the process died.
     """
     send_bytes(process, pickle.dumps(chunk))
     answer = _receive(process)

@@ -1,4 +1,4 @@
-"""Open-Assistant exports, as they are read by the shipped dataset types.
+"""Paths through Open-Assistant trees, for the shipped dataset types.
 
 A row is a tree of messages (`message_tree_id`, and `prompt` with nested `replies`).
 """

@@ -3,8 +3,8 @@
 A turn begins after the generation prompt, which is the end of the text that the model sees when it
 generates. The generation prompt is found by rendering the messages before the turn. Many templates
 render a turn differently if other turns follow (they leave out reasoning, use another end token, or
-write tools later). Such a turn is located by rendering the conversation again with other words in
-place of the message's text.
+move tools to a later place). Such a turn is located by rendering the conversation again with other
+words in place of the message's text.
 """
 
 from __future__ import annotations
@@ -172,8 +172,9 @@ class _RenderedConversation:
     def _skip_header(self, index: int, at: int) -> int:
         """Return the start of turn `index`, at or after `at`.
 
-        Used if the template has no generation prompt. Skips a header that the template writes
-        before the words of a reply, but neither white space nor the beginning of a tool call.
+        Used if the template has no generation prompt. If the template renders a header before the
+        words of a reply, the header is skipped, but white space and the beginning of a tool call
+        are not.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -193,7 +194,7 @@ class _RenderedConversation:
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _find_content(self, index: int) -> Span | None:
-        """Return the text span of the content of message `index`, or None if it cannot be found."""
+        """Return the span of message `index`'s content in the text, or None if it is unknown."""
         if index not in self.words:
             self.words[index] = (
                 self._locate_content(index) if 0 <= index < len(self.messages) else None
@@ -251,7 +252,7 @@ class _RenderedConversation:
 
 
 def _replace_words(message: Message) -> Message:
-    """Return a copy of a message with other words as content, reasoning and call arguments."""
+    """Return a copy of a message with `OTHER_WORDS` as content, reasoning and call arguments."""
     calls = message.get("tool_calls") or []
     keys = ([REASONING] if message.get(REASONING) else []) + (
         ["content"] if message["content"] or not calls else []

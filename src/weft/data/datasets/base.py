@@ -109,8 +109,8 @@ def build_table(
     """Tokenize the rows of a shipped dataset. Returns (table, samples by epoch).
 
     The samples by epoch are None if all epochs have the same samples. `options` are fields of
-    `form` and of `LengthLimits`. Raises `ConfigError` with the nearest name for any other option,
-    and `DataError` for rows that cannot be used.
+    `form` and of `LengthLimits`. Raises `ConfigError`, suggesting the nearest name, for any other
+    option, and `DataError` for rows that cannot be used.
     """
     source = RowSource(
         path,
@@ -136,10 +136,10 @@ def build_table(
 
 
 def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow | None:
-    """Return the random window for rows that are too long, or None if this option is off.
+    """Return the random window for rows that are too long, or None if it is not used.
 
     Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window because the
-    chat template does not write a system message alone.
+    chat template does not render a conversation of only a system message.
     """
     if not util.random_window or lengths.max_seqlen is None:
         return None
@@ -190,7 +190,7 @@ def split_options(
 
 
 class TableDataset:
-    """Base class of the shipped dataset types, each of whose samples has one id.
+    """Base class of the shipped dataset types. Each of their samples has one id.
 
     A subclass consists of a docstring and the row encoder `form`. The keyword arguments `options`
     are fields of `form` and of `LengthLimits`. `default_options` replaces some of their defaults.
@@ -245,7 +245,7 @@ def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
 def build_answer_group(
     prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any
 ) -> EncodedSample:
-    """Build a group of sequences that are trained after the prefix they share with `prompt`.
+    """Build a group of sequences that are trained after their common prefix with `prompt`.
 
     A token that joins the end of the prompt and the beginning of the answer counts as part of the
     answer.
@@ -268,9 +268,10 @@ def encode_replies(
 ) -> EncodedSample:
     """Encode replies to the prompt in column `key` as one group of sequences.
 
-    Each sequence is the prompt, a reply and EOS. The chat template renders a prompt of messages, or
-    with `as_chat` any prompt, with the reply as the assistant's turn. A reply to a dialogue in the
-    `\\n\\nHuman:` format is stripped in this case, like the turns before it.
+    Each sequence is the prompt, a reply and EOS. A prompt of messages is rendered by the chat
+    template, with the reply as the assistant's turn. With `as_chat`, a text prompt is rendered too.
+    A reply to a rendered dialogue in the `\\n\\nHuman:` format is stripped, like the turns before
+    it.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]
@@ -367,7 +368,7 @@ def encode_continuations(
 
     Only the continuations in `replies` are trained. With `may_be_empty`, the last turn may have no
     content, and its end token is trained. Raises `BadRow` if a continuation has no assistant turn,
-    or an empty one that is not allowed.
+    or if an assistant turn that must have content is empty.
     """
     conversations = []
     for number, reply in enumerate(replies, 1):
@@ -389,7 +390,7 @@ def encode_continuations(
 def check_replies(
     messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False
 ) -> None:
-    """Raise `BadRow` if there is no assistant turn, or one without any content.
+    """Raise `BadRow` if there is no assistant turn, or if an assistant turn has no content.
 
     With `may_be_empty`, the last turn may have no content. `where` is added to the error message.
     """

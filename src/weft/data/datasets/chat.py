@@ -64,7 +64,7 @@ class ChatEncoder:
         )
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample:
-        """Encode the one sample of a row that has the id `id`."""
+        """Encode only that sample of a row whose id is `id`."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(

@@ -205,7 +205,8 @@ def _encode_dialogues(
 ) -> EncodedSample:
     """Encode two dialogues given as texts. The assistant's turns after the common part are trained.
 
-    An empty last turn counts as a reply too (hh-rlhf has some). Only its EOS is trained.
+    An empty last turn, which some rows of hh-rlhf have, counts as a reply of which only EOS is
+    trained.
     """
     prompt = dialogue.find_shared_prompt(*contents)
     sequences = []

@@ -129,7 +129,7 @@ class PromptEncoder:
 
 
 def _find_shared_prompt(row: Row) -> str:
-    """Return the common beginning of two dialogues, including the last `\\n\\nAssistant:` in it.
+    """Return the common beginning of two dialogues, which ends with `\\n\\nAssistant:`.
 
     Raises `BadRow` if the dialogues have no common beginning.
     """

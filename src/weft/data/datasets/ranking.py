@@ -1,6 +1,6 @@
 """Dataset type `ranking`: several replies to one prompt, the best one first.
 
-It also reads Open-Assistant trees, whose messages with ranked replies it uses.
+It also reads Open-Assistant trees and uses their messages with ranked replies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankingEncoder:
     """Row encoder for prompts with ranked replies.
 
     The prompt is text or messages, in the column `prompt`, `messages` or `prefix`. `replies` are
-    sorted with the best first, of which at most `max_replies` are kept. If the prompt is null, the
+    sorted best first, and at most `max_replies` of them are kept. If the prompt is null, the
     replies are whole texts. The column `augmented` contains deliberately bad replies; every epoch
     draws one of them and ranks it last.
 
@@ -117,7 +117,10 @@ class RankingEncoder:
 
 
 def _build_values(count: int) -> dict[str, list[float]]:
-    """Return rank, comparison and margin of `count` ranked replies in one comparison."""
+    """Return the values `rank`, `comparison` and `margin` of `count` replies in one comparison.
+
+    The replies are sorted best first.
+    """
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}
 

@@ -18,7 +18,7 @@ from weft.registry import register_dataset
 class TextEncoder:
     """Row encoder for plain text in one column, followed by EOS.
 
-    The first token is the prompt, since no token precedes it from which it could be predicted.
+    The first token is the prompt, since there is no earlier token to predict it from.
     """
 
     text_key: str = "text"

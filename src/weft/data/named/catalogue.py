@@ -1,4 +1,4 @@
-"""Catalogue of named datasets, which are shipped, registered by a user, or in a YAML file."""
+"""Catalogue of named datasets: entries shipped with weft, registered by users, or in YAML files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PAIR = "{source}-{target}"
 def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
     """Return the catalogue entry of the dataset `name`.
 
-    Entries in the user's `files` override others of the same name. Raises `ConfigError` with the
-    nearest names if there is no entry, and for a pair of unknown languages.
+    Entries in the user's `files` override others of the same name. Raises `ConfigError` if there is
+    no such entry, with the nearest names, or if a language pair has an unknown language.
     """
     known = _load_entries(files)
     match = known.get(name) or known.get(name.lower())
@@ -49,7 +49,7 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
 
 
 def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
-    """Return the sorted names of all entries, or only of those for a mode (sft, rm or rl).
+    """Return the sorted names of all entries, or only of the entries for `mode` (sft, rm or rl).
 
     Aliases are not included.
     """

@@ -21,7 +21,7 @@ class CatalogueEntry:
     reader, which a user's options override.
 
     `repo`, with `config` and `revision`, is a dataset on the hub. `url` is a file to download. An
-    entry with neither is read from a local copy only.
+    entry without `repo` and `url` can only be read from a local copy.
     """
 
     name: str
@@ -78,7 +78,7 @@ class CatalogueEntry:
 
     @property
     def origin(self) -> str:
-        """Address of the dataset, as text for messages."""
+        """Address and configuration of the dataset, for messages."""
         if self.repo:
             config = f", configuration {self.config}" if self.config else ""
             return f"https://huggingface.co/datasets/{self.repo}{config}"

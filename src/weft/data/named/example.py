@@ -22,8 +22,8 @@ class Example:
     If there is no conversation, the replies continue `text`. If there are no replies either, `text`
     is plain text to train on.
 
-    All examples of one `group` are used for the same purpose, training or validation. `columns` are
-    additional columns of a prompt's row (mode rl).
+    All examples of one `group` are used for the same purpose, training or validation. In mode rl,
+    `columns` are additional columns of the row that is made from the example.
     """
 
     context: Sequence[Message] = ()
@@ -38,8 +38,9 @@ class Example:
 class ReaderContext:
     """Settings and counters of a reader for one pass over a named dataset.
 
-    `left_out[reason]` counts rows without an example. `cut[part]` counts rows whose example lacks a
-    part of their conversation. `training` is True for training rows and False for validation rows.
+    `left_out[reason]` is the number of rows that were left out for a reason. `cut[part]` is the
+    number of rows whose example lacks a part of their conversation. `training` is True for training
+    rows and False for validation rows.
     """
 
     name: str
@@ -62,7 +63,7 @@ class ReaderContext:
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count, in `cut`, those of `columns` that have a value in the row.
+        """Count the row in `cut` for each of `columns` that has a value in the row.
 
         Readers call this for columns that they ignore.
         """
@@ -100,9 +101,10 @@ def make_assistant_message(content: str, **more: Any) -> Message:
 def make_alternating_messages(
     turns: Sequence[str], system: str | None = None, **more: Any
 ) -> list[Message]:
-    """Return the turns as messages, alternately of the user and of the assistant.
+    """Return the turns as messages that alternate between user and assistant.
 
-    The values in `more` (such as lang) are added to each of these messages.
+    If `system` is given, it precedes them as a system message. The values in `more` (such as lang)
+    are added to every message except the system message.
     """
     if system and system.strip():
         head = [{"role": "system", "content": system}]
@@ -118,7 +120,7 @@ def make_alternating_messages(
 
 
 def make_example(messages: Sequence[Message], **more: Any) -> Example:
-    """Return an example whose conversation is all messages but the last, which is the reply."""
+    """Return an example with the last message as its reply and the others as its conversation."""
     return Example(context=messages[:-1], replies=messages[-1:], **more)
 
 

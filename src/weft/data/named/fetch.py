@@ -1,6 +1,6 @@
 """Files of a named dataset, from a local copy or a download.
 
-Without a network, the error is raised at once. It names the folder where a local copy may be put.
+Without a network, an error is raised at once, with the folder where a local copy can be put.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_copies_folder(entry: CatalogueEntry, cache: Path) -> Path:
 
 
 def locate(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetFiles:
-    """Return the files of a named dataset: at `path`, in the folder of copies, or downloaded.
+    """Return the files of a named dataset, from `path`, from a local copy, or after a download.
 
     Raises `DataError` if no files are found.
     """
@@ -106,8 +106,8 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
 def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
     """Return advice for a `path` that does not exist.
 
-    A path that is only a file name comes from an Open-Assistant config section, whose files are on
-    other machines.
+    A path that is only a file name comes from a section of an Open-Assistant config. Such files are
+    not on this machine, so the advice says where to put a copy.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -168,7 +168,8 @@ def read_entry_rows(
 ) -> Iterator[tuple[RowLocation, Row | UnreadableRow]]:
     """Iterate over (place, row) of a file of a named dataset.
 
-    A plain text file is split into records at `separator`. Each record is a row `{text: ..}`.
+    A plain text file is split into records at the entry's `separator`. Each record becomes a row
+    with the only column `text`.
     """
     if (
         entry.rows_in is not None

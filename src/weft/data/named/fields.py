@@ -1,4 +1,4 @@
-"""Values of a row that a path selects, and texts made of several values.
+"""Selection of values in a row by a path, and texts composed of several values.
 
 Examples: `"{context} {question}"`, `"{answers.text.0}"`.
 """

@@ -46,8 +46,8 @@ Reader = Callable[..., Iterator[Example]]
 class ValidationSplit:
     """Choice of the validation rows of a named dataset.
 
-    With `own`, they are the dataset's own validation split. If the dataset has none, or without
-    `own`, they are `share` of the groups of rows.
+    If `own` is set and the dataset has a validation split, the rows of that split are used.
+    Otherwise, `share` of the groups of rows is held out from the training rows.
     """
 
     share: float = 0.0
@@ -87,8 +87,9 @@ def prepare(
 ) -> PreparedSource:
     """Write the rows of the dataset `source.named` to files, unless they are in the cache.
 
-    `files` are the user's YAML files of entries. Raises `ConfigError` or `DataError` with the name
-    of the dataset, the problem and its fix.
+    Returns the source that reads these files. `files` are the user's YAML files with catalogue
+    entries. Raises `ConfigError` or `DataError` with the name of the dataset, the problem and its
+    fix.
     """
     # Find the entry, its reader, and the files.
     assert source.named is not None
@@ -134,7 +135,7 @@ def prepare(
 
 
 def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate over notes on rows left out, parts of conversations left out, and unread keys."""
+    """Iterate over notes on left-out rows, left-out parts of conversations, and unread keys."""
     left_out = report["left_out"]
     if left_out:
         breakdown = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
@@ -228,7 +229,7 @@ class _DatasetConversion:
     def write_rows(
         self, files: DatasetFiles, split: ValidationSplit, folder: Path
     ) -> dict[str, Any]:
-        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`, and return the report."""
+        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`, which is also returned."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
@@ -316,8 +317,8 @@ class _DatasetConversion:
 class _FileRows:
     """Iterable over the rows of several files.
 
-    `place` is the location of the last row that was read, for error messages. After the last row,
-    it names the files instead.
+    `place` is the location of the last row that was read, for error messages. When all rows have
+    been read, `place` refers to the files as a whole.
     """
 
     def __init__(self, entry: CatalogueEntry, files: list[Path]) -> None:

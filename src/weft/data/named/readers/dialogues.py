@@ -63,8 +63,8 @@ def sharegpt(
     """Read conversations given as `from`/`value` turns that were copied from web pages.
 
     Escapes and references are removed, and consecutive turns of one speaker are joined. A
-    conversation is left out if the bot begins, if it ends with the user, or if a turn of the bot is
-    empty.
+    conversation is left out if the bot speaks first, if the user speaks last, or if a turn of the
+    bot is empty.
     """
     for index, row in enumerate(rows):
         turns = _join_turns(_read_turns(row[column], use.make_random(index)))
@@ -229,10 +229,11 @@ def rounds(
     system: str | None = None,
     skip_where: dict[str, str] | None = None,
 ) -> Iterator[Example]:
-    """Read conversations given as lists of rounds, each with the keys `human` and `answer`.
+    """Read conversations given as lists of rounds, each with a question and its answer.
 
-    `system` is the column with the system message. `skip_where` maps columns to texts; a row is
-    left out if one of these columns contains the given text.
+    `human` and `answer` are the keys of the two turns in a round. `system` is the column with the
+    system message. `skip_where` maps columns to texts; a row is left out if one of these columns
+    contains the given text.
     """
     for index, row in enumerate(rows):
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):

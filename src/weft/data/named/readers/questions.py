@@ -188,8 +188,7 @@ def summary(
 ) -> Iterator[Example]:
     """Read texts with their summaries, as requests to summarize the text.
 
-    The question consists of the first `max_words` words of the text and one of `prompts`, chosen at
-    random.
+    The question is made of the first `max_words` words of the text and a random one of `prompts`.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)

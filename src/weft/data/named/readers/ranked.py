@@ -290,7 +290,7 @@ def endings(
     endings: str = "endings",
     label: str = "label",
 ) -> Iterator[Example]:
-    """Read the examples of HellaSwag: a beginning with its right ending and a random wrong one.
+    """Read HellaSwag rows: a beginning with its correct ending and a random wrong one.
 
     The beginning and the endings are plain texts, not conversations.
     """

@@ -1,4 +1,4 @@
-"""Reader of plain text without dialogues. All of it is trained, so that a model forgets less."""
+"""Reader of plain text without dialogues. All of the text is trained, to reduce forgetting."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def translation(
 ) -> Iterator[Example]:
     """Read translation pairs from rows `{translation: {de: .., en: ..}}`.
 
-    With probability `mix_probability`, another pair from nearby is put before a pair, as a separate
-    turn.
+    With probability `mix_probability`, a pair is preceded by another pair from nearby rows, as a
+    separate turn.
     """
     pairs = (
         (row["translation"][source], row["translation"][target], source, target) for row in rows
