@@ -3,7 +3,7 @@
 `models/` imports this module and none of its submodules; docs/kernels.md describes what each
 function guarantees. Most functions accept any tensor: they use a kernel if it supports the type,
 dtype and device of the tensor, else torch, and the results are equal up to rounding. For a function
-that exists only as a kernel, the caller must first check that the kernel supports the tensors, by
+that exists only as a kernel, the caller must first check that the kernel supports the tensors, with
 the corresponding function `serves`.
 """
 

@@ -37,7 +37,7 @@ def compile_by_rows(
 
     Rows are the first dimension of all tensor arguments, and of all tensors in dataclass arguments.
     A single row is compiled separately. Callers in the same process share the compiled code if
-    their arguments have the same form, as for modules with equal sizes. Unless `whole`, the
+    their arguments have the same form, as for modules with equal sizes. If `whole` is False, the
     function may call code that cannot be compiled, and only the parts between such calls are
     compiled.
     """

@@ -19,12 +19,12 @@ from torch import Tensor
 
 
 class CopyMark(Protocol):
-    """Interface of a position in the sequence of copies of a `CopyQueue`."""
+    """Interface of a marker in a `CopyQueue`, used to wait for the copies queued before it."""
 
     def make_device_wait(self) -> None:
-        """Make work that is queued on the device from now on wait for the copies before the mark.
+        """Make later work of the device wait until the copies before the mark are done.
 
-        The host does not wait.
+        Later work is all work that is queued on the device after this call. The host does not wait.
         """
         ...
 
@@ -34,7 +34,7 @@ class CopyMark(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Interface of a queue of copies, which are made in the order of the calls.
+    """Interface of a queue of copies between host and device, which are made in order.
 
     `has_separate_memory` is True if the device's memory is separate from the host's.
     """
@@ -97,7 +97,7 @@ class _EventMark:
 
 @dataclass(frozen=True)
 class ImmediateCopyQueue:
-    """`CopyQueue` for devices that use host memory, whose `copy` returns when the copy is done."""
+    """`CopyQueue` for devices that use host memory; `copy` returns after the copy is done."""
 
     has_separate_memory: bool = False
 

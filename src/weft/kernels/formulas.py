@@ -59,9 +59,10 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 def compute_activated_gradients(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of `activated` with respect to `gate_up`, and its recomputed result.
+    """Return the gradient with respect to `gate_up`, and the recomputed result of `activated`.
 
-    `grad_out` is the gradient with respect to that result. The result is None unless `again`.
+    `grad_out` is the gradient with respect to the result of `activated`. The recomputed result is
+    None if `again` is False.
     """
     wide = _widen(gate_up)
     grad = _widen(grad_out)
@@ -81,7 +82,7 @@ def compute_activated_gradients(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Return x [T, heads, dim] with the first `2 * cos.shape[-1]` dimensions of each head rotated.
 
-    With `back`, they are rotated in the opposite direction.
+    With `back`, the dimensions are rotated in the opposite direction.
     """
     half = cos.shape[-1]
     wide = _widen(x)

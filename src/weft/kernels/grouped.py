@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by group with one matrix per group, as for experts.
+"""Products of rows, sorted by group, and one matrix per group, as in a mixture of experts.
 
 On a GPU and in bfloat16, one kernel computes all groups, and the sizes of the groups stay on the
 device. Otherwise, each group is a separate product, and the host must know the sizes.
@@ -22,16 +22,20 @@ ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Numbers of rows per group: `counts` int64 [groups], and `host_counts` on the host if known."""
+    """Number of rows in each group.
+
+    `counts` is int64 [groups]. `host_counts` has the same numbers on the host, if they are known
+    there.
+    """
 
     counts: Tensor
     host_counts: list[int] | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of rows per group on the host.
+        """Number of rows in each group, on the host.
 
-        If they are not known there, copying them waits for the device.
+        If `host_counts` is None, the host waits for the device and copies the numbers.
         """
         if self.host_counts is None:
             return [int(count) for count in self.counts.tolist()]
@@ -62,9 +66,9 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """Return each row of x times the transposed matrix of the row's group, [rows, out].
+    """Return each row of x multiplied by the transposed matrix of its group, [rows, out].
 
-    x [rows, in] is sorted by group, and the matrices are weight [groups, out, in]. Differentiable
+    x [rows, in] is sorted by group, and `weight` [groups, out, in] has the matrices. Differentiable
     once, in x and weight.
     """
     if serves(x, weight):

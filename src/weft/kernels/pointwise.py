@@ -28,9 +28,10 @@ from weft.kernels.types import Activation
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight), the RMS norm over the last dimension.
 
-    Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). Gemma's weights are
-    relative to 1 (`offset` is 1), and the result is rounded to the dtype of x after scaling. Other
-    families round before scaling, except in torch's own kernel, which rounds only once.
+    Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). For Gemma, whose weights
+    are relative to 1, `offset` is 1, and the result is rounded to the dtype of x after scaling. For
+    other families, values are rounded before scaling, except in torch's own kernel, which rounds
+    only once.
     """
     if torch.compiler.is_compiling():
         return formulas.rms_norm(x, weight, eps, offset)[0]
@@ -161,9 +162,10 @@ def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> 
 def _compute_gate_up_gradient(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of `activated` with respect to `gate_up`, and its recomputed result.
+    """Return the gradient with respect to `gate_up`, and the recomputed result of `activated`.
 
-    `grad_out` is the gradient with respect to that result. The result is None unless `again`.
+    `grad_out` is the gradient with respect to the result of `activated`. The recomputed result is
+    None if `again` is False.
     """
     if activation == "silu" and library.serves(gate_up, grad_out):
         return native.compute_silu_gradients(gate_up, gated, grad_out, again=again)
@@ -250,7 +252,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _RotateFunction(torch.autograd.Function):
     """Autograd function behind `rotate`.
 
-    Saves only the angles, by which the gradient is rotated back.
+    For the backward pass, it saves only the angles; the gradient is rotated in the opposite
+    direction.
     """
 
     @staticmethod
@@ -291,8 +294,8 @@ def rotate_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split `heads` into q, k and v, and rotate q and k as `rotate` does.
 
-    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor, and the
-    backward pass keeps nothing else in memory.
+    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor. Only
+    `cos` and `sin` are saved for the backward pass.
     """
     counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
     if torch.is_grad_enabled():

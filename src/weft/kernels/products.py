@@ -3,8 +3,8 @@
 On a CPU, float32 products use weft's own kernels, which reach more than four fifths of the
 processor's peak rate in training. Without a compiler to build these, oneDNN's kernels in torch are
 used. torch's default, MKL, does not use the wide vector units of AMD's processors. The result of a
-row has the same bits whatever the other rows are. torch uses other kernels for products of very few
-rows, whose results would differ, so the inputs of such products are padded.
+row has the same bits whatever the other rows are. For products of very few rows, torch uses
+other kernels, whose results would differ, so the inputs of such products are padded.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class GradientSum:
             add_product(self._parameter.grad, left, right)
 
     def take(self, total: Tensor) -> None:
-        """Add a sum of gradients in float32.
+        """Add `total`, a float32 sum of gradients, to the gradient.
 
-        The tensor may become the stored gradient itself, so the caller must not write to it later.
+        This tensor may become the stored gradient itself, so the caller must not write to it later.
         """
         if self._parameter.grad is None:
             self._parameter.grad = total
@@ -86,7 +86,7 @@ def linear(
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left [..., n] times right [m, n] transposed, plus bias [m]: [..., m].
 
-    The result has no gradient. Both matrices can be transposed views.
+    The result is not differentiable. Both matrices can be transposed views.
     """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
@@ -200,7 +200,7 @@ class _LinearFunction(torch.autograd.Function):
 def compute_weight_gradient(
     left: Tensor, right: Tensor, gradient_sum: GradientSum | None
 ) -> Tensor | None:
-    """Return left [rows, n] times right [m, n] transposed, as a weight's gradient for autograd.
+    """Return left [rows, n] times right [m, n] transposed, as the gradient of a weight.
 
     If there is a `gradient_sum`, add the product to it and return None.
     """

@@ -32,7 +32,7 @@ def to_gradients(
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Overwrite logits [R, V] with the gradient with respect to them.
+    """Overwrite `logits` [R, V] with the gradient with respect to the logits.
 
     `grad_logprob` and `grad_entropy`, each [R], are the gradients with respect to the log-prob of
     each row's label and to each row's entropy. With p = softmax(logits), the result is grad_logprob

@@ -1,4 +1,4 @@
-"""Transfer of host data to a device without waiting for it, and access to the memory of tensors."""
+"""Transfer of data to a device without waiting for the device, and access to tensors' memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Return an array or tensor as a tensor on the device.
+    """Return `values` as a tensor on the device.
 
     A copy from ordinary host memory would wait until the device has finished its queued work, so
     copies to a GPU are made from pinned memory. On a CPU, the result shares the memory of `values`.

@@ -26,7 +26,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention of rows over some of their keys, with the log-sum-exp of the scores.
+    """Attention outputs of rows over some of their keys, and the log-sum-exp of the scores.
 
     Two states of the same rows over different keys can be merged exactly.
     """
@@ -43,10 +43,11 @@ class VarlenSegments:
     """Segments that define the keys to which each row of a pack attends.
 
     Segments are int64 [S, 4] on the host: first row, number of rows, first key, number of keys. In
-    a segment of `own`, the last row attends to all keys of the segment, and each row attends to one
-    key fewer than the next row. With a `window`, a row attends only to the last `window` of these
-    keys. In a segment of `across`, all rows additionally attend to all keys of the segment.
-    Segments of `own` have no row or key in common, and the same is true for `across`.
+    a segment of `own`, attention is causal: the last row attends to all keys of the segment, and
+    each row attends to one key fewer than the next row. With a `window`, a row attends only to the
+    last `window` of these keys. In a segment of `across`, all rows additionally attend to all keys
+    of the segment. Segments of `own` have no row or key in common, and the same is true for
+    `across`.
     """
 
     own: Tensor

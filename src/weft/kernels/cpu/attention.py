@@ -66,9 +66,9 @@ def attend_to(
 ) -> AttentionState:
     """Return the attention of rows over the keys of their segments, without a gradient.
 
-    Attention is causal in all segments if `causal`, otherwise in none. The first two dimensions of
-    k and v can have any sizes if their strides are regular. For a cache [..., kv_heads, keys, dim],
-    a key index counts rows of `dim` floats from the start of the cache.
+    Attention is causal in all segments if `causal`, otherwise in none. The kernel uses the strides
+    of k and v, but not their number of rows, so k and v can be views of a cache [..., kv_heads,
+    keys, dim]. A key index then counts rows of `dim` floats from the start of the cache.
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
@@ -78,10 +78,10 @@ def attend_to(
 
 
 def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
-    """Merge attention over other keys into some rows of `whole`, in place.
+    """Merge the attention of some rows over additional keys into `whole`, in place.
 
-    `rows`, int64 [n], are the indices of these rows, and `more` is their attention over the other
-    keys, with `out` [n, heads, dim].
+    `rows`, int64 [n], are the indices of these rows in `whole`. `more` is their attention over the
+    additional keys, with `out` [n, heads, dim].
     """
     count, heads, dim = more.out.shape
     numbers = (count, heads, dim, whole.out.stride(0))

@@ -34,7 +34,7 @@ class LinearWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Parameters of a block, and the block's cached keys and values.
+    """Parameters of one block, and the cached keys and values of the block.
 
     `keys` and `values` are [slots, kv_heads, room, head_dim].
     """
@@ -86,7 +86,7 @@ class NetworkWeights:
 class PrefixRows(NamedTuple):
     """Rows of a pass whose sequences begin with a prefix that is stored separately.
 
-    `stored` has the keys and the values of the prefix for each block.
+    `stored` contains the keys and the values of the prefix for each block.
     """
 
     rows: Tensor  # int64 [n]
@@ -117,9 +117,9 @@ class DrawParameters:
     """Sampling parameters of decode steps.
 
     Tokens are drawn from logits / `temperature`, as in `softmax.draw`, with the random numbers
-    `uniforms`, float64 [steps, R]. The last step is the first in which a row draws a stop token
-    (`is_stop`, bool [V]) or gets a log-prob that is not finite. Row r draws no stop token in its
-    first `early[r]` steps (int64 [R]), but its log-probs are still normalized over all tokens.
+    `uniforms`, float64 [steps, R]. Decoding ends after the first step in which any row draws a stop
+    token (`is_stop`, bool [V]) or has a log-prob that is not finite. Row r draws no stop token in
+    its first `early[r]` steps (int64 [R]), but its log-probs are still normalized over all tokens.
     """
 
     uniforms: Tensor
@@ -138,8 +138,8 @@ def serves(weights: NetworkWeights) -> bool:
 class CachedForward:
     """Forward passes of a network over one cache.
 
-    The memory of the parameters and of the cache must not move while this object is used. `_step`
-    has the values that all passes share, and those of the last pass.
+    The memory of the parameters and of the cache must not move while this object is used. The C
+    structure `_step` contains the values that all passes share, and those of the latest pass.
     """
 
     weights: NetworkWeights
@@ -171,7 +171,7 @@ class CachedForward:
     def run(self, at: CachedPass, wanted: Tensor | None = None) -> Tensor:
         """Return hidden states [T, hidden] after the last norm, or only those of the `wanted` rows.
 
-        `wanted` is int64 [N]. Raises `IndexError` for a token outside the vocabulary or a row that
+        `wanted` is int64 [N]. Raises `IndexError` if a token is outside the vocabulary or a row
         does not exist, and `MemoryError` if there is too little memory.
         """
         if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
@@ -185,9 +185,9 @@ class CachedForward:
         """Run several decode steps; return tokens int64 [n, R] and log-probs float32 [n, R].
 
         `at` is the first decode step, for slots 0 to R - 1. Each later step processes the tokens
-        that the step before has drawn. n is the number of steps that were run, at most the number
-        in `draws`. The cache must have room for all steps, while `at.lengths` includes only the
-        token of the first step. Raises the same errors as `run`.
+        that were drawn in the step before. n is the number of steps that were run, which is at most
+        the number of steps in `draws`. The cache must have room for all steps, although
+        `at.lengths` includes only the token of the first step. Raises the same errors as `run`.
         """
         assert self.weights.head is not None, "tokens are drawn by a head"
         steps, rows = draws.uniforms.shape
@@ -202,9 +202,10 @@ class CachedForward:
         return ids[:count], logprobs[:count]
 
     def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Prepare `_step` for a pass; return the states to fill, and the objects that it points to.
+        """Write the arguments of a pass to the C structure `_step`.
 
-        The caller must keep these objects alive during the pass.
+        Returns the tensor to which the kernel will write the hidden states, and the objects whose
+        memory `_step` points to. The caller must keep these objects alive during the pass.
         """
         assert at.tokens.dtype == torch.int64 and (wanted is None or wanted.dtype == torch.int64)
         step = self._step

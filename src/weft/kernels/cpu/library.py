@@ -145,9 +145,9 @@ def serves(*tensors: Tensor) -> bool:
 def call(name: str, *arguments: Any) -> int:
     """Call the kernel `name`; None becomes a null pointer.
 
-    The arguments are either structures, or contiguous tensors and numbers. In the second case, the
-    number of threads is added as the last argument. The return value has a meaning only for kernels
-    that document one.
+    The arguments are either only structures, or contiguous tensors and numbers. In the second case,
+    the number of threads is added as the last argument. The return value has a meaning only for
+    kernels that document one.
     """
     kernels = load_library()
     assert kernels is not None
@@ -170,14 +170,14 @@ def _find_type(argument: Any) -> Any:
 
 
 def _list_compilers() -> list[list[str]]:
-    """Return commands that may be GCC's C++ compiler, beginning with the user's (`CXX`)."""
+    """Return the commands that may run GCC's C++ compiler: first that in `CXX`, then `g++`."""
     return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
 def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
-    """Return the first command that is GCC, and the output of its version query.
+    """Return the first of the commands that runs GCC, and the output of its version query.
 
-    Raises `FileNotFoundError` if none of the commands is GCC.
+    Raises `FileNotFoundError` if none of the commands runs GCC.
     """
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):

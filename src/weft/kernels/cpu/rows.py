@@ -34,7 +34,7 @@ def compute_rms_norm_gradients(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `rms_norm` with respect to x and weight, None if not requested.
+    """Return the gradients of `rms_norm` with respect to x and weight, each None if not requested.
 
     `inverse` is the second result of `rms_norm`, and `grad_y` is the gradient with respect to the
     first result.
@@ -65,8 +65,8 @@ def rotate(
     """Return a contiguous copy of x [T, heads, dim] with the first `rotated` heads rotated.
 
     By default, all heads are rotated. Dimension i is rotated with dimension i + half, by the angles
-    with cosine and sine `cos` and `sin` [T, 1, half]. `direction` is 1, or -1 for the opposite
-    rotation.
+    whose cosines and sines are `cos` and `sin` [T, 1, half]. `direction` is 1, or -1 for the
+    opposite rotation.
     """
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
@@ -101,7 +101,7 @@ def _rotate(
 
 
 def compute_silu(gate_up: Tensor, gated: bool) -> Tensor:
-    """Return silu(gate_up), [T, n]; if `gated`, silu(first half) * second half."""
+    """Return silu(gate_up), [T, n], or, if `gated`, silu(first half) * second half."""
     gate_up = gate_up.contiguous()
     gate, up, (rows, row_stride) = *_split_halves(gate_up, gated), gate_up.shape
     out = gate_up.new_empty(gate.shape)
@@ -112,9 +112,10 @@ def compute_silu(gate_up: Tensor, gated: bool) -> Tensor:
 def compute_silu_gradients(
     gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of `compute_silu` with respect to `gate_up`, and its recomputed result.
+    """Return the gradient with respect to `gate_up`, and the recomputed result of `compute_silu`.
 
-    `grad_out` is the gradient with respect to that result. The result is None unless `again`.
+    `grad_out` is the gradient with respect to the result of `compute_silu`. The recomputed result
+    is None if `again` is False.
     """
     gate_up = gate_up.contiguous()
     grad_out = grad_out.contiguous()
@@ -139,8 +140,8 @@ def _split_halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
     """Write k and v [T, heads, dim] into caches [slots, heads, room, dim].
 
-    `places`, int64 [T], are the indices of the tokens' rows for the first head; they count rows of
-    `dim` floats from the start of the cache.
+    `places`, int64 [T], are the indices at which the tokens' first heads are written. They count
+    rows of `dim` floats from the start of the cache.
     """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     steps = (*k.stride()[:2], *v.stride()[:2])

@@ -22,8 +22,8 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one id per row of float32 logits [R, V]; return ids int64 [R] and log-probs float32 [R].
 
-    The id is the first, in vocabulary order, whose cumulative probability exceeds the row's number
-    in `uniforms` [R]. Sums over blocks of ids are float64.
+    The id is the first, in vocabulary order, whose cumulative probability exceeds the row's random
+    number in `uniforms` [R]. Sums over blocks of ids are float64.
     """
     x, (rows, size) = logits.contiguous(), logits.shape
     ids = torch.empty(rows, dtype=torch.int64)
@@ -39,7 +39,7 @@ def to_gradients(
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Overwrite logits [R, V] with the gradient with respect to them.
+    """Overwrite `logits` [R, V] with the gradient with respect to the logits.
 
     `grad_logprob` and `grad_entropy`, each [R], are the gradients with respect to the log-prob of
     each row's label and to each row's entropy.

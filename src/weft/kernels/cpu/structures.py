@@ -75,7 +75,7 @@ class PrefixStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """One forward pass of a network over a cache."""
+    """Arguments and results of one forward pass of a network over a cache."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),

@@ -1,8 +1,8 @@
 """Flash attention over packed sequences on CUDA, in bfloat16 and float16.
 
-It uses `torch.nn.attention.varlen`. The parameters that the installed version of torch supports are
-read once from the signature of its function: torch 2.11 supports neither grouped heads nor block
-tables, and later versions support both.
+The function `torch.nn.attention.varlen.varlen_attn` is used. Its signature is read once, to find
+out which parameters the installed version of torch supports: torch 2.11 supports neither grouped
+heads nor block tables, and later versions support both.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class FlashFeatures:
 def load_kernel() -> Callable[..., Any]:
     """Import and return torch's function `varlen_attn`.
 
-    It is imported only at the first call, because the import also loads torch's compiler, which
-    takes seconds.
+    The function is imported only at the first call, because the import also loads torch's compiler,
+    which takes seconds.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -87,7 +87,7 @@ def choose(device: torch.device, version: str) -> str | None:
 
 
 def find_active_implementation() -> str | None:
-    """Return the name of the implementation that replaces torch's own, or None if none does."""
+    """Return the name of the implementation that replaces torch's own, or None if there is none."""
     current: str | None = getattr(
         torch.nn.attention, "current_flash_attention_impl", lambda: None
     )()
@@ -100,9 +100,9 @@ def find_version() -> int:
 
 
 def _activate() -> str | None:
-    """Activate version 3, unless a replacement is already active.
+    """Activate version 3 of flash attention, unless torch's own version is already replaced.
 
-    Returns the reason if this is not possible, else None.
+    Returns None, or the reason why version 3 cannot be activated.
     """
     other = find_active_implementation()
     if other is not None:
@@ -212,8 +212,8 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """Return the numbers of keys to the left and right of a query to which the query attends.
+    """Return how many keys to the left and to the right of its own key each query attends to.
 
-    The query's own key is not counted, and -1 means all keys.
+    A number of -1 means all keys.
     """
     return (-1, 0) if window is None else (window - 1, 0)

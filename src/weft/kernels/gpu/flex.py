@@ -1,9 +1,10 @@
-"""FlexAttention (Dong et al. 2024, arXiv:2412.05496), for masks that flash attention lacks.
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496), for masks unsupported by flash attention.
 
 Each query attends to two spans of keys: a causal span near the query, and a far span, which is a
 shared prefix that the query sees as a whole. The blocks of the mask are computed from these spans,
-without building the whole mask. Compiling the other layers too would take time at the start and
-gain little, because these are a few large matrix products and a decode step is one captured graph.
+without building the whole mask. The other layers are not compiled: this would take time at the
+start and gain little, because they are a few large matrix products, and a decode step is one
+captured graph.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def _can_compile() -> bool:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """Spans of keys to which each query attends, each int32 [padded tokens].
+    """Spans of keys to which each query attends.
 
     Query t attends to the keys `near[t]` to t (included), and `far_start[t]` to `far_stop[t]`
-    (excluded).
+    (excluded). All fields are int32 [padded tokens].
     """
 
     near: Tensor
@@ -78,10 +79,11 @@ class KeySpans:
     def from_segments(
         cls, cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
     ) -> KeySpans:
-        """Return the spans of a pack of `length` tokens.
+        """Return the spans of keys for a pack of `length` tokens.
 
-        `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. `joins` are pairs of
-        a prefix and the tokens that continue it. Padding tokens attend only to themselves.
+        `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. Each of the `joins`
+        is a pair of spans: a prefix and the tokens that continue it. Padding tokens attend only to
+        themselves.
         """
         whole = compute_padded_length(length)
         device = cu_seqlens.device
@@ -112,11 +114,11 @@ class KeySpans:
         return is_visible
 
     def find_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return masks of the block pairs that attention uses at least in part, and in full.
+        """Return a mask of the block pairs that attention uses, and a mask of those it uses fully.
 
-        Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first is True if
-        any query of the block attends to any key, and the second if every query attends to every
-        key.
+        Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first mask is
+        True if any query of the query block attends to any key of the key block, and the second if
+        every query attends to every key.
         """
         length = len(self.near)
         device = self.near.device
@@ -144,9 +146,9 @@ class KeySpans:
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of `blocks`, the number of set blocks and the indices of all blocks.
+    """Return the number of True blocks in each row, and the indices of all blocks of the row.
 
-    The indices begin with those of the set blocks. The results are int32 [1, 1, n] and [1, 1, n,
+    The indices begin with those of the True blocks. The results are int32 [1, 1, n] and [1, 1, n,
     n].
     """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
@@ -179,7 +181,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: Attent
 def build_pack_mask(
     cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
 ) -> BlockMask:
-    """Return the mask of a pack, given the arguments of `KeySpans.from_segments`."""
+    """Return the mask of a pack; the arguments are those of `KeySpans.from_segments`."""
     return KeySpans.from_segments(cu_seqlens, joins, length, window).build_mask()
 
 
@@ -190,7 +192,7 @@ def attend_paged(
 
     `mask` is the result of `build_page_mask`. q is [R, heads, dim]; keys and values are [pages,
     page, kv_heads, dim]. The kernel for few queries supports 1, 2, 4, ... query heads per key head.
-    Other numbers are padded with heads of zeros, whose results are dropped.
+    Any other number is rounded up by adding heads of zeros, whose results are dropped.
     """
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
@@ -209,7 +211,7 @@ def _round_to_power_of_two(least: int) -> int:
 def build_page_mask(
     table: Tensor, used: Tensor, size: tuple[int, int], window: int | None
 ) -> BlockMask:
-    """Return the mask of rows with one query each over pages.
+    """Return the mask for one query per row, which attends to the keys in the row's pages.
 
     Row r attends to its `used[r]` tokens (int32 [R]), or only to the last `window` of them. These
     tokens are in the pages `table[r]` (int32 [R, W]). `size` is the number of pages, which is at
@@ -269,7 +271,7 @@ def _compile() -> Callable[..., Tensor]:
 
 
 def _build_score_mod(scale: Tensor, softcap: float | None) -> Mod:
-    """Return the function that scales scores and applies the soft cap.
+    """Return the function that scales attention scores and applies the soft cap.
 
     The scale is a tensor, so layers that differ only in the scale share compiled code.
     """

@@ -37,7 +37,7 @@ def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
 
 
 def attend_prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
-    """Return attention as `attend_dense` does, for sequences that share prefixes."""
+    """Return causal attention for sequences of which some share a prefix, [T, heads, dim]."""
     mask = _prepare_mask(context, len(given.q), given.spec.window)
     return flex.attend_packed(given.q, given.k, given.v, mask, given.spec)
 
@@ -84,7 +84,7 @@ def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
 
 
 def supports_flash(q: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether flash attention supports queries like `q` with these parameters."""
+    """Return whether flash attention supports the queries `q` and the parameters in `spec`."""
     return spec.softcap is None and flash.serves(q.device, q.dtype, q.shape[2])
 
 

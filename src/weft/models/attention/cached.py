@@ -1,4 +1,4 @@
-"""Attention of new tokens over the keys and values in cache slots, by torch or weft's kernels."""
+"""Attention of new tokens over keys and values in cache slots, computed by torch or by kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
-    """Compute the same as `attend_by_kernels` with torch operations.
+    """Compute the same result as `attend_by_kernels`, with torch operations.
 
     A decode step is computed as one masked rectangle, and a pass with several new tokens per row is
     computed row by row.
@@ -53,8 +53,8 @@ def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 def _view_as_rows(stored: Tensor) -> Tensor:
     """Return a view of keys or values [slots, kv_heads, room, head_dim] for the kernels.
 
-    The kernels use only the strides of the view, from key to key and from head to head. They find
-    the slots by the key indices in `Cached.segments`.
+    The kernels use only the strides of the view: the distance between keys and between heads. They
+    find the slots by the key indices in `Cached.segments`.
     """
     return stored[0].transpose(0, 1)
 
@@ -86,10 +86,10 @@ def _attend_decode_step(q: Tensor, context: Cached, spec: AttentionSpec, layer: 
 def _attend_prefixes(
     grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int
 ) -> AttentionState:
-    """Return the attention of rows [R, kv_heads, group, dim] over their shared prefixes.
+    """Return the attention of one query per row over the row's prefix; 0 for rows without a prefix.
 
-    The queries of all rows with the same prefix are multiplied with its keys at once, so that the
-    keys are read only once.
+    `grouped` is [R, kv_heads, group, dim]. The queries of all rows with the same prefix are
+    multiplied with the keys of the prefix at once, so that these keys are read only once.
     """
     lse_dtype = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)
@@ -133,8 +133,8 @@ def _attend_after_prefix(
 ) -> Tensor:
     """Return attention as `rectangles.attend_tail` does, for a sequence that continues a prefix.
 
-    Attention over the prefix and over the rest is merged in the same way as in training, so that
-    rounding is the same.
+    Attention over the prefix and attention over the other keys are merged in the same way as in
+    training, so that rounding is the same.
     """
     count = q.shape[2]
     before = int(prefix.used[0])

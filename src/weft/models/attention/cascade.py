@@ -1,4 +1,4 @@
-"""Attention that is computed in parts, over some of the keys each, and merged exactly.
+"""Attention that is computed in parts, each over some of the keys, and merged exactly.
 
 For one row and part i of the keys, let o_i = softmax(s_i) v_i and l_i = log sum exp s_i. The merged
 values are l = log sum exp l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention
@@ -32,20 +32,20 @@ def attend_to(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """Compute attention of q [n, heads, L, dim] over some of the keys, on a CPU.
+    """Compute attention of q [n, heads, L, dim] over k and v [n, heads, M, dim], on a CPU.
 
-    These keys and their values are [n, heads, M, dim]. `mask` is added to the scores. The result
-    can be merged with attention over other keys.
+    `mask` is added to the scores. The result can be merged with the attention of the same queries
+    over other keys.
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
 
 
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
-    """Merge two attention states with the same rows and different keys into one over all keys.
+    """Merge the attention of the same rows over two disjoint sets of keys.
 
-    This uses only exp and log. The kernels of these functions return the same bits for a value
-    wherever it is in a tensor, so training and decoding round in the same way.
+    Only exp and log are used. Their kernels give bit-identical results wherever an element is in a
+    tensor, so training and decoding round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -177,7 +177,7 @@ def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
 
 
 def _select_tokens(x: Tensor, bucket: SequenceBucket, padded: bool = False) -> Tensor:
-    """Return the bucket's tokens of x [T, ...]; if `padded`, including the padding."""
+    """Return the rows of x [T, ...] for the tokens of a bucket, with padding if `padded`."""
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)

@@ -65,8 +65,8 @@ class SequenceBucket:
 class AttentionPart:
     """One part of attention, in which the tokens of `queries` attend to the tokens of `keys`.
 
-    If `causal`, both are the same tokens, and attention is causal within each sequence. Otherwise
-    every sequence of `queries` attends to all of `keys`.
+    If `causal`, `queries` and `keys` are the same tokens, and attention is causal within each
+    sequence. Otherwise every token of `queries` attends to all tokens of `keys`.
     """
 
     queries: SequenceBucket
@@ -91,15 +91,12 @@ class Dense:
 
     @property
     def dense(self) -> Dense:
-        """This context itself.
-
-        Other contexts return their tokens without the cached or shared ones.
-        """
+        """This context itself, because it has no cached or shared tokens."""
         return self
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """FlexAttention masks by window size, built by the first layer that needs each of them."""
+        """FlexAttention masks by window size, each built by the first layer that needs it."""
         return {}
 
     @cached_property
@@ -142,7 +139,7 @@ class Dense:
     def cell_positions(self) -> Tensor | None:
         """Index of each token in the concatenated tokens of all buckets, int64 [T].
 
-        None if these are already in the order of the pack.
+        None if the concatenated tokens are already in the order of the pack.
         """
         order = []
         for members in _group_by_length(self.starts):
@@ -156,7 +153,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class PrefixContinuation:
-    """A prefix and the tokens that continue it, each as (first token, one past the last token).
+    """A prefix and the tokens that continue it, as pairs (first token, one past the last token).
 
     `continuation` covers all continuations of the prefix, which are consecutive in the pack.
     """
@@ -193,10 +190,10 @@ class Prefixed:
 
     @cached_property
     def prefix_segments(self) -> Tensor:
-        """First query, number of queries, first key and number of keys of each prefix.
+        """First query, number of queries, first key and number of keys for each prefix.
 
-        The queries are the continuations of the prefix, and the keys are those of the prefix. The
-        tensor is int64 [prefixes, 4], on the host.
+        The queries are the tokens that continue the prefix, and the keys are the tokens of the
+        prefix. The tensor is int64 [prefixes, 4], on the host.
         """
         spans = [(*join.continuation, *join.prefix) for join in self.continuations]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
@@ -219,9 +216,9 @@ class Prefixed:
 
 
 def _group_by_length(starts: list[int]) -> list[list[int]]:
-    """Return the indices of the sequences in each bucket, which have similar lengths.
+    """Group sequences of similar length, and return the indices of the sequences in each group.
 
-    The indices in a bucket are in rising order. Empty sequences are left out.
+    The indices in a group are in rising order. Empty sequences are left out.
     """
     lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []

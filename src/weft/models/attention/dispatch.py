@@ -3,8 +3,8 @@
 No position attends across a sequence boundary.
 
 On a CPU, float32 attention is computed by weft's kernels, in training, prefill and decode steps.
-What the kernels do not support (other dtypes, soft caps, dropout of weights) is computed by torch,
-and so is everything if there is no compiler to build the kernels.
+Torch computes what the kernels do not support (other dtypes, soft caps, dropout of attention
+weights), and everything if there is no compiler to build the kernels.
 
 On a CPU, the result of a row has the same bits in training and in decoding, whatever the other rows
 are. The log-probs of the sampler are then equal to those that training computes, provided that
@@ -92,7 +92,7 @@ def build_segments(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegm
 
 
 def _has_softcap_or_dropout(spec: AttentionSpec, dropout: TokenDropout | None) -> bool:
-    """Return whether scores are soft-capped or weights are dropped; weft's kernels support neither."""
+    """Return whether attention has a soft cap or dropout, which weft's kernels do not support."""
     return spec.softcap is not None or (dropout is not None and spec.dropout > 0.0)
 
 

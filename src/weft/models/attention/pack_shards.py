@@ -2,7 +2,7 @@
 
 The keys and values of the other ranks' tokens are gathered. Each rank has several runs of
 consecutive tokens of the pack. The part of a sequence that is in a run is called a piece. The keys
-that a piece needs are consecutive, and the last of them is the last token of the piece.
+that a piece needs are consecutive, and the last of these keys is that of the piece's last token.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Piece = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class PackShard:
-    """Attention context of one rank's tokens of a pack whose tokens are split over ranks.
+    """Attention context of the tokens of one rank, for a pack whose tokens are split over ranks.
 
     The rank has the tokens in `runs`, each given as (first, one past the last) in the pack. Runs
-    are in rising order and not empty. `gather` collects local keys or values [n, ...] from all
+    are in rising order and not empty. `gather` collects the local keys or values [n, ...] of all
     ranks and returns those of the whole pack [T, ...]; all ranks must call it.
     """
 
@@ -62,7 +62,7 @@ class PackShard:
 
     @cached_property
     def dense(self) -> Dense:
-        """This rank's tokens of each sequence, treated as a whole sequence, which may be empty."""
+        """Context in which this rank's part of each sequence is a whole, possibly empty sequence."""
         counts = []
         for first, end in pairwise(self.whole.starts):
             counts.append(
@@ -164,10 +164,10 @@ def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _drop_weights(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
-    """Apply dropout to the attention weights of consecutive tokens, of which `row` is the first.
+    """Apply dropout to the attention weights of consecutive tokens.
 
-    `row` is an index among this rank's tokens, and `position` is the position of that token in its
-    sequence.
+    `row` is the index of the first of these tokens among this rank's tokens, and `position` is the
+    position of this first token in its sequence.
     """
     assert given.dropout is not None
     token = torch.tensor([[row]], device=weights.device)

@@ -1,10 +1,10 @@
 """Attention by torch over rectangles: sequences of similar length, each followed by padding.
 
 Causal attention never reads the padding, so torch's fast causal kernel is exact without a mask.
-That kernel does not support soft caps, windows and dropout of weights; attention with these is
-computed step by step.
+That kernel does not support soft caps, windows or dropout of attention weights. With any of these,
+scores, weights and outputs are computed in separate steps.
 
-On a CPU, keys are padded to whole vectors, and each head has a minimum number of query rows. Every
+On a CPU, keys are padded to whole vectors, and queries to a minimum number of rows per head. Every
 row is then summed in the same order, whatever the other rows are.
 """
 

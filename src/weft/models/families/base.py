@@ -66,7 +66,7 @@ class Family:
     score: str = "score.weight"
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
-        """Return the configuration that is described by `raw`, the values of a config.json.
+        """Return the configuration that is described by `raw`, the contents of a config.json.
 
         Raises `CheckpointError` for values that the decoder does not support.
         """
@@ -76,9 +76,10 @@ class Family:
         return config
 
     def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
-        """Return the config.json values from which `transformers` builds the same network.
+        """Return the contents of the config.json from which `transformers` builds the same network.
 
-        Raises `CheckpointError` if `transformers` has no class for a head other than "lm".
+        Raises `CheckpointError` if `head` is not "lm" and `transformers` has no class for such a
+        head.
         """
         if head != "lm" and self.classifier is None:
             raise CheckpointError(
@@ -108,9 +109,9 @@ class Family:
 
 @dataclass
 class ConfigReader:
-    """Reader of the values in a config.json, which records the keys that are read.
+    """Reader of the values in a config.json, which records the keys that have been read.
 
-    Keys that are never read are kept and written back unchanged.
+    Keys that are never read are kept, and are written back unchanged.
     """
 
     family: str
@@ -118,7 +119,7 @@ class ConfigReader:
     requested_keys: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, default: Any) -> Any:
-        """Return the value of `key`, or `default` if it is absent or null."""
+        """Return the value of `key`, or `default` if the key is absent or null."""
         self.requested_keys.add(key)
         value = self.raw.get(key)
         if value is None:
@@ -133,7 +134,7 @@ class ConfigReader:
     def need(self, key: str) -> Any:
         """Return the value of `key`, a size that every configuration of the family must have.
 
-        Raises `CheckpointError` if it is absent.
+        Raises `CheckpointError` if the key is absent.
         """
         value = self(key, 1)
         if self.raw.get(key) is None:
@@ -141,17 +142,17 @@ class ConfigReader:
         return value
 
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
-        """Raise `CheckpointError` if `key` is set to a value other than `unless`.
+        """Raise `CheckpointError` if `key` is set to a value other than False or `unless`.
 
-        This is for settings that change what the network computes, in a way that the decoder does
-        not support.
+        This is for settings with which the network would compute something that the decoder does
+        not support. `reason` is part of the error message.
         """
         value = self(key, None)
         if value is not None and value is not False and value != unless:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the activation function named by the value of `key` (default: `default`).
+        """Return the activation function that the value of `key`, by default `default`, names.
 
         Raises `CheckpointError` if the name is unknown.
         """
@@ -180,9 +181,10 @@ class ConfigReader:
 
 
 def describe_problem(value: Any, default: Any) -> str | None:
-    """Return a message on what is wrong with a value, or None if it is valid.
+    """Return a description of what is wrong with a value, or None if the value is valid.
 
-    A valid value has the type of `default` and is in a sensible range.
+    A valid value has the type of `default`. Numbers must also be in range: integers must be
+    positive and not too large, and floats must be finite and not negative.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""Functions that several families use: for Llama-like models, rotary positions and windows."""
+"""Functions that several families use, for Llama-like models, rotary positions and windows."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def llama_fields(
 ) -> dict[str, Any]:
     """Read the `TransformerConfig` fields that Llama-like families store under the same keys.
 
-    `act` is the key of the activation function and its default. The field `extra` is not included,
-    because the family may still read other keys.
+    `act` consists of the key of the activation function and the default value. The field `extra` is
+    not included, because the family may still read other keys.
     """
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
@@ -185,7 +185,7 @@ def _read_scaling(
 
 
 def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
-    """Return YaRN's factor of attention, the square root of 1/t in equation 15 of the paper.
+    """Return YaRN's attention factor, which is sqrt(1/t) in equation 15 of the paper.
 
     DeepSeek's two multipliers (`mscale` and `mscale_all_dim`) are applied if `given` has them.
     """
@@ -199,7 +199,7 @@ def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
 
 
 def rope_values(config: TransformerConfig) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` reads."""
+    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` can read."""
     rope = config.rope
     assert rope is not None
     if rope.scaling == "none":
@@ -215,8 +215,8 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """Return the attention window of each layer.
 
-    The layers with a window are those in `layer_types` of config.json if it is present, else those
-    for which `sliding` is True. Returns an empty tuple if no layer has a window.
+    The layers that have a window are given by `layer_types` of config.json if it is present, else
+    by `sliding`. Returns an empty tuple if no layer has a window.
     """
     kinds = read("layer_types", None)
     if kinds is not None:
@@ -231,7 +231,7 @@ def layer_windows(
 
 
 def one_window(config: TransformerConfig) -> int | None:
-    """Return the window size that all layers with a window have, or None if no layer has one."""
+    """Return the window size of all layers that have a window, or None if no layer has one."""
     sizes = {w for w in config.windows if w is not None}
     assert len(sizes) <= 1, "the layers have several window sizes"
     return sizes.pop() if sizes else None
@@ -249,7 +249,7 @@ def layer_types(config: TransformerConfig) -> list[str]:
 
 
 def tensor(name: str, hf: str, part: NetworkPart = "block") -> Key:
-    """Return the checkpoint location of a parameter that is stored unchanged, as a tensor `hf`."""
+    """Return the checkpoint location of a parameter that is stored unchanged in the tensor `hf`."""
     return Key(name, hf, part)
 
 
@@ -289,7 +289,10 @@ def fused(
 def norm(
     name: str, hf: str, config: TransformerConfig, part: NetworkPart = "block"
 ) -> tuple[Key, ...]:
-    """Return the checkpoint locations of a norm's weight and bias, if the configuration has them."""
+    """Return the checkpoint locations of a norm's parameters.
+
+    The configuration decides whether the norm has a weight and a bias.
+    """
     if config.norm_weight:
         keys: tuple[Key, ...] = (Key(f"{name}.weight", f"{hf}.weight", part),)
     else:

@@ -33,12 +33,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def _read_softcap(read: ConfigReader, key: str, default: float) -> float | None:
-    """Return the value of a soft cap: None if the key is null, and `default` if it is absent."""
+    """Return the value of a soft cap: None if the key is null, `default` if the key is absent."""
     return read(key, None) if key in read.raw else read(key, default)
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     scalar = config.scale**-2
     return common.llama_values(config, act="hidden_activation") | {
         "attention_bias": config.qkv_bias,

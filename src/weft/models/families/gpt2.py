@@ -87,7 +87,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     return write_gpt2_values(config) | {
         "scale_attn_by_inverse_layer_idx": config.layer_scaled_attention,
         "activation_function": to_hf_activation(config, tanh="gelu_new"),

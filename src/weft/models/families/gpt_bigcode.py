@@ -21,7 +21,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     return write_gpt2_values(config) | {
         "multi_query": config.num_kv_heads == 1,
         "activation_function": to_hf_activation(config),

@@ -54,7 +54,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     rope = config.rope
     assert rope is not None
     scaling = common.rope_values(config)["rope_scaling"]

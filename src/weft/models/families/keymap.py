@@ -2,8 +2,8 @@
 
 A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles`
 converts it to rectangles, for the whole parameter or any `Slice` of it. Reading copies the
-rectangles from the checkpoint, and writing copies them to it, so a map that is right in one
-direction is right in the other.
+rectangles from the checkpoint, and writing copies them to it, so a map that is correct in
+one direction is also correct in the other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Key:
     `name` is the parameter's canonical name in weft, and `hf` is the name of the checkpoint's
     tensor. Both can contain `{i}` for the layer, and `hf` can contain `{e}` for the expert if
     `experts` > 0. With `transpose`, the checkpoint stores a matrix as [in, out]. `part` is the part
-    of the network by which `KeyMap.list_names` selects.
+    of the network to which the parameter belongs.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Key:
     layer: int | None = None
 
     def bind_layer(self, layer: int) -> Key:
-        """Return a copy for one layer, with the index of the layer in the names."""
+        """Return a copy for one layer, with the index of the layer in place of `{i}` in the names."""
         hf = self.hf.replace("{i}", str(layer))
         return replace(self, name=self.name.replace("{i}", str(layer)), hf=hf, layer=layer)
 
@@ -139,7 +139,7 @@ class KeyMap:
 
     @classmethod
     def from_templates(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
-        """Create the map from templates, repeating those that contain `{i}` for every layer."""
+        """Create the map from templates; templates that contain `{i}` are used for every layer."""
         keys_by_name: dict[str, Key] = {}
         for key in templates:
             for bound in (
@@ -150,7 +150,10 @@ class KeyMap:
         return cls(keys_by_name)
 
     def select(self, names: Iterable[str]) -> KeyMap:
-        """Return a map of only these parameters; raises `KeyError` for an unknown name."""
+        """Return a map of only the parameters `names`.
+
+        Raises `KeyError` for an unknown name.
+        """
         return KeyMap({name: self.keys[name] for name in names})
 
     def list_names(self, part: NetworkPart | None = None, layer: int | None = None) -> list[str]:
@@ -165,7 +168,7 @@ class KeyMap:
         return names
 
     def group_by_hf_name(self) -> dict[str, list[Key]]:
-        """Return, for the name of each checkpoint tensor, the parameters that it contains."""
+        """Return the parameters that each checkpoint tensor contains, by the name of the tensor."""
         groups: dict[str, list[Key]] = {}
         for key in self.keys.values():
             for name in key.list_hf_names():

@@ -22,7 +22,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     return common.llama_values(config) | {
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,

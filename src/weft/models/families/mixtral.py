@@ -26,7 +26,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     assert config.experts is not None
     return common.llama_values(config) | {
         "sliding_window": common.one_window(config),

@@ -60,7 +60,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values that describe the configuration."""
+    """Return the config.json values for this configuration."""
     before = config.placement == "pre"
     return {
         "vocab_size": config.vocab_size,

@@ -50,7 +50,7 @@ class PageAllocator:
             self._free = [*range(new - 1, old - 1, -1), *self._free]
 
     def allocate(self, count: int) -> Ids:
-        """Take `count` free pages and return them; each then has one user."""
+        """Return `count` free pages, each of which then has one user."""
         if count > len(self._free):
             self.reserve(max(2 * len(self) - 1, self.num_used + count))
         assert count <= len(self._free), (
@@ -67,7 +67,7 @@ class PageAllocator:
     def remove_users(self, pages: Ids) -> None:
         """Remove one user from each of these pages, which must be distinct.
 
-        Pages that then have no users are free.
+        Pages that no longer have a user become free.
         """
         self.users[pages] -= 1
         left = pages[self.users[pages] == 0]
@@ -123,7 +123,7 @@ class PageTables:
         return self.table[row, : self.page_counts[row]].copy()
 
     def assign_pages(self, row: int, pages: Ids) -> None:
-        """Assign pages to an empty row, which then shares them with their other users."""
+        """Assign pages to an empty row, which shares them with the rows that already use them."""
         assert not self.page_counts[row]
         self.ensure_size(row + 1, len(pages))
         self.pages.add_users(pages)
@@ -139,7 +139,7 @@ class PageTables:
             self.page_counts[row] = keep
 
     def move(self, source: int, target: int) -> None:
-        """Move the pages of row `source` to the empty row `target`; `source` is then empty."""
+        """Move the pages of row `source` to the empty row `target`, which leaves `source` empty."""
         assert not self.page_counts[target]
         self.table[target], self.page_counts[target] = self.table[source], self.page_counts[source]
         self.table[source], self.page_counts[source] = SCRATCH, 0
@@ -150,7 +150,7 @@ class PageTables:
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
     ) -> PageCopies:
-        """Make room for `after` tokens in each of `rows`, which contain `before` tokens.
+        """Make room for `after` tokens in total in each of `rows`, which contain `before` tokens.
 
         The rows must be distinct. If the last page of a row is partly filled and shared, the row
         gets a new page in its place. Returns the page copies that must be made before the rows are

@@ -43,7 +43,7 @@ TABLE = 3  # first column of the table in a step's matrix
 
 @dataclass(frozen=True)
 class PagedHistory:
-    """All tokens of the rows of a pass, including the new tokens, concatenated row by row."""
+    """All tokens of the sequences in a pass, stored and new, concatenated row by row."""
 
     places: Tensor  # int64 [U]: storage index of each token
     cu_seqlens: Tensor  # int32 [R + 1]
@@ -73,12 +73,12 @@ class Paged:
 
     @property
     def is_decode_step(self) -> bool:
-        """True in a decode step: each row has exactly one new token, and stored tokens."""
+        """True in a decode step, in which each row has stored tokens and exactly one new token."""
         return self.history is None and not self.is_first_prefill
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """FlexAttention masks by window size, built by the first layer that needs each of them."""
+        """FlexAttention masks by window size, each built by the first layer that needs it."""
         return {}
 
     @property
@@ -95,7 +95,7 @@ class Paged:
 
 
 class PagePool:
-    """Memory of the pages of key-value caches.
+    """Memory for the pages of key-value caches.
 
     `keys[layer]` and `values[layer]` are [pages, page, kv_heads, head_dim].
     """
@@ -134,7 +134,7 @@ class PagePool:
     def reserve(self, count: int) -> None:
         """Make room for `count` pages, or for the largest number of pages that the pool may have.
 
-        The number is rounded up to a power of two, so that few different sizes occur.
+        The number is rounded up to a power of two, so that only few different sizes occur.
         """
         if count < len(self.pages):
             return
@@ -244,9 +244,10 @@ class PagedCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Release a row and give its index to the last active row.
+        """Release a row, and move the last active row to its index.
 
-        Returns the previous index of that last row, which is `slot` if `slot` was the last.
+        Returns the index that the last row had before the move. It equals `slot` if the released
+        row was the last one.
         """
         assert 0 <= slot < self.num_active, f"row {slot} is not active"
         self.num_active -= 1

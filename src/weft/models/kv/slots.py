@@ -13,8 +13,8 @@ A prefix that many sequences share is stored only once, in a separate cache with
 
 `extend` makes room for the new tokens and counts them as used; the network's pass then writes their
 keys and values. All of this happens under `torch.no_grad()`. Consecutive slots are read without a
-copy, so active slots are kept consecutive: `release` gives the index of the released slot to the
-last active slot. `cache.num_moves` counts how often the memory was replaced.
+copy, so active slots are kept consecutive: `release` moves the last active slot to the index of
+the released slot. `cache.num_moves` counts how often the memory was replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PrefixGroup:
 
     @classmethod
     def from_rows(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
-        """Create the group of the rows with indices `rows`, whose sequences begin with `prefix`."""
+        """Create a group; `rows` are the indices of the rows whose sequences begin with `prefix`."""
         filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
         return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
 
@@ -61,7 +61,7 @@ class Cached:
     """Attention context of new tokens of cached sequences; made by `KVCache.extend`.
 
     Row r has the new tokens `cu_seqlens[r]` to `cu_seqlens[r + 1]` (excluded) of the pack, at
-    positions from `before[r] + used[r]`. Each of them attends to the `before[r]` tokens of the
+    positions from `before[r] + used[r]`. Each new token attends to the `before[r]` tokens of the
     row's prefix, to the `used[r]` tokens in slot `slots[r]`, and to the new tokens of the row up to
     itself. The network writes the keys and values of the new tokens to the slot, where
     `KVCache.extend` has made room for them.
@@ -80,7 +80,7 @@ class Cached:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Offsets of the rows' new tokens in the pack and the number of tokens, int32 [R + 1]."""
+        """Boundaries of the rows' new tokens in the pack, int32 [R + 1]."""
         return self._put(np.concatenate([[0], self.new.cumsum()]).astype(np.int32))
 
     @cached_property
@@ -105,11 +105,11 @@ class Cached:
 
     @cached_property
     def segments(self) -> Tensor:
-        """Keys of each row in its slot, int64 [R, 4] on the host.
+        """Location of each row's keys in the memory of the cache, int64 [R, 4] on the host.
 
         The columns are the row's first new token, the number of new tokens, the index of the first
-        key, and the number of keys including the new ones. The index of a key counts the rows of
-        `head_dim` floats from the start of the cache.
+        key, and the number of keys including the new ones. Key indices count rows of `head_dim`
+        floats from the start of the cache.
         """
         segments = np.empty((len(self.new), 4), np.int64)
         segments[:, 0] = self.new.cumsum() - self.new
@@ -128,7 +128,7 @@ class Cached:
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
-        """Each prefix with the indices of the new tokens whose sequences begin with it, int64 [n]."""
+        """Each prefix, with the indices of the new tokens whose sequences begin with it, int64 [n]."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
         tokens: dict[int, tuple[KVCache, list[int]]] = {}
@@ -140,8 +140,8 @@ class Cached:
     def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
 
-        It is 0 for the keys in the slot to which the row's token attends, and minus infinity for
-        the others. All layers with the same window share the mask.
+        The mask is 0 for the keys in the slot to which the row's token attends, and minus infinity
+        for all other keys. All layers with the same window share the mask.
         """
         if window not in self._decode_masks:
             places = torch.arange(length, device=self.cache.device)
@@ -197,9 +197,9 @@ class KVCache:
         """Allocate the slots.
 
         With `rectangle`, active slots are stored in order, and unwritten memory is zero. Otherwise
-        slots can be stored in any order, and unwritten memory has arbitrary contents (also NaN) and
-        uses no physical memory yet. The second layout is only for networks whose attention reads
-        each row's keys where they are stored, and no other keys.
+        slots can be stored in any order, and unwritten memory has arbitrary contents (including
+        NaN) and uses no physical memory yet. The second layout is only for networks whose attention
+        reads each row's keys where they are stored, and no other keys.
         """
         self.device = torch.device(device)
         self.dtype = dtype
@@ -273,7 +273,7 @@ class KVCache:
                 self._groups = (b"", ())
 
     def take(self, other: KVCache) -> int:
-        """Return a new slot with a copy of slot 0 of `other`, and with the same prefix."""
+        """Return a new slot with a copy of slot 0 of `other`, and with the prefix of that slot."""
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
             self._reshape(
@@ -290,9 +290,10 @@ class KVCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Release a slot and give its index to the last active slot.
+        """Release a slot, and move the last active slot to its index.
 
-        Returns the previous index of that last slot, which is `slot` if `slot` was the last.
+        Returns the index that the last slot had before the move. It equals `slot` if the released
+        slot was the last one.
         """
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
@@ -378,7 +379,7 @@ class KVCache:
         return Packed(flat, self._put(positions), context, rows, flat[rows])
 
     def _group_by_prefix(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
-        """Return one group per prefix, with the rows of a decode step that begin with the prefix.
+        """Return one group per prefix, with the rows of a decode step that begin with this prefix.
 
         The result is kept until the slots change.
         """
@@ -470,7 +471,7 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return pairs of slices: the indices of slots, and their indices in memory.
+    """Return pairs of slices, each the indices of slots and the places of these slots in memory.
 
     There is one pair if the slots are stored consecutively, else one pair per slot.
     """

@@ -40,12 +40,13 @@ class MoEAuxLoss:
         whole: Tensor | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Create an empty loss for the sequences of a pack.
+        """Create a loss for the sequences of a pack, with no layers added by default.
 
         `lengths`, int64 [S], are the lengths of the sequences. `num_layers` is the number of layers
-        with experts in the whole network; it is needed only if the pass computes some of them. If
-        the sequences are split over ranks, `lengths` counts this rank's tokens, `whole` counts all
-        tokens, and `reduce` sums a tensor over the ranks.
+        with experts in the whole network; it is needed only if the pass does not compute all of
+        them. If the sequences are split over ranks, `lengths` has the number of this rank's tokens
+        in each sequence, `whole` has the number of all tokens, and `reduce` sums a tensor over the
+        ranks.
         """
         self.lengths = lengths
         self.num_layers = num_layers

@@ -31,7 +31,7 @@ class BlockContext:
     """Inputs that all blocks of a pass share.
 
     They are the attention context, the rotation and dropout of each token, and the auxiliary loss
-    of the experts. `rows`, int64 [N], are the tokens to which the last block limits its output.
+    of the experts. `rows`, int64 [N], are the tokens for which the last block returns its output.
     `shared` is set if the ranks divide the rows of the residual stream; attention and MLP still
     process all rows on every rank.
     """
@@ -46,11 +46,11 @@ class BlockContext:
     prefix: InsertedPrefix | OverwrittenPrefix | None = None
 
     def select_wanted(self, x: Tensor) -> Tensor:
-        """Return the rows of x [T, ...] for the tokens in `rows`, by default all."""
+        """Return the rows of x [T, ...] for the tokens in `rows`, or all rows if `rows` is None."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def select_residual(self, x: Tensor) -> Tensor:
-        """Return the rows of the residual stream x for the tokens in `rows`, by default all.
+        """Return the residual stream x at the tokens in `rows`, or at all tokens if `rows` is None.
 
         If the ranks divide the residual stream, x and the result contain only this rank's rows.
         """
@@ -77,7 +77,7 @@ class BlockContext:
 
     @cached_property
     def output_dropout(self) -> TokenDropout | None:
-        """Dropout for the tokens in the block's output: those in `rows`, by default all."""
+        """Dropout for the tokens in the block's output: those in `rows`, or all if `rows` is None."""
         if self.dropout is None or self.rows is None:
             return self.dropout
         return self.dropout.select(self.rows)
@@ -102,7 +102,10 @@ class CompiledParts:
 
 
 class Norm(nn.Module):
-    """RMS norm (Zhang and Sennrich 2019) or layer norm (Ba et al. 2016); statistics in float32."""
+    """RMS norm (Zhang and Sennrich 2019) or layer norm (Ba et al. 2016).
+
+    Statistics are computed in float32.
+    """
 
     def __init__(self, config: TransformerConfig, size: int | None = None) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class Norm(nn.Module):
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def split_over_ranks(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Turn this into an RMS norm over `whole` elements that are split over the ranks.
+        """Turn this norm into an RMS norm over `whole` elements that are split over the ranks.
 
         `reduce` sums a tensor over the ranks.
         """
@@ -149,7 +152,7 @@ class Attention(nn.Module):
     """Self-attention of one layer.
 
     `layer` is the index of the layer in the whole network. `first_head` is the index of the first
-    local query head, in a count over the query heads of all layers and tensor ranks.
+    local query head, counted over the query heads of all layers and tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:

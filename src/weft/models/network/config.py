@@ -18,7 +18,7 @@ Placement = Literal["pre", "post", "both", "after"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021, "RoFormer"), which rotate dimension i with i + dim / 2.
+    """Rotary positions (Su et al. 2021, "RoFormer"), which rotate dimension pairs (i, i + dim / 2).
 
     Only the first `dim` dimensions of each head are rotated. `scaling` is `none`, `linear`,
     `dynamic`, `yarn`, `longrope` or `llama3`, and `values` are the parameters of this scheme.
@@ -108,13 +108,16 @@ class TransformerConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of q k^T in attention, before any division by the layer's number."""
+        """Factor of q k^T in attention.
+
+        Some networks additionally divide q k^T by the number of the layer, counted from 1.
+        """
         if self.attention_scale is not None:
             return self.attention_scale
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
-        """Return the number of keys that each token of the layer sees; None means no limit."""
+        """Return how many keys a token of the layer can attend to; None means no limit."""
         return self.windows[layer] if self.windows else None
 
     def has_experts(self, layer: int) -> bool:
@@ -163,8 +166,8 @@ class TransformerConfig:
     def narrow_to_rank(self, t: int, rank: int) -> TransformerConfig:
         """Return the configuration of the part of the network on tensor rank `rank` of `t` ranks.
 
-        It has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if the
-        network cannot be split into `t` parts.
+        This part has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if
+        the network cannot be split into `t` parts.
         """
         width = self.intermediate_size
         experts = self.experts

@@ -1,4 +1,4 @@
-"""Dropout with masks that do not depend on the batch, its packing, or restarts.
+"""Dropout with masks that do not depend on the batch, the packing, or restarts.
 
     keys = DropoutKeys.from_sequences(seed, step, [(id, k), ...])    # one (id, k) per sequence
     packed = replace(packed, dropout=keys)
@@ -34,7 +34,7 @@ ADAPTERS = 2
 
 
 def compute_site(layer: int | Tensor, place: int) -> int | Tensor:
-    """Return the index of a dropout site in the whole network, from 1; site 0 is the embedding.
+    """Return the index of a dropout site in the whole network, where site 0 is the embedding.
 
     `place` is the index of the site within the layer.
     """
@@ -59,7 +59,7 @@ class DropoutKeys:
         sequences: Iterable[tuple[str, int]],
         device: torch.device | str = "cpu",
     ) -> DropoutKeys:
-        """Return the keys of the sequences at optimizer step `step`.
+        """Return the dropout keys of the given sequences at optimizer step `step`.
 
         Each sequence is identified by (id, index of the completion).
         """
@@ -76,7 +76,7 @@ class TokenDropout:
 
     `layer` is the index of the layer to which dropout is applied: an int, or a scalar integer
     tensor that compiled code takes as an input. `first_head` is the index of the layer's first
-    local query head, in a count over the heads of all layers.
+    local query head, counted over the heads of all layers.
     """
 
     keys: Tensor
@@ -86,7 +86,7 @@ class TokenDropout:
 
     @classmethod
     def from_lengths(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
-        """Return the dropout of all tokens of the sequences, which have these `lengths`, int64 [S].
+        """Return the dropout of all tokens of sequences with these `lengths`, int64 [S].
 
         Every token has the key of its sequence.
         """

@@ -4,7 +4,7 @@
 for each of K ids, and one for "any other id". Two networks are compared by the log-probs of these
 events alone: a teacher sends its K most likely ids and the log-probs of the events, and the student
 is trained with its own log-probs of the same events. The probability of "any other id" is the sum
-over all other ids. Computing it as 1 minus the sum over the K ids would lose all digits if the K
+over all other ids. Computing it as 1 minus the sum over the K ids would lose all precision if the K
 ids have nearly all of the probability. If K is the size of the vocabulary, the log-prob of "any
 other id" is minus infinity.
 """
@@ -234,9 +234,9 @@ class _EventLogprobs:
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
-        `logits` must be as `from_logits` left them. `grad_event` [R, K + 1] is the gradient with
-        respect to the log-probs of the events, and `grad_label` [R] that with respect to the
-        log-prob of the label. The result is
+        `logits` must have the values that `from_logits` wrote. `grad_event` [R, K + 1] is the
+        gradient with respect to the log-probs of the events, and `grad_label` [R] is the gradient
+        with respect to the log-prob of the label. The result is
 
             grad_k - p_k g  for the k-th given id,
             q_j (grad_rest - p_rest g)  for any other id j,
@@ -277,7 +277,7 @@ def _scatter_values(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySpl
 
 
 class _EventChunk:
-    """Logits and events of one chunk of rows."""
+    """Logits of one chunk of rows, and the log-probs of the events and labels in these rows."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first bloc
 def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
     """Freeze the embeddings and the first `first` blocks of the whole network.
 
-    They are converted to `dtype` if it is set, since frozen weights have no master weights. A tied
-    output matrix is frozen together with the embedding.
+    If `dtype` is set, the frozen weights are converted to it, since they have no master weights. A
+    tied output matrix is frozen together with the embedding.
     """
     blocks = []
     for block in network.blocks:
@@ -46,7 +46,8 @@ def train_embeddings(network: Transformer) -> None:
 def count_frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
     """Return how many of the first layers are frozen: `first`, or all but the last `last` layers.
 
-    Returns None if neither is set. Raises `ConfigError` if the network has fewer layers.
+    Returns None if neither is set. Raises `ConfigError` if `first` or `last` is larger than
+    `num_layers`.
     """
     if first is not None and first > num_layers:
         raise ConfigError(

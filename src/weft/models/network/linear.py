@@ -1,4 +1,4 @@
-"""Linear layers; those with the same input are fused into one matrix with named parts.
+"""Linear layers, of which those with the same input are fused into one matrix with named parts.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
@@ -78,14 +78,14 @@ def apply_adapter(
 
 
 class Linear(nn.Module):
-    """One linear layer, or several with the same input in one matrix: [T, in] -> [T, sum of out].
+    """One linear layer, or several fused layers with the same input: [T, in] -> [T, sum of out].
 
     `parts` maps the name of each fused layer to its output size, and `adapters` contains the
-    adapters of these layers, if any, under the same names. `narrow` replaces torch's product in
-    compiled passes. If `gradient_sum` is set, the weight's gradient is added there and not to its
-    `grad`. If the columns of the matrix are split over ranks, `reduce` sums the results over the
-    ranks before the bias is added. If the ranks also divide the rows of a pass, `share` computes
-    this sum and returns only this rank's rows.
+    adapters of these layers, if any, under the same names. `narrow`, if set, computes the product
+    in compiled passes in place of torch. If `gradient_sum` is set, the weight's gradient is added
+    to it and not to the weight's `grad`. If the columns of the matrix are split over ranks,
+    `reduce` sums the results over the ranks before the bias is added. If the ranks also divide the
+    rows of a pass, `share` computes this sum and returns only this rank's rows.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -138,9 +138,9 @@ class Linear(nn.Module):
     def _apply_adapters(
         self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
     ) -> Tensor:
-        """Compute each fused layer separately.
+        """Return the outputs of all fused layers, each of which is computed separately.
 
-        The result of one layer then does not depend on whether the others have adapters.
+        The output of one layer then does not depend on whether the other layers have adapters.
         """
         outputs = []
         for part in self.parts:
@@ -199,7 +199,7 @@ class DownLinear(Linear):
 class _AdaptedLinear(torch.autograd.Function):
     """Autograd function behind `apply_adapter`.
 
-    Saves for the backward pass the input of the adapter, [T, in], and the product of this input
+    For the backward pass, it saves the input of the adapter, [T, in], and the product of this input
     with the adapter's first matrix, [T, r].
     """
 

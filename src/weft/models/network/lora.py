@@ -119,7 +119,7 @@ def attach_ranks(
 
 
 def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
-    """Return, by canonical name, each layer that can have an adapter, as (module, part).
+    """Return the layers that can have an adapter, as pairs (module, part) by canonical name.
 
     `part` is the layer's name within a fused `Linear` module, and empty for a stack of experts.
     """
@@ -189,8 +189,8 @@ def is_adapter(name: str) -> bool:
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
     """Return the canonical parameters with the adapters merged: weight + scale B A.
 
-    The sums are computed in the widest dtype of the three, at least float32, and converted to the
-    dtype of the weight.
+    The sums are computed in the widest dtype of weight, A and B, at least float32, and converted to
+    the dtype of the weight.
     """
     merged = {}
     for name, value in parameters.items():
@@ -207,7 +207,7 @@ def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return weight + scale B A in the dtype of the weight.
 
-    The sum is computed in the widest dtype of the three, at least float32.
+    The sum is computed in the widest dtype of `weight`, `a` and `b`, at least float32.
     """
     wide = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
     update = scale * (b.detach().to(wide) @ a.detach().to(wide))

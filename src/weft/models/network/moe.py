@@ -30,7 +30,7 @@ class ExpertExchange(Protocol):
     ) -> Tensor:
         """Return the experts' outputs for x [rows, hidden], whose rows are sorted by expert.
 
-        `groups` has the number of rows of each expert, also of those on other ranks. `compute`
+        `groups` has the number of rows of each expert, including experts on other ranks. `compute`
         computes the outputs of the experts on this rank. All ranks must call this.
         """
         ...

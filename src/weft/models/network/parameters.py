@@ -42,7 +42,10 @@ class StoredParameter:
         return self.parameter.requires_grad
 
     def select_rows(self, whole: Tensor) -> Tensor:
-        """Return the canonical parameter's rows of a tensor with the stored parameter's shape."""
+        """Return the rows of `whole` that belong to the canonical parameter.
+
+        `whole` has the shape of the stored parameter.
+        """
         return whole if self.rows is None else whole[self.rows]
 
 
@@ -105,7 +108,7 @@ def _iterate_adapter(
 
 
 def number_block(name: str, layers: Sequence[int] | None) -> str:
-    """Return a name in which the block's local index is replaced by its index in the whole network.
+    """Return the parameter name with the block's local index replaced by its index in the network.
 
     `layers` are the indices of the local blocks in the whole network; None leaves the name
     unchanged.

@@ -1,4 +1,4 @@
-"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, no reparametrization).
+"""Prefix tuning without reparametrization (Li and Liang 2021, arXiv:2101.00190).
 
 Every layer has trained keys and values for `TransformerConfig.prefix_tokens` tokens, to which every
 token of every sequence attends. The prefix has the positions before the first token of each
@@ -50,7 +50,7 @@ class PrefixKeysValues(nn.Module):
 
 @dataclass(frozen=True)
 class InsertedPrefix:
-    """Pack of whole sequences in which the prefix is inserted before each sequence.
+    """Pack of whole sequences in which the trained prefix is inserted before each sequence.
 
     Only attention uses this longer pack.
     """
@@ -113,7 +113,7 @@ def insert_prefix(
 ) -> InsertedPrefix:
     """Insert a prefix of `count` tokens before each sequence of a pack of `num_tokens` tokens.
 
-    A beginning that several sequences share is preceded by one prefix, not by several.
+    If several sequences share their first tokens, the prefix is inserted only once before these.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()

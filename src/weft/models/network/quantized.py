@@ -54,7 +54,7 @@ class Quantized(Tensor):
     def build_empty(
         cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str
     ) -> Quantized:
-        """Return a matrix whose values are still to be copied into it."""
+        """Return a matrix without values, which must be copied into it later."""
         if kind == "8bit":
             codes = torch.empty(rows, columns, dtype=torch.int8, device=device)
             scales = (rows, 1)
@@ -69,12 +69,12 @@ class Quantized(Tensor):
         return self.codes.nbytes + self.scales.nbytes
 
     def to_device(self, device: torch.device | str) -> Quantized:
-        """Return a matrix of the same shape and form on another device, without the values."""
+        """Return a matrix of the same shape and format on another device; values are not copied."""
         rows, columns = self.shape
         return Quantized.build_empty(rows, columns, self.kind, self.dtype, device)
 
     def select_rows(self, where: slice) -> Quantized:
-        """Return some rows as a view, so that values copied into it change this matrix."""
+        """Return some rows as a view, so that values copied into the view change this matrix."""
         return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
 
     def to_whole(self) -> Tensor:
@@ -151,7 +151,7 @@ OWN: dict[Any, Callable[..., Any]] = {
 
 
 def to_whole(weight: Tensor) -> Tensor:
-    """Return a matrix that can be multiplied: the dequantized one if `weight` is `Quantized`."""
+    """Return `weight` itself, or the dequantized matrix if `weight` is `Quantized`."""
     return weight.to_whole() if isinstance(weight, Quantized) else weight
 
 

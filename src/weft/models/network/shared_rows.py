@@ -1,4 +1,4 @@
-"""Division of hidden states among ranks between attention and MLP (sequence parallelism)."""
+"""Sequence parallelism: ranks divide the rows of hidden states between attention and MLP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SharedRows:
     """Assignment of the rows of one pass to the ranks.
 
     The pass may need the final hidden states of only some tokens. `wanted_tokens`, int64, are the
-    local indices of those of these tokens that this rank has.
+    tokens among these that this rank has, as indices into this rank's rows.
     """
 
     token_share: RowShare  # of all tokens of the pack
@@ -57,10 +57,10 @@ class RowSharing(Protocol):
     """Interface of a rule by which the ranks divide the rows of each pass."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        """Return the assignment of the packed `tokens` [T] to the ranks.
+        """Assign the packed `tokens` [T] to the ranks.
 
-        `rows`, int64 [N], are the tokens whose final hidden states the pass returns, and None means
-        all tokens.
+        `rows`, int64 [N], are the tokens whose final hidden states the pass returns. None means all
+        tokens.
         """
         ...
 
@@ -72,11 +72,11 @@ class RowSharing(Protocol):
 def gather_inputs(
     x: Tensor, share: RowShare | None, enter: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Return all input rows of a layer that is split over ranks; gradients are summed over ranks.
+    """Return all input rows of a layer that is split over ranks.
 
-    With a `share`, x has only this rank's rows, and the others are gathered. Otherwise x has all
-    rows, and `enter` sums the gradients. If both are None, the layer is not split, and x is
-    returned unchanged.
+    In the backward pass, gradients are summed over the ranks. With a `share`, x has only this
+    rank's rows, and the other rows are gathered. Otherwise x has all rows, and `enter` sums the
+    gradients. If both are None, the layer is not split, and x is returned unchanged.
     """
     if share is not None:
         return share.gather(x)

@@ -34,8 +34,8 @@ class VocabularySplit(Protocol):
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return, for each row, the id of the largest value on any rank.
 
-        `values` and `ids` have this rank's largest value and its id. If values are equal, the first
-        of these ranks wins.
+        `values` and `ids` contain this rank's largest value in each row, and its id. If the values
+        of several ranks are equal, the first of these ranks wins.
         """
         ...
 

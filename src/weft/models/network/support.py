@@ -29,7 +29,7 @@ class SamplingSupport:
     def host_counts(self) -> npt.NDArray[np.int64]:
         """The `counts`, on the host.
 
-        Copying them from the device waits for the device, unless `known_counts` has them.
+        If `known_counts` is None, the host waits for the device and copies them.
         """
         if self.known_counts is None:
             counts: npt.NDArray[np.int64] = self.counts.cpu().numpy()

@@ -45,7 +45,7 @@ class OutputProjection:
         return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
     def count_chunk_rows(self) -> int:
-        """Return the number of rows whose logits are computed at once, the same on all ranks."""
+        """Return the number of rows whose logits are computed at once, the same on every rank."""
         return count_chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
@@ -60,7 +60,7 @@ class OutputProjection:
         return own if self.split is None else self.split.gather(own)
 
     def compute_local_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `compute_logits` does, but only of this rank's part of the vocabulary."""
+        """Return logits as `compute_logits` does, but only for this rank's part of the ids."""
         return _apply_softcap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
@@ -82,9 +82,9 @@ def compute_token_outputs(
     else 0. Log-probs and entropy are differentiable in the hidden states and the projection.
 
     `chunk` is the number of rows computed at once; the default keeps the logits of a chunk small.
-    `gradient` computes the gradients with respect to the outputs from the outputs; it can be given
-    if the gradients of a row depend only on that row. The backward pass then does not compute the
-    logits again.
+    `gradient` is a function from the outputs to the gradients with respect to these outputs. It can
+    be given if the gradients of a row depend only on that row. The backward pass then does not
+    compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.count_chunk_rows()
@@ -150,7 +150,8 @@ class ProjectionGradients:
     def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
         """Add the gradients of a chunk of rows, whose logits have the gradient scale * grad_logits.
 
-        The scale is applied to the smaller factor of each product.
+        `scale` [R] is multiplied with matrices [R, H], and not with the larger `grad_logits` [R,
+        V].
         """
         hidden, weight, _ = self._inputs
         grad_raw = grad_logits.to(weight.dtype)
@@ -209,11 +210,11 @@ class _RowSoftmax:
         grad_entropy: Tensor | None,
         settings: _TokenOutputSettings,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient with respect to the logits before the temperature, and row factors.
+        """Return an unscaled gradient [R, V] and a factor for each of its rows, [R].
 
-        The gradient is [R, V] and the factors are [R]. The caller must still multiply each row of
-        the gradient by the factor of the row. The logits or log-probs are overwritten. A label
-        below 0 is in another rank's part of the vocabulary.
+        A row times its factor is the gradient with respect to the row's logits before they are
+        divided by the temperature. The logits or log-probs are overwritten. A label below 0 is in
+        another rank's part of the vocabulary.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         # Weft's kernel computes the gradient from the statistics.
@@ -428,7 +429,8 @@ def _recompute_softmax(
 ) -> tuple[_RowSoftmax, Tensor]:
     """Return the softmax of rows whose statistics are known, and the labels of the rows.
 
-    The labels are in the form of `_ChunkResults.labels`.
+    As in `_ChunkResults.labels`, the returned labels are relative to this rank's part of the
+    vocabulary.
     """
     if settings.split is not None:
         labels = to_local_ids(labels, logits.shape[1], settings.split)
@@ -460,7 +462,7 @@ def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | Non
 def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether two gradients are equal.
 
-    On an accelerator, two tensors count as equal without a comparison, which would have to wait for
+    On an accelerator, two tensors are assumed to be equal, because comparing them would wait for
     the device.
     """
     if one is None or other is None:
@@ -497,7 +499,7 @@ def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:
 def _apply_temperature(
     logits: Tensor, rows: slice, labels: Tensor, settings: _TokenOutputSettings
 ) -> Tensor:
-    """Return the logits divided by the temperature; ids outside a row's support get minus infinity."""
+    """Return the logits divided by the temperature, with -inf for ids outside a row's support."""
     if settings.temperature != 1.0:  # in place where nobody asks for those before it
         if settings.softcap is None:
             logits = logits.div_(settings.temperature)

@@ -188,10 +188,10 @@ class Transformer(nn.Module):
     ) -> dict[Output, Tensor] | Tensor:
         """Return the outputs `want`, or the states [T, hidden] if this is not the last stage.
 
-        Outputs are logprobs, entropy and top1 [N], those for several ids per row (`event_outputs`),
-        values [N] or scores [S]. If ranks divide the rows of the states, `states` and the returned
-        states contain only this rank's rows. Raises `ConfigError` for outputs that the network's
-        head cannot compute.
+        Outputs are logprobs, entropy and top1 [N], the outputs for several ids per row that
+        `weft.models.network.event_outputs` describes, values [N], or scores [S]. If ranks divide
+        the rows of the states, `states` and the returned states contain only this rank's rows.
+        Raises `ConfigError` for outputs that the network's head cannot compute.
         """
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         """Return hidden states [T, width] after the last norm, or only those of `rows` int64 [N].
 
         If this is not the last stage, the result is the output of the last local block. If ranks
-        divide the rows (`shared`), it contains only this rank's rows.
+        divide the rows (`shared`), the result contains only this rank's rows.
         """
         assert self.is_first_stage != (states is not None), (
             "states are given if and only if there is no embedding"
@@ -280,9 +280,9 @@ class Transformer(nn.Module):
 
         `longest` is the number of tokens of the longest of these sequences, and `on` is the device
         of the computation, by default that of the parameters. The result is False if a token's
-        state depends on later tokens of the sequence (rotations by length, mean pooling). It is
-        also False if attention over shared prefixes does not support the network's windows or soft
-        cap, or the device.
+        state depends on later tokens of the sequence (rotations by length, mean pooling), or if
+        ranks divide the tokens of a pack. It is also False if attention over shared prefixes does
+        not support the network's windows or soft cap, or the device.
         """
         config = self.config
         device = on or next(self.parameters()).device
